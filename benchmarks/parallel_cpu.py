@@ -91,9 +91,9 @@ def one_run(plan: Any, mesh: Any) -> list[float]:
 
 
 def bloomery_side(plan: Any, mesh: Any) -> Any:
-    from bloomery.data.loader import Cursor
-    from bloomery.train.context import open_loader
+    from bloomery.data.order import Cursor
     from bloomery.train.objectives import build_objective
+    from bloomery.train.source import open_loader
     from bloomery.train.state import build_state
     from bloomery.train.step import train_step
 
@@ -132,10 +132,10 @@ def bare_side(plan: Any, mesh: Any) -> Any:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from bloomery.data.loader import Cursor
+    from bloomery.data.order import Cursor
     from bloomery.model.io.weights import fresh_decoder
-    from bloomery.train.context import open_loader
     from bloomery.train.objectives import build_objective
+    from bloomery.train.source import open_loader
     from bloomery.train.step import compute_loss
 
     model, objective = (

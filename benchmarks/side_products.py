@@ -20,7 +20,9 @@ from paced import Ended, Pace
 from side_bloomery import planned
 from torch import Tensor
 
-from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers
 from bloomery.plan.types import RunPlan

@@ -20,7 +20,8 @@ from transformers import (
     default_data_collator,
 )
 
-from bloomery.data.loader import Cursor, Loader
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.data.shards import open_split
 
 LENGTH, SEED = 1024, 0

@@ -27,7 +27,7 @@ from bloomery.recipe.schema import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
 NOTE = "<!-- `python scripts/reference_pages.py` writes this page from the code. -->"
-BUILT = [kind for kind, spec in OBJECTIVES.items() if not spec.rollouts]
+BUILT = [kind for kind, spec in OBJECTIVES.items() if spec.source == "dataset"]
 
 
 # Commands

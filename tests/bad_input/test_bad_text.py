@@ -169,7 +169,8 @@ def test_a_tokenizer_that_is_not_the_shards_own(workshop):
 
 
 def test_a_damaged_shard_is_named_before_it_reaches_the_model(workshop):
-    from bloomery.data.loader import Cursor, Loader
+    from bloomery.data.loader import Loader
+    from bloomery.data.order import Cursor
 
     assert here("prepare", "tiny.yaml", "data.prepared=shards").code == 0
     shard = workshop / "shards/train-00000.bin"

@@ -64,7 +64,11 @@ def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float
         rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
     ]
     return [
-        {name: value.tolist() for name, value in vars(row).items() if value is not None}
+        {
+            name: value.tolist()
+            for name, value in {**vars(row), **row.extras}.items()
+            if name != "extras"
+        }
         for row in read
     ]
 
@@ -86,7 +90,7 @@ def test_packed_conversations_by_hand(tmp_path):
         "loss_mask": [0, 1, 1, 0, 1, 0],
         "positions": [0, 1, 2, 3, 0, 1],
         "documents": [0, 0, 0, 0, 1, 1],
-        "stored": [1, 2, 3, -1, 5, -1],
+        "label_indices": [1, 2, 3, -1, 5, -1],
     }
     assert second == {
         "tokens": [30, 31, 32, PAD, PAD, PAD],
@@ -94,7 +98,7 @@ def test_packed_conversations_by_hand(tmp_path):
         "loss_mask": [1, 0, 0, 0, 0, 0],
         "positions": [0, 1, 2, 0, 0, 0],
         "documents": [0, 0, 0, -1, -1, -1],
-        "stored": [7, 8, -1, -1, -1, -1],
+        "label_indices": [7, 8, -1, -1, -1, -1],
     }
 
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher, feistel, mix
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader, Prefetcher
+from bloomery.data.order import Cursor, feistel, mix
 from bloomery.data.prepare.prepare import prepare
 
 
@@ -65,11 +67,11 @@ def test_batch_is_what_the_docstring_says(folder):
 
 def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
     data = loader(folder)
-    first = [data.place(index) for index in range(data.sequences)]
-    second = [data.place(index) for index in range(data.sequences, 2 * data.sequences)]
+    first = [data.locate(index) for index in range(data.sequences)]
+    second = [data.locate(index) for index in range(data.sequences, 2 * data.sequences)]
     assert sorted(first) == sorted(second) == [(0, row) for row in range(data.sequences)]
     assert first != second
-    assert first != [loader(folder, seed=4).place(index) for index in range(data.sequences)]
+    assert first != [loader(folder, seed=4).locate(index) for index in range(data.sequences)]
 
 
 def test_ranks_share_the_rows_of_one(folder):
@@ -97,10 +99,10 @@ def test_weights_of_sources_are_exact(tmp_path, recipe_of):
         sources.append({"path": str(path), "weight": weight})
     prepare(recipe_of(sources=sources, validation=0), tmp_path / "prepared")
     data = loader(tmp_path / "prepared")
-    once = loader(tmp_path / "prepared")._sequences.counts
+    once = loader(tmp_path / "prepared")._packing.counts
     for epoch in range(2):
         visits = Counter(
-            data.place(epoch * data.sequences + index) for index in range(data.sequences)
+            data.locate(epoch * data.sequences + index) for index in range(data.sequences)
         )
         by_source = [
             Counter({row: n for (part, row), n in visits.items() if part == source})
@@ -127,7 +129,7 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
         for row in range(4)
         if data.sequences % 4 and row >= data.sequences % 4
     )
-    expected = [data._sequences.read(0, index) for index in range(data.sequences)]
+    expected = [data._packing.read(0, index) for index in range(data.sequences)]
     assert [row[0] for row in rows[: data.sequences]] == [
         tuple(row.tokens.tolist()) for row in expected
     ]

@@ -9,7 +9,10 @@ import torch
 from structured import write_structured
 
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Batch, Cursor, Loader, ReferenceWriter
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
+from bloomery.data.reference_scores import ReferenceWriter
 from bloomery.data.shards import Manifest, Split, write_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.io.weights import fresh_decoder
@@ -81,7 +84,7 @@ def whole(data: Loader) -> Batch:
 def test_sequences_are_numbered_through_the_micro_batch(folder):
     batch = whole(loader(folder("chat")))
     assert batch.sequences is not None
-    assert batch.kto_labels is batch.reference is None
+    assert not batch.extras
     inside = batch.documents >= 0
     assert (batch.sequences[~inside] == -1).all()
     assert batch.sequences[inside].unique().tolist() == list(range(30))
@@ -109,10 +112,10 @@ def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout)
 
 def test_marks_stand_on_every_token_of_their_text(folder):
     batch = whole(loader(folder("kto")))
-    assert batch.kto_labels is not None
-    assert set(batch.kto_labels.unique().tolist()) == {0, 1}
-    assert (batch.kto_labels[batch.sequences < 0] == 0).all()
-    marks = [set(batch.kto_labels[batch.sequences == number].tolist()) for number in range(60)]
+    labels = batch.extras["kto_labels"]
+    assert set(labels.unique().tolist()) == {0, 1}
+    assert (labels[batch.sequences < 0] == 0).all()
+    marks = [set(labels[batch.sequences == number].tolist()) for number in range(60)]
     assert all(len(found) == 1 for found in marks)
     assert marks[::2] == marks[1::2]
     assert sum(found == {1} for found in marks[::2]) == 10
@@ -135,7 +138,7 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     assert set(seen.values()) == {1}
     batch = whole(loader(path, layout, reference=file))
     expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
-    assert torch.equal(batch.reference, expected)
+    assert torch.equal(batch.extras["reference"], expected)
     with pytest.raises(UserError, match="has no value for a loss token"):
         whole(loader(path, layout, reference=partial(path, file, layout)))
     with pytest.raises(UserError, match="is missing"):
@@ -153,7 +156,7 @@ def partial(path: Path, file: Path, layout: str) -> Path:
 
 def test_an_epoch_visits_every_conversation_once(folder):
     data = loader(folder("chat", parts=2))
-    places = [data.place(index) for index in range(2 * data.sequences)]
+    places = [data.locate(index) for index in range(2 * data.sequences)]
     assert (
         sorted(places[: data.sequences]) == sorted(places[data.sequences :]) == sorted(set(places))
     )
@@ -208,5 +211,5 @@ def test_validation_is_every_pair_once_and_padded(folder):
     data = loader(folder("kto"))
     batches = list(data.validation_batches(4))
     assert {batch.tokens.shape for batch in batches} == {(4, LENGTH)}
-    assert all(batch.sequences is not None and batch.kto_labels is not None for batch in batches)
+    assert all(batch.sequences is not None and "kto_labels" in batch.extras for batch in batches)
     assert sum(int(batch.sequences.max()) + 1 for batch in batches) == 60

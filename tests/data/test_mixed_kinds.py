@@ -13,7 +13,9 @@ from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.data.packing import PackedSequences
 from bloomery.data.prepare.prepare import preparation, prepare
 from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
@@ -105,11 +107,11 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
         assert rows.counts[part] == alone.counts[0]
         for index in range(alone.counts[0]):
             ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
-            began = np.where(theirs["stored"] < 0, 0, split.part_starts[part][0])
+            began = np.where(theirs["label_indices"] < 0, 0, split.part_starts[part][0])
             assert all(
-                np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
+                np.array_equal(ours[key], theirs[key] + (began if key == "label_indices" else 0))
                 for key in ours
-                if key != "kto_labels"
+                if key != "extras"
             )
         if name == "texts" and layout == "packed":
             loss_mask = sum(
@@ -144,7 +146,7 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
         batch = loader.batch(Cursor(3, 0), loader.sequences)
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         if visits is not None:
-            visits += [loader.place(index)[0] for index in range(loader.sequences)]
+            visits += [loader.locate(index)[0] for index in range(loader.sequences)]
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
             parts = next_token_loss(
@@ -159,12 +161,12 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     assert visits.count(1) == round(1.5 * rows) > rows, "the weight of the text counts its rows"
     extra = [index for index in range(len(visits)) if visits[index] == 1]
     loader = Loader(folders["chats", "texts"], sequence_length=LENGTH, layout="packed", seed=3)
-    seen = [loader.place(index)[1] for index in extra]
+    seen = [loader.locate(index)[1] for index in extra]
     again = [row for row in seen if seen.count(row) == 2]
     assert len(set(again)) == len(extra) - rows
     twice_total, twice_count = 0.0, 0.0
     for row in set(again):
-        batch = loader.batch(Cursor(3, next(i for i in extra if loader.place(i)[1] == row)), 1)
+        batch = loader.batch(Cursor(3, next(i for i in extra if loader.locate(i)[1] == row)), 1)
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         with torch.no_grad():
             scores = forward(

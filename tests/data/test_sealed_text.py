@@ -8,7 +8,8 @@ from structured import write_structured
 
 from bloomery.core import files
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Cursor, Loader
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards import Manifest, open_split, read_manifest, write_manifest
 

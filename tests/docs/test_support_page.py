@@ -64,7 +64,7 @@ CHOICES = {
     "objective": [
         (f"objective={{kind: {spec.kind}{', teacher: gpt2' * (spec.extra_forwards > 0)}}}",)
         for spec in OBJECTIVES.values()
-        if not spec.rollouts
+        if spec.source == "dataset"
     ],
 }
 

@@ -9,7 +9,7 @@ import torch
 from memory_tracker import peak_bytes
 from plan_help import loaded, machine, planned
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.presets import known_config
 from bloomery.plan.estimate.memory import (
     ONE_DEVICE,

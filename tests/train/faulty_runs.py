@@ -8,7 +8,8 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import Run
 
-from bloomery.data.loader import Batch, Loader
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
 from bloomery.monitor.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
 from bloomery.monitor.history import history_of

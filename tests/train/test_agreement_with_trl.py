@@ -11,7 +11,7 @@ import torch
 from plans_for_tests import tiny_plan
 from torch import Tensor
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
@@ -122,7 +122,7 @@ def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
         reference = start(
             batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
         )
-        batch = Batch(**vars(batch) | {"reference": reference})
+        batch = batch.with_extras(reference=reference)
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
     return compute_loss(policy, batch, objective, precision="float32")
 
@@ -170,7 +170,7 @@ def test_kto(seeds, tmp_path):
     )
     batch = batch_of(interleaved(own, twins))
     marks = inputs["label"].repeat_interleave(2)[batch.sequences.clamp(min=0)].long()
-    batch = Batch(**vars(batch) | {"kto_labels": marks})
+    batch = batch.with_extras(kto_labels=marks)
     parts = loss_of(
         Kto(kind="kto", **more), batch, *(ours(llama(n), tmp_path / str(n)) for n in seeds)
     )

@@ -6,7 +6,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from torch import nn
 
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.objectives import pretraining
 from bloomery.train.optim import adamw as optim_int8

@@ -7,7 +7,8 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Cursor, Loader
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan import fallback as safer
 from bloomery.train import context, recover, state

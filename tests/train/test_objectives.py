@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.train.evaluation.evaluation import complete_batches
 from bloomery.train.losses import next_token_loss
 from bloomery.train.objectives import pretraining

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from autograd_for_tests import kept_bytes
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Cursor, Loader
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.model.adapters import settings as peft_names
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config

@@ -9,7 +9,7 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from structured_runs import write_answers
 
 from bloomery.core import Choice
-from bloomery.data.loader import Cursor
+from bloomery.data.order import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import (
@@ -26,9 +26,9 @@ from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, Sim
 from bloomery.train import context
 from bloomery.train import objectives as objectives
 from bloomery.train import objectives as references
-from bloomery.train.context import open_loader
 from bloomery.train.loop import run
 from bloomery.train.objectives import reference_file
+from bloomery.train.source import open_loader
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 DPO = Preference(kind="dpo", beta=0.5)
@@ -98,7 +98,7 @@ def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_p
         expected = model(
             batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
         )
-    torch.testing.assert_close(batch.reference, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.extras["reference"], expected, atol=1e-5, rtol=0)
 
 
 def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_reference(

@@ -8,7 +8,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch.testing import assert_close
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
 from bloomery.train.losses import (
     dpo_loss,
@@ -139,18 +139,13 @@ def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
             at += size
     reference = torch.where(loss_mask > 0, -torch.rand(rows, length, generator=numbers) * 14, 0)
     kto_labels = (sequences // 2) % 2
-    tensors = {
-        "loss_mask": loss_mask,
-        "sequences": sequences,
-        "reference": reference,
-        "kto_labels": kto_labels,
-    }
-    return Batch(**parts, documents=documents, **tensors)
+    batch = Batch(**parts, documents=documents, loss_mask=loss_mask, sequences=sequences)
+    return batch.with_extras(reference=reference, kto_labels=kto_labels)
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
     """Some rows, their sequences numbered anew from 0."""
-    part = batch.each(lambda tensor: tensor[rows])
+    part = batch.map_tensors(lambda tensor: tensor[rows])
     inside = part.sequences >= 0
     first = part.sequences[inside].min()
     return replace(part, sequences=torch.where(inside, part.sequences - first, -1))
@@ -161,21 +156,21 @@ def padded(batch: Batch) -> Batch:
     rows = []
     for number in range(int(batch.sequences.max()) + 1):
         row, places = batch.sequences.eq(number).nonzero().T
-        empty = Batch(
-            *(torch.zeros(1, 32, dtype=torch.int64) for _ in range(2)),
-            torch.zeros(1, 32),
-            torch.zeros(1, 32, dtype=torch.int64),
-            *(torch.full((1, 32), -1) for _ in range(2)),
-            kto_labels=torch.zeros(1, 32, dtype=torch.int64),
-            reference=torch.zeros(1, 32),
-        )
-        for name, tensor in vars(empty).items():
-            if tensor is not None:
-                tensor[0, : len(places)] = getattr(batch, name)[row, places]
-        empty.documents[0, : len(places)] = 0
-        rows.append(empty)
-    names = [name for name, tensor in vars(rows[0]).items() if tensor is not None]
-    return Batch(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
+
+        def alone(tensor: torch.Tensor, fill: int = 0, *, row=row, places=places) -> torch.Tensor:
+            text = torch.full((1, 32), fill, dtype=tensor.dtype)
+            text[0, : len(places)] = tensor[row, places]
+            return text
+
+        documents = torch.where(torch.arange(32)[None] < len(places), 0, -1)
+        part = replace(batch.map_tensors(alone), documents=documents)
+        rows.append(replace(part, sequences=alone(batch.sequences, -1)))
+    extras = {name: torch.cat([row.extras[name] for row in rows]) for name in batch.extras}
+    fields = {name: torch.cat([vars(row)[name] for row in rows]) for name in FIELDS}
+    return Batch(**fields, extras=extras)
+
+
+FIELDS = ("tokens", "labels", "loss_mask", "positions", "documents", "sequences")
 
 
 def model_and_optimizer(asked, **sections):
@@ -226,7 +221,7 @@ def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
 
     assert kl([whole]) == pytest.approx(kl(cut), rel=1e-5)
     assert kl([whole]) > 0
-    repeated = objective.before(who.model, [whole])[0].baseline is not None
+    repeated = objective.before(who.model, [whole])[0].extras.get("baseline") is not None
     assert repeated == (rate > 0)  # a forward that drops nothing tells it itself
 
 
@@ -268,11 +263,12 @@ def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
 @pytest.mark.parametrize("asked", KINDS)
 def test_gradients_are_those_of_finite_differences(asked):
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
-    batch = replace(batch_of_pairs(1, pairs=2), reference=None)
-    batch = replace(
-        batch, reference=-torch.rand(1, 32, dtype=torch.float64), loss_mask=batch.loss_mask.double()
+    batch = batch_of_pairs(1, pairs=2)
+    batch = replace(batch, loss_mask=batch.loss_mask.double())
+    batch = batch.with_extras(
+        reference=-torch.rand(1, 32, dtype=torch.float64),
+        baseline=torch.tensor(0.3).double(),  # which no gradient flows through
     )
-    batch = replace(batch, baseline=torch.tensor(0.3).double())  # which no gradient flows through
     scores = (-3 * torch.rand(1, 32, dtype=torch.float64)).requires_grad_()
     assert torch.autograd.gradcheck(lambda scores: objective.loss(scores, batch).total, (scores,))
 

@@ -210,9 +210,9 @@ def test_equal_tensors_are_one_line():
 
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
-    from bloomery.data.loader import Cursor
-    from bloomery.train.context import open_loader
+    from bloomery.data.order import Cursor
     from bloomery.train.objectives import build_objective
+    from bloomery.train.source import open_loader
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)

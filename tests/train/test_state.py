@@ -2,7 +2,7 @@ import pytest
 import torch
 from plans_for_tests import tiny_config, tiny_plan
 
-from bloomery.data.loader import Cursor
+from bloomery.data.order import Cursor
 from bloomery.model.io.weights import write_model
 from bloomery.train.checkpoint import Saver
 from bloomery.train.state import RunProgress, build_state, go_back

@@ -6,7 +6,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.native import find_compiler
 from bloomery.parallel.apply import apply
 from bloomery.train.losses import LossParts

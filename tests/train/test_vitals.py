@@ -7,7 +7,7 @@ from plans_for_tests import tiny_config
 from runs_of_the_loop import Run, assert_same_tensors
 from torch import nn
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.monitor.events import StepDone, StepHealth
 from bloomery.train.diagnostics.step_health import EARLY, HealthCheck, label_facts, pair_excess
 from bloomery.train.objectives import pretraining

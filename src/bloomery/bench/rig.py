@@ -11,7 +11,9 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
 from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.objectives import build_objective, with_text_structure

@@ -19,8 +19,10 @@ conversations and pairs, to a text that is trained on.
 import functools
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import numpy as np
@@ -29,6 +31,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, Split
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+NO_EXTRAS: Mapping[str, Ids] = MappingProxyType({})
 
 
 def best_fit(lengths: Ids, capacity: int) -> Ids:
@@ -39,29 +42,31 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
     `lengths`: each from 1 to `capacity`.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= capacity
-    # rooms: the free positions that a sequence has, each once, sorted
-    rooms = list[int]()
+    # How many free positions a sequence has: each number once, sorted, with the sequences that have it.
+    free_sizes = list[int]()
+    sequences_by_free: dict[int, list[int]] = defaultdict(list)
     count = 0
-    having: dict[int, list[int]] = defaultdict(list)  # the sequences of each room
-    sequences = np.zeros(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    for text, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
+    sequence_of_text = np.zeros(len(lengths), np.int64)
+    longest_first = np.argsort(-lengths, kind="stable")
+    for text, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        smallest_fit = bisect_left(free_sizes, length)
+        if smallest_fit == len(free_sizes):
             sequence = count
-            room = capacity
+            free = capacity
             count += 1
         else:
-            room = rooms[place]
-            sequence = having[room].pop()
-            if not having[room]:
-                del rooms[place]
-        sequences[text] = sequence
-        if left := room - length:
-            if not having[left]:
-                insort(rooms, left)
-            having[left].append(sequence)
-    return sequences
+            free = free_sizes[smallest_fit]
+            sequence = sequences_by_free[free].pop()
+            if not sequences_by_free[free]:
+                del free_sizes[smallest_fit]
+        sequence_of_text[text] = sequence
+        # A full sequence takes no other text.
+        free_after = free - length
+        if free_after > 0:
+            if not sequences_by_free[free_after]:
+                insort(free_sizes, free_after)
+            sequences_by_free[free_after].append(sequence)
+    return sequence_of_text
 
 
 @dataclass(frozen=True)
@@ -87,44 +92,46 @@ def pack_source(
     split: Split, part: int, *, sequence_length: int, layout: Literal["packed", "padded"]
 ) -> PackedSource:
     """The sequences of one source of conversations or pairs. Deterministic; a million units in about a second."""
-    (_, begin) = split.part_starts[part]
-    (_, end) = split.part_starts[part + 1]
-    texts = DOCUMENTS_PER_UNIT[split.kind]  # of a unit
-    bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
-    whole = (bounds[1:] - bounds[:-1]).reshape(-1, texts)
-    first = (
-        np.zeros(end - begin, np.int64)
+    (_, first_document) = split.part_starts[part]
+    (_, last_document) = split.part_starts[part + 1]
+    texts_per_unit = DOCUMENTS_PER_UNIT[split.kind]
+    # Of each text: its tokens, and the index of its first loss token.
+    bounds = np.asarray(split.bounds[first_document : last_document + 1]).astype(np.int64)
+    full_lengths = (bounds[1:] - bounds[:-1]).reshape(-1, texts_per_unit)
+    first_loss_tokens = (
+        np.zeros(last_document - first_document, np.int64)
         if split.first is None
-        else np.asarray(split.first[begin:end], np.int64)
-    )
-    first = first.reshape(-1, texts)  # the place of its first loss token
-    lengths = truncated_lengths(whole, sequence_length)
-    trainable = (first < whole).all(1)
-    kept = np.flatnonzero((first < lengths).all(1))
-    shorter = lengths[kept] < whole[kept]
-    places = (
-        best_fit(lengths[kept].sum(1), sequence_length)
+        else np.asarray(split.first[first_document:last_document], np.int64)
+    ).reshape(-1, texts_per_unit)
+    # A unit is packed when every text of it has a loss token in the part that fits.
+    lengths = truncated_lengths(full_lengths, sequence_length)
+    trainable = (first_loss_tokens < full_lengths).all(1)
+    packed_units = np.flatnonzero((first_loss_tokens < lengths).all(1))
+    is_shorter = lengths[packed_units] < full_lengths[packed_units]
+    sequence_of_unit = (
+        best_fit(lengths[packed_units].sum(1), sequence_length)
         if layout == "packed"
-        else np.arange(len(kept))
+        else np.arange(len(packed_units))
     )
-    order = np.argsort(places, kind="stable")
-    count = int(places.max()) + 1 if len(places) else 0
+    by_sequence = np.argsort(sequence_of_unit, kind="stable")
+    count = int(sequence_of_unit.max()) + 1 if len(sequence_of_unit) else 0
     return PackedSource(
-        units=kept[order],
-        starts=np.searchsorted(places[order], np.arange(count + 1)),
+        units=packed_units[by_sequence],
+        starts=np.searchsorted(sequence_of_unit[by_sequence], np.arange(count + 1)),
         lengths=lengths,
-        truncated=int(shorter.any(1).sum()),
-        cut=int((whole[kept] - lengths[kept]).sum()),
-        dropped=int(trainable.sum()) - len(kept),
+        truncated=int(is_shorter.any(1).sum()),
+        cut=int((full_lengths[packed_units] - lengths[packed_units]).sum()),
+        dropped=int(trainable.sum()) - len(packed_units),
         all_masked=int((~trainable).sum()),
     )
 
 
-def truncated_lengths(whole: Ids, sequence_length: int) -> Ids:
+def truncated_lengths(full_lengths: Ids, sequence_length: int) -> Ids:
     """Tokens kept of each text of a unit, from its start: a pair shares the sequence, a short side leaves room."""
-    if whole.shape[1] == 1:
-        return np.minimum(whole, sequence_length)
-    return np.minimum(whole, np.maximum(sequence_length // 2, sequence_length - whole[:, ::-1]))
+    if full_lengths.shape[1] == 1:
+        return np.minimum(full_lengths, sequence_length)
+    left_by_other = sequence_length - full_lengths[:, ::-1]
+    return np.minimum(full_lengths, np.maximum(sequence_length // 2, left_by_other))
 
 
 Layout = Literal["packed", "padded", "fixed"]
@@ -132,7 +139,7 @@ Layout = Literal["packed", "padded", "fixed"]
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """int64 and float32 arrays [T]; see loader.Batch. `stored`: the place of each label among the split's tokens, -1
+    """int64 and float32 arrays [T]; see Batch. `label_indices`: where each label stands among the split's tokens, -1
     where it belongs to another document.
     """
 
@@ -141,8 +148,8 @@ class PackedSequence:
     loss_mask: np.ndarray[Any, np.dtype[np.float32]]
     positions: Ids
     documents: Ids
-    stored: Ids
-    kto_labels: Ids | None = None
+    label_indices: Ids
+    extras: Mapping[str, Ids]
 
 
 def count_plain_sequences(
@@ -176,10 +183,11 @@ def count_sequences(
             split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id
         )
         return SequenceCounts(sequences.counts, sequences.packed)
-    parts = manifest.train.parts
     counts = [
-        count_plain_sequences(p.tokens, p.documents, sequence_length=sequence_length, layout=layout)
-        for p in parts
+        count_plain_sequences(
+            part.tokens, part.documents, sequence_length=sequence_length, layout=layout
+        )
+        for part in manifest.train.parts
     ]
     return SequenceCounts(counts, [])
 
@@ -205,81 +213,85 @@ class PackedSequences:
         if layout != "fixed" and split.kind != "text":
             for number, part in enumerate(parts):
                 if not part.plain:
-                    packed = pack_source(
+                    self._packed_sources[number] = pack_source(
                         split, number, sequence_length=sequence_length, layout=layout
                     )
-                    self._packed_sources[number] = packed
         self.packed = list(self._packed_sources.values())
         self.counts = [
             self._packed_sources[number].sequences
             if number in self._packed_sources
             else count_plain_sequences(
-                p.tokens, p.documents, sequence_length=sequence_length, layout=layout
+                part.tokens, part.documents, sequence_length=sequence_length, layout=layout
             )
-            for number, p in enumerate(parts)
+            for number, part in enumerate(parts)
         ]
 
     def read(self, part: int, index: int) -> PackedSequence:
         assert 0 <= index < self.counts[part]
         if part in self._packed_sources:
-            return self._packed(part, index)
-        split = self._split
-        (first, document) = split.part_starts[part]
-        (end, _) = split.part_starts[part + 1]
-        start = first + index * self._length
-        if self._layout == "padded":
-            start, end = (
-                int(place) for place in split.bounds[document + index : document + index + 2]
-            )
-        stop = min(start + self._length + 1, end)
-        documents = begins = np.zeros(stop - start, np.int64)
-        if self._layout == "packed":
-            documents, begins = self._documents(start, stop - start)
-        loss_mask = None if split.loss_mask is None else split.loss_mask[start:stop] > 0
-        return self._padded(
-            split.tokens[start:stop], documents, begins, np.arange(start, stop), loss_mask
-        )
+            return self._read_packed(part, index)
+        return self._read_plain(part, index)
 
     def empty(self) -> PackedSequence:
         """A sequence of padding."""
         none = np.zeros(0, np.int64)
+        extras = {"kto_labels": none} if self._split.kind == "kto" else {}
+        return self._padded(none, none, none, none, extras=extras)
+
+    def _read_plain(self, part: int, index: int) -> PackedSequence:
+        split = self._split
+        (first_token, first_document) = split.part_starts[part]
+        (end, _) = split.part_starts[part + 1]
+        start = first_token + index * self._length
+        if self._layout == "padded":
+            document = first_document + index
+            start, end = (int(bound) for bound in split.bounds[document : document + 2])
+        # One token more than positions: the label of the last one.
+        stop = min(start + self._length + 1, end)
+        documents = begins = np.zeros(stop - start, np.int64)
+        if self._layout == "packed":
+            documents, begins = self._documents(start, stop - start)
+        trained = None if split.loss_mask is None else split.loss_mask[start:stop] > 0
         return self._padded(
-            none, none, none, none, kto_labels=none if self._split.kind == "kto" else None
+            split.tokens[start:stop], documents, begins, np.arange(start, stop), trained
         )
 
-    def _packed(self, part: int, index: int) -> PackedSequence:
+    def _read_packed(self, part: int, index: int) -> PackedSequence:
+        split = self._split
         packed = self._packed_sources[part]
-        answers = DOCUMENTS_PER_UNIT[self._split.kind]
+        # The documents of the sequence's units, and where the tokens kept of each stand in the split.
+        texts_per_unit = DOCUMENTS_PER_UNIT[split.kind]
         units = packed.units[packed.starts[index] : packed.starts[index + 1]]
-        numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[
-            part
-        ][1]
+        (_, first_document) = split.part_starts[part]
+        documents_of_units = units[:, None] * texts_per_unit + np.arange(texts_per_unit)
+        document_numbers = documents_of_units.ravel() + first_document
         sizes = packed.lengths[units].ravel()
-        starts = np.asarray(self._split.bounds[numbers]).astype(np.int64)
-        ends = np.cumsum(sizes)
+        starts = np.asarray(split.bounds[document_numbers]).astype(np.int64)
+        ranges = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+        # Of each token: its text, numbered from 0, where that begins in the sequence, and its index in the split.
+        ends_in_sequence = np.cumsum(sizes)
         documents = np.repeat(np.arange(len(sizes)), sizes)
-        begins = np.repeat(ends - sizes, sizes)
-        places = np.arange(len(documents)) - begins + np.repeat(starts, sizes)
-        texts = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
-        ids = np.concatenate([self._split.tokens[start:end] for start, end in texts])
-        assert self._split.loss_mask is not None
-        loss_mask = np.concatenate([self._split.loss_mask[start:end] for start, end in texts]) > 0
-        kto_labels = None
-        if self._split.kto_labels is not None:
-            kto_labels = np.repeat(
-                np.asarray(self._split.kto_labels[numbers]).astype(np.int64), sizes
-            )
+        begins = np.repeat(ends_in_sequence - sizes, sizes)
+        indices = np.arange(len(documents)) - begins + np.repeat(starts, sizes)
+        tokens = np.concatenate([split.tokens[start:end] for start, end in ranges])
+        assert split.loss_mask is not None
+        trained = np.concatenate([split.loss_mask[start:end] for start, end in ranges]) > 0
+        extras = dict[str, Ids]()
+        if split.kto_labels is not None:
+            label_of_text = np.asarray(split.kto_labels[document_numbers]).astype(np.int64)
+            extras["kto_labels"] = np.repeat(label_of_text, sizes)
+        # The last position also has a label, of another document.
         return self._padded(
-            np.append(ids, self._pad_id),  # the last position also has a label, of another document
+            np.append(tokens, self._pad_id),
             np.append(documents, -1),
             np.append(begins, 0),
-            np.append(places, -1),
-            np.append(loss_mask, False),
-            kto_labels,
+            np.append(indices, -1),
+            np.append(trained, False),
+            extras,
         )
 
     def _documents(self, start: int, count: int) -> tuple[Ids, Ids]:
-        """The document of each token, numbered from 0 in this sequence, and the place where that document begins."""
+        """The document of each token, numbered from 0 in this sequence, and where in it that document begins."""
         bounds = self._split.bounds
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, start + count - 1, side="right"))
@@ -290,18 +302,18 @@ class PackedSequences:
 
     def _padded(
         self,
-        ids: Ids,
+        tokens: Ids,
         documents: Ids,
         begins: Ids,
-        places: Ids,
-        loss_mask: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
-        kto_labels: Ids | None = None,
+        indices: Ids,
+        trained: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+        extras: Mapping[str, Ids] = NO_EXTRAS,
     ) -> PackedSequence:
         """A sequence of tokens, one more than it has positions where the text continues. The rest is padding: document
-        -1, mask 0. Of each token: the number of its document and where that begins in the sequence, its place in the
-        split, and whether it is trained on.
+        -1, mask 0. Of each token: the number of its document and where that begins in the sequence, its index in the
+        split, and whether it is trained on (None: every one).
         """
-        count = max(min(len(ids) - 1, self._length), 0)
+        count = max(min(len(tokens) - 1, self._length), 0)
         length = self._length
 
         def padded(values: Ids, fill: int) -> Ids:
@@ -309,15 +321,18 @@ class PackedSequences:
             filled[:count] = values[:count]
             return filled
 
-        together = documents[1 : count + 1] == documents[:count]
-        mask = np.zeros(length, np.float32)
-        mask[:count] = together if loss_mask is None else together & loss_mask[1 : count + 1]
+        # A label counts where it continues the document of its position.
+        same_document = documents[1 : count + 1] == documents[:count]
+        loss_mask = np.zeros(length, np.float32)
+        loss_mask[:count] = (
+            same_document if trained is None else same_document & trained[1 : count + 1]
+        )
         return PackedSequence(
-            tokens=padded(ids, self._pad_id),
-            labels=padded(ids[1:], self._pad_id),
-            loss_mask=mask,
+            tokens=padded(tokens, self._pad_id),
+            labels=padded(tokens[1:], self._pad_id),
+            loss_mask=loss_mask,
             positions=padded(np.arange(count) - begins[:count], 0),
             documents=padded(documents, -1),
-            stored=padded(np.where(together, places[1 : count + 1], -1), -1),
-            kto_labels=None if kto_labels is None else padded(kto_labels, 0),
+            label_indices=padded(np.where(same_document, indices[1 : count + 1], -1), -1),
+            extras={name: padded(values, 0) for name, values in extras.items()},
         )

@@ -171,7 +171,8 @@ OPTIMIZER_MEMORY_KEYS = ("offload", "fused_backward", "stochastic_rounding")
 
 def refuse_recipe(recipe: Recipe) -> None:
     """Raises UserError for unsupported keys, and for keys that contradict each other."""
-    keys = [f"objective.kind={recipe.objective.kind}"] if recipe.objective.spec.rollouts else []
+    objective = recipe.objective
+    keys = [f"objective.kind={objective.kind}"] if objective.spec.source == "rollouts" else []
     _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
     refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)

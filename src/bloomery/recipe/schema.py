@@ -44,14 +44,15 @@ from bloomery.recipe.values import (
 
 DataKind = Literal["any", "sft", "pairs", "kto"]
 LossUnit = Literal["token", "label", "pair", "answer"]
+BatchOrigin = Literal["dataset", "rollouts"]
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
     """`data_kind`: its rows; "any" is read as text. `loss_unit`: the loss is per token (in nats), label,
     pair or answer. `reference`: it needs a reference model. `extra_forwards`: forwards of another model per step.
-    `rollouts`: it trains on generated responses. `values`: the model outputs one value per sequence, no text.
-    `falls`: a loss that does not fall means that training fails.
+    `source`: it trains on the prepared dataset or on generated responses. `values`: the model outputs one value per
+    sequence, no text. `falls`: a loss that does not fall means that training fails.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class ObjectiveSpec:
     loss_unit: LossUnit
     reference: bool = False
     extra_forwards: int = 0
-    rollouts: bool = False
+    source: BatchOrigin = "dataset"
     values: bool = False
     falls: bool = False
 
@@ -87,8 +88,8 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
             ObjectiveSpec("kto", "kto", "answer", reference=True),
             ObjectiveSpec("reward", "pairs", "pair", values=True),
             ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
-            ObjectiveSpec("ppo", "sft", "answer", rollouts=True),
-            ObjectiveSpec("grpo", "sft", "answer", rollouts=True),
+            ObjectiveSpec("ppo", "sft", "answer", source="rollouts"),
+            ObjectiveSpec("grpo", "sft", "answer", source="rollouts"),
         )
     }
 )

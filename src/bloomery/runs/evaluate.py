@@ -32,11 +32,11 @@ from bloomery.model.decoder import Attention, Backbone, Decoder
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
-from bloomery.train.context import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.objectives import pretraining
+from bloomery.train.source import open_loader
 from bloomery.train.use import OnText, Use, load_used
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.acting import acting_as, kind_of
 from bloomery.model.attention import blockwise, compiled, per_document
 from bloomery.model.attention.attend import DocumentLayout

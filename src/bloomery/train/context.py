@@ -5,15 +5,14 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from bloomery.core import __version__
-from bloomery.data.loader import Batch, Loader, Prefetcher
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
@@ -49,6 +48,7 @@ from bloomery.train.process import (
     set_up_process,
     training_device,
 )
+from bloomery.train.source import BatchSource, open_loader, source_of
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
@@ -72,13 +72,6 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan
     )
 
 
-class BatchSource(Protocol):
-    """Where a step gets its micro-batches: a prefetching loader, or rollouts of the current policy."""
-
-    def next(self) -> Batch:
-        """The next micro-batch; blocks until it is available."""
-
-
 @dataclass
 class RunContext:
     """Mutable state of a running training job. A wall-time schedule and `replan` replace `plan`."""
@@ -88,7 +81,7 @@ class RunContext:
     emit: Emit
     state: TrainState
     objective: Objective
-    loader: Loader
+    source: BatchSource
     validation: Loader | None
     tokenizer: Tokenizer
     prompts: Prompts
@@ -129,19 +122,6 @@ class RunContext:
     def stops_early(self) -> bool:
         patience = self.plan.eval.early_stopping_patience
         return patience is not None and self.state.progress.evaluations_since_best >= patience
-
-    def source(self) -> AbstractContextManager[BatchSource]:
-        """Micro-batches from the current position in the data."""
-        data = self.plan.data
-        train = self.plan.train
-        return Prefetcher(
-            self.loader,
-            self.state.cursor,
-            sequences=train.micro_batch_size * train.ranks,
-            per_step=train.sequences_per_step,
-            depth=data.prefetch,
-            pin_memory=data.pin_memory,
-        )
 
     def emit_step(
         self,
@@ -235,17 +215,17 @@ def open_context(
     head = read_identity(run_dir)
     run = "" if head is None else head.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
-    loaders = {
-        split: open_loader(plan, split, references.get(split), run, mesh) for split in splits
-    }
+    validation = None
+    if has_validation:
+        validation = open_loader(plan, "validation", references.get("validation"), run, mesh)
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
         state=state,
         objective=build_objective(plan, mesh=mesh),
-        loader=loaders["train"],
-        validation=loaders.get("validation"),
+        source=source_of(plan, state, references.get("train"), run),
+        validation=validation,
         tokenizer=tokenizer,
         prompts=prompts,
         saver=Saver(
@@ -366,24 +346,3 @@ def reference_files(
     if missing and resume_from is not None:
         go_back(state, plan, resume_from, policy=True)
     return files
-
-
-def open_loader(
-    plan: RunPlan,
-    split: SplitName,
-    reference: Path | None = None,
-    run: str = "",
-    mesh: Mesh = SINGLE_RANK,
-) -> Loader:
-    data = plan.data
-    return Loader(
-        data.prepared,
-        sequence_length=data.sequence_length,
-        layout=data.layout,
-        seed=plan.train.seed,
-        split=split,
-        data_rank=mesh.data_rank,
-        data_world=mesh.data_world,
-        reference=reference,
-        run=run,
-    )

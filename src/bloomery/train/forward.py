@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
@@ -57,7 +57,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`; from pinned memory the copy overlaps with the computation."""
     if device.type == "cpu":
         return batch
-    return batch.each(lambda tensor: tensor.to(device, non_blocking=True))
+    return batch.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tensor:

@@ -1,17 +1,17 @@
 """The training loop: steps, evaluations and checkpoints in order, without callbacks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from bloomery.data.loader import Cursor
+from bloomery.data.order import Cursor
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.train.context import BatchSource, RunContext, open_context
+from bloomery.train.context import RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
 from bloomery.train.objectives import Stopped
@@ -26,6 +26,7 @@ from bloomery.train.recover import (
     save_best,
     shrink,
 )
+from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]
@@ -74,7 +75,7 @@ def train(
     """Take steps until the run ends, is stopped, must rewind, or continues with another micro-batch size."""
     action: Action = "step"
     try:
-        with context.source() as source, closing(context.recorder):
+        with context.source.steps(context.plan) as steps, closing(context.recorder):
             context.timer.start()
             keep_time(context)
             if context.state.progress.eval_due and not context.finished:
@@ -83,7 +84,7 @@ def train(
                 if stop():
                     return "stopped"
                 with context.recorder.around(context.plan, context.step + 1):
-                    action = take_step(context, source)
+                    action = take_step(context, steps)
                 if action in ("rewind", "again"):
                     return action
                 context.timer.stepped()
@@ -95,13 +96,13 @@ def train(
     return "done"
 
 
-def take_step(context: RunContext, source: BatchSource) -> Action:
-    """Read micro-batches, train on them, emit the step's events and decide how to continue."""
+def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
+    """Get the step's micro-batches, train on them, emit its events and decide how to continue."""
     plan = context.plan.train
     state = context.state
     begun = time.perf_counter()
     context.mesh.clock.reset()
-    batches = [source.next() for _ in range(plan.accumulation)]
+    step_batches = next(steps)
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)
     measured = context.mesh.first_rank and context.health_check.due(
@@ -118,7 +119,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     work = partial(
         train_step,
         state.model_and_optimizer,
-        batches,
+        step_batches.batches,
         objective,
         plan=plan,
         lr_scale=lr_scale,
@@ -127,14 +128,18 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     result = attempt(work, state, listing)
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
-    sequences = range(state.cursor.consumed, state.cursor.consumed + plan.sequences_per_step)
+    sequences = range(state.cursor.consumed, state.cursor.consumed + step_batches.consumed)
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
     context.emit_step(
-        result, batches, lr_scale=lr_scale, seconds=time.perf_counter() - begun, waited=waited
+        result,
+        step_batches.batches,
+        lr_scale=lr_scale,
+        seconds=time.perf_counter() - begun,
+        waited=waited,
     )
-    return check_step(context, result, sequences, batches[0])
+    return check_step(context, result, sequences, step_batches.batches[0])
 
 
 def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:

@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bloomery.data.loader import Batch, Loader, ReferenceWriter
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
+from bloomery.data.reference_scores import ReferenceWriter
 from bloomery.data.shards import SplitName
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hub import local_model
@@ -133,11 +135,10 @@ def without_adapters(
     device = next(model.parameters()).device
     with eval_mode(model), adapters_disabled(model):
         return [
-            replace(
-                batch,
+            batch.with_extras(
                 reference=scores_of(
                     model, to_device(batch, device), score_chunk=score_chunk, precision=precision
-                ),
+                )
             )
             for batch in batches
         ]
@@ -219,12 +220,11 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
         rows, length = batch.tokens.shape
         later_T = (torch.arange(length) >= length // 2).long()
         halves = 2 * torch.arange(rows)[:, None] + later_T
-        batch = replace(batch, sequences=halves, kto_labels=torch.ones_like(batch.tokens))
-    if (
-        batch.reference is None
-        and reference_of(plan.objective, plan.adapter).value == "precomputed"
-    ):
-        batch = replace(batch, reference=torch.zeros_like(batch.loss_mask))
+        batch = replace(batch, sequences=halves)
+        batch = batch.with_extras(kto_labels=torch.ones_like(batch.tokens))
+    precomputed = reference_of(plan.objective, plan.adapter).value == "precomputed"
+    if precomputed and "reference" not in batch.extras:
+        batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
     return batch
 
 
@@ -407,19 +407,25 @@ def marked(
                 for batch in there
             ]
         baseline = _at_least_0(mesh.all_reduce(sum(sums[1:], start=sums[0])))
-        return [replace(batch, baseline=baseline) for batch in batches]
+        return [batch.with_extras(baseline=baseline) for batch in batches]
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
-        assert batch.sequences is not None and batch.kto_labels is not None, (
-            "KTO batches have sequence numbers and labels"
-        )
-        own = _at_least_0(kl(scores_BT, batch)) if batch.baseline is None else batch.baseline
-        desirable = sequence_sums(batch.kto_labels, batch.sequences).view(-1, 2)[:, 0] > 0
+        assert batch.sequences is not None, "KTO batches have sequence numbers"
+        baseline = batch.extras.get("baseline")
+        if baseline is None:
+            baseline = _at_least_0(kl(scores_BT, batch))
+        labels_S = sequence_sums(batch.extras["kto_labels"], batch.sequences)
+        desirable = labels_S.view(-1, 2)[:, 0] > 0
         pairs = _pairs(scores_BT, batch)
         reference = _reference(scores_BT, batch)
         weights = asked.desirable_weight, asked.undesirable_weight
         return kto_loss(
-            pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights
+            pairs,
+            reference,
+            desirable,
+            baseline.to(scores_BT.dtype),
+            beta=asked.beta,
+            weights=weights,
         )
 
     return Objective(
@@ -433,8 +439,7 @@ def _at_least_0(kl: Tensor) -> Tensor:
 
 
 def _reference(scores_BT: Tensor, batch: Batch) -> PairScores:
-    assert batch.reference is not None, "the batch has the log-probabilities of the reference model"
-    return _pairs(batch.reference.to(scores_BT.dtype), batch)
+    return _pairs(batch.extras["reference"].to(scores_BT.dtype), batch)
 
 
 def _pairs(scores_BT: Tensor, batch: Batch) -> PairScores:

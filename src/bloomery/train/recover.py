@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, final
 import torch
 
 from bloomery.core.units import GIB, format_bytes
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Recovered, Warned

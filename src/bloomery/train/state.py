@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 
 from bloomery.core.errors import UserError
-from bloomery.data.loader import Cursor
+from bloomery.data.order import Cursor
 from bloomery.model.adapters.lora import adapt, init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bloomery.data.loader import Batch, mix
+from bloomery.data.batch import Batch
+from bloomery.data.order import mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import is_split, local

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bloomery.core.units import GIB, format_bytes
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.plan.types import RunPlan
 from bloomery.train.losses import LossParts

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bloomery.data.loader import Batch
+from bloomery.data.batch import Batch
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.decoder import Attention, Decoder
 from bloomery.model.heads import Divergence, LabelScores

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from bloomery.data.loader import Batch, Loader
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned

@@ -1,0 +1,49 @@
+"""The micro-batch: tokens, labels and masks, and what an objective adds to them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch; every field is a tensor [B, T].
+
+    `labels[b, t]` is the token after `tokens[b, t]`. `loss_mask` is 1 where the model is trained on that label, and 0
+    at the end of a document and on padding. `positions` count from the start of the document, or of the sequence where
+    a document continues from the sequence before. `documents` number the documents of a sequence from 0 (padding: -1).
+
+    `sequences`, of conversations and pairs, number the texts of the micro-batch from 0 (padding: -1); 2i and 2i + 1
+    are the chosen and the rejected response of a pair.
+
+    `extras` hold what the objective reads besides, by name:
+
+    kto_labels  int64 [B, T]: 1 on a desirable response, 0 on an undesirable one
+    reference   float32 [B, T]: each label's log-probability under the reference model
+    baseline    float32 []: the KL term from which KTO measures the rewards of a step
+    """
+
+    tokens: Tensor  # int64
+    labels: Tensor  # int64
+    loss_mask: Tensor  # float32
+    positions: Tensor  # int64
+    documents: Tensor  # int64
+    sequences: Tensor | None = None  # int64
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def with_extras(self, **tensors: Tensor) -> "Batch":
+        """The same batch with these extras added or replaced."""
+        return replace(self, extras={**self.extras, **tensors})
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same batch with `change` applied to every tensor."""
+        return Batch(
+            tokens=change(self.tokens),
+            labels=change(self.labels),
+            loss_mask=change(self.loss_mask),
+            positions=change(self.positions),
+            documents=change(self.documents),
+            sequences=None if self.sequences is None else change(self.sequences),
+            extras={name: change(tensor) for name, tensor in self.extras.items()},
+        )

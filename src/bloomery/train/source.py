@@ -1,0 +1,103 @@
+"""Where the steps of a run get their micro-batches: the prepared dataset.
+
+A source is an implementation of `BatchSource` in a file of its own and an entry of `SOURCES`; an objective names its
+source in its `ObjectiveSpec`. The loop does not know which one it has.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, final
+
+from bloomery.data.batch import Batch
+from bloomery.data.loader import Loader, Prefetcher
+from bloomery.data.shards import SplitName
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import BatchOrigin
+from bloomery.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of one step on this rank.
+
+    Once the step is taken, the run's cursor advances by `consumed`: sequences of the dataset, of all ranks together.
+    """
+
+    batches: list[Batch]
+    consumed: int
+
+
+class BatchSource(Protocol):
+    """Where steps get their micro-batches: a prepared dataset, or rollouts of the current policy."""
+
+    def steps(self, plan: RunPlan) -> AbstractContextManager[Iterator[StepBatches]]:
+        """An endless iterator over the steps from the state's cursor on; `next` blocks until a step is available.
+
+        A rewind or another micro-batch size ends the block and begins a new one, with the plan of that time.
+        """
+
+
+@final
+class DatasetSource:
+    """The sequences of the training split, read ahead by a thread."""
+
+    def __init__(self, plan: RunPlan, state: TrainState, reference: Path | None, run: str) -> None:
+        mesh = state.model_and_optimizer.mesh
+        self._state = state
+        self._loader = open_loader(plan, "train", reference, run, mesh)
+
+    @contextmanager
+    def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
+        train = plan.train
+        prefetcher = Prefetcher(
+            self._loader,
+            self._state.cursor,
+            sequences=train.micro_batch_size * train.ranks,
+            per_step=train.sequences_per_step,
+            depth=plan.data.prefetch,
+            pin_memory=plan.data.pin_memory,
+        )
+
+        def steps() -> Iterator[StepBatches]:
+            while True:
+                batches = [prefetcher.next() for _ in range(train.accumulation)]
+                yield StepBatches(batches, train.sequences_per_step)
+
+        with prefetcher:
+            yield steps()
+
+
+Builder = Callable[[RunPlan, TrainState, Path | None, str], BatchSource]
+SOURCES: Mapping[BatchOrigin, Builder] = MappingProxyType({"dataset": DatasetSource})
+
+
+def source_of(
+    plan: RunPlan, state: TrainState, reference: Path | None = None, run: str = ""
+) -> BatchSource:
+    """The source that the plan's objective trains on. `reference`: the run's file of reference log-probabilities."""
+    return SOURCES[plan.objective.spec.source](plan, state, reference, run)
+
+
+def open_loader(
+    plan: RunPlan,
+    split: SplitName,
+    reference: Path | None = None,
+    run: str = "",
+    mesh: Mesh = SINGLE_RANK,
+) -> Loader:
+    data = plan.data
+    return Loader(
+        data.prepared,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        seed=plan.train.seed,
+        split=split,
+        data_rank=mesh.data_rank,
+        data_world=mesh.data_world,
+        reference=reference,
+        run=run,
+    )
