@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.detect import assignments, build_of, detect, parse_nvidia_smi
+from bloomery.hardware.detect import detect, parse_nvidia_smi
+from bloomery.hardware.detect_software import assignments, build_of
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.kfd import gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software

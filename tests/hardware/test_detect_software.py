@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bloomery.hardware.detect import matters, read_software
+from bloomery.hardware.detect_software import matters, read_software
 from kfd_trees import write
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.core.units import GIB
-from bloomery.hardware.doctor.software import idle_settings
+from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import (
     CUDA_ORDER,
     MASKS,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.doctor.software import idle_settings
+from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
 

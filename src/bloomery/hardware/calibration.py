@@ -75,29 +75,36 @@ def calibrations(machine: Machine) -> tuple[Calibration, ...]:
     """
     device = device_of(machine)
     results = (*reversed(_stored()), *contributed())
-    same_name = (one for one in results if DeviceKey(one.device, one.arch, one.cores) == device)
-    return tuple(scaled for one in same_name if (scaled := _on(machine, one)) is not None)
+    same_name = (
+        result
+        for result in results
+        if DeviceKey(result.device, result.arch, result.cores) == device
+    )
+    return tuple(scaled for result in same_name if (scaled := _on(machine, result)) is not None)
 
 
 def _on(machine: Machine, result: Calibration) -> Calibration | None:
     """The result as this machine would measure it; None where that is unknown."""
-    there = result.cpu_check
-    here = machine.cpu_check
+    measured_check = result.cpu_check
+    check_here = machine.cpu_check
     if not result.cores:  # GPUs of one name are alike
         return result
-    if there is None or here is None:
+    if measured_check is None or check_here is None:
         return result if result.contributor == OWN else None
     points = []
     for point in result.points:
         dtype = "bfloat16" if point.precision.startswith("bfloat16") else point.precision
-        if dtype in there.gflops and dtype in here.gflops:
+        if dtype in measured_check.gflops and dtype in check_here.gflops:
             # Part of a step is matmuls, part of it passes over memory: half of each, in logarithms.
             ratio = math.sqrt(
-                here.gflops[dtype] / there.gflops[dtype] * here.copy_gbs / there.copy_gbs
+                check_here.gflops[dtype]
+                / measured_check.gflops[dtype]
+                * check_here.copy_gbs
+                / measured_check.copy_gbs
             )
-            faster = ratio if abs(math.log(ratio)) > math.log(CHECK_NOISE) else 1.0
+            speedup = ratio if abs(math.log(ratio)) > math.log(CHECK_NOISE) else 1.0
             points.append(
-                point.model_copy(update={"tokens_per_second": point.tokens_per_second * faster})
+                point.model_copy(update={"tokens_per_second": point.tokens_per_second * speedup})
             )
     return result.model_copy(update={"points": tuple(points)}) if points else None
 
@@ -121,13 +128,19 @@ def threads(machine: Machine) -> int:
 def store(result: Calibration) -> bool:
     """Stores a local result; it replaces an older one of the same device, torch and model. False: not writable."""
 
-    def key(one: Calibration) -> tuple[object, ...]:
-        return one.device, one.arch, one.cores, one.torch, json.dumps(one.model, sort_keys=True)
+    def key(calibration: Calibration) -> tuple[object, ...]:
+        return (
+            calibration.device,
+            calibration.arch,
+            calibration.cores,
+            calibration.torch,
+            json.dumps(calibration.model, sort_keys=True),
+        )
 
-    results = [one for one in _stored() if key(one) != key(result)]
+    results = [earlier for earlier in _stored() if key(earlier) != key(result)]
     results.append(result.model_copy(update={"contributor": OWN}))
     return write_json(
-        cache_folder() / FILE, [one.model_dump(mode="json") for one in results[-STORED:]]
+        cache_folder() / FILE, [earlier.model_dump(mode="json") for earlier in results[-STORED:]]
     )
 
 

@@ -1,10 +1,8 @@
-"""GPUs, CPU, memory, disk, software, drivers and cluster that this process has: the machine's, or its control group's.
+"""GPUs, CPU, memory, disk, drivers and cluster that this process has: the machine's, or its control group's.
 
-Software: Python, the installed PyTorch and related packages, and their environment variables. Imports none of them.
 System: kernel drivers, accessible devices, container and cluster of this process, and the processes on the GPUs.
 """
 
-import configparser
 import errno
 import os
 import platform
@@ -13,15 +11,13 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import util
 from pathlib import Path
-from typing import Any, Literal, final
-from urllib.parse import unquote, urlparse
+from typing import Any, final
 
 from bloomery.core.child import output_of
 from bloomery.core.units import MIB
 from bloomery.hardware.cpu_check import with_known_check
+from bloomery.hardware.detect_software import below, read_software
 from bloomery.hardware.kfd import masked_gpus, number_of, read_kfd, text_of
 from bloomery.hardware.machine import (
     Accelerator,
@@ -31,9 +27,6 @@ from bloomery.hardware.machine import (
     Host,
     Machine,
     Opening,
-    Package,
-    Setting,
-    Software,
     Surroundings,
 )
 from bloomery.hardware.probes import with_cached_probes
@@ -65,7 +58,7 @@ BOOT_WORDS = re.compile(
     r"(?:^|\s)((?:iommu|amd_iommu|intel_iommu|pcie_acs_override|modprobe\.blacklist|module_blacklist)=\S+|nomodeset"
     r"|amdgpu\.\S+)"
 )
-# of the ROCm packages of distributions
+# Where the ROCm packages of distributions put their libraries.
 LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")
 SLURM = (
     "SLURM_JOB_ID",
@@ -174,9 +167,7 @@ def system_rocm(root: Path) -> str:
     """The newest installed ROCm; older ones often remain, and 10.1 is newer than 7.2."""
     folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
     folders += [
-        _below(root, os.environ[name])
-        for name in ("ROCM_PATH", "ROCM_HOME")
-        if os.environ.get(name)
+        below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)
     ]
     texts = [text_of(folder / ".info/version") for folder in folders]
     texts += [folder.name.removeprefix("rocm-") for folder in folders]
@@ -231,9 +222,9 @@ def _container(root: Path) -> str:
         (".singularity.d", "apptainer"),
     )
     by_file = next((kind for mark, kind in marks if (root / mark).exists()), "")
-    first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
+    group_match = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
     names = {"libpod": "podman", "kubepods": "kubernetes"}
-    by_group = names.get(first[1], first[1]) if first else ""
+    by_group = names.get(group_match[1], group_match[1]) if group_match else ""
     return by_file or text_of(root / "run/systemd/container").strip() or by_group
 
 
@@ -253,269 +244,22 @@ class GpuProcess:
 
 def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
     """Other processes with memory on a GPU, the largest first, without those hidden from this user."""
-    used: dict[int, int] = {}
-    # kfd_process.c, `kfd_procfs_show`
+    bytes_of: dict[int, int] = {}
+    # Written by `kfd_procfs_show` in the kernel's kfd_process.c.
     for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):
         owner = number_of(path.parent.name)
-        # none: it has just ended, or is another user's
-        used[owner] = used.get(owner, 0) + number_of(text_of(path))
+        # 0 where the file is empty: the process has just ended, or is another user's.
+        bytes_of[owner] = bytes_of.get(owner, 0) + number_of(text_of(path))
     for line in (output_of(QUERY, seconds=SMI_SECONDS) or "").splitlines():
         pid, _, mebibytes = line.partition(",")
         if pid.strip().isdigit() and mebibytes.strip().isdigit():  # "[N/A]" under WSL
-            used[int(pid)] = used.get(int(pid), 0) + int(mebibytes) * MIB
-    others = [
+            bytes_of[int(pid)] = bytes_of.get(int(pid), 0) + int(mebibytes) * MIB
+    processes = [
         GpuProcess(pid, text_of(proc / str(pid) / "comm").strip() or "unknown", size)
-        for pid, size in used.items()
+        for pid, size in bytes_of.items()
         if size and pid != os.getpid()
     ]
-    return tuple(sorted(others, key=lambda process: -process.bytes))
-
-
-Build = Literal["cpu", "cuda", "rocm"]
-
-ENVIRONMENT = (
-    "HSA_OVERRIDE_GFX_VERSION",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_HIP_MEMORY_CACHING",
-    "PYTORCH_TUNABLEOP_ENABLED",
-    "PYTORCH_TUNABLEOP_TUNING",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
-    "TORCH_ROCM_FA_PREFER_CK",
-    "TORCH_BLAS_PREFER_HIPBLASLT",
-    "HIPBLAS_WORKSPACE_CONFIG",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "ROCBLAS_INTERNAL_FP16_ALT_IMPL",
-    "TORCH_COMPILE_DISABLE",
-    "TORCHDYNAMO_DISABLE",
-    "CXX",
-    "HSA_ENABLE_SDMA",
-    "HSA_FORCE_FINE_GRAIN_PCIE",
-    "HSA_NO_SCRATCH_RECLAIM",
-    "HSA_XNACK",
-    "HSA_ENABLE_DXG_DETECTION",
-    "AMD_SERIALIZE_KERNEL",
-    "AMD_SERIALIZE_COPY",
-    "HIP_LAUNCH_BLOCKING",
-    "CUDA_LAUNCH_BLOCKING",
-    "AMD_LOG_LEVEL",
-    "GPU_MAX_HW_QUEUES",
-    "HIP_FORCE_DEV_KERNARG",
-    "BNB_ROCM_VERSION",
-    "FLASH_ATTENTION_TRITON_AMD_ENABLE",
-    "MIOPEN_USER_DB_PATH",
-    "MIOPEN_CUSTOM_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_INTERPRET",
-    "LD_LIBRARY_PATH",
-    "ROCM_PATH",
-    "PIP_CONSTRAINT",
-)
-ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
-# Related distributions by name; others that require torch are found by their metadata.
-COMPANIONS = re.compile(
-    r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
-    r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
-)
-TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
-REQUIRES_TORCH = re.compile(
-    r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE
-)
-SHELL_FILES = (
-    "~/.bashrc",
-    "~/.bash_profile",
-    "~/.profile",
-    "~/.zshrc",
-    "~/.zshenv",
-    "~/.zprofile",
-    "~/.config/fish/config.fish",
-    "/etc/environment",
-    "/etc/bash.bashrc",
-    "/etc/profile",
-)
-SHELL_FOLDERS = (("/etc/profile.d", "*.sh"), ("~/.config/environment.d", "*.conf"))
-_NAME = r"([A-Z][A-Z0-9_]*)"
-_VALUE = r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
-SETS = (
-    re.compile(rf"(?:^|[\s;&])(?:export\s+)?{_NAME}={_VALUE}"),  # sh, environment.d
-    re.compile(rf"^\s*(?:setenv|set\s+-\S*x\S*)\s+{_NAME}\s+{_VALUE}"),  # csh, fish
-    re.compile(rf'"{_NAME}":\s*{_VALUE}'),  # conda env config vars
-)
-LARGEST_SHELL_FILE = 1 << 20
-
-
-def read_software(root: Path) -> Software:
-    """The packages that this interpreter imports; shell files and pip configuration below `root`."""
-    packages = tuple(sorted(_packages(), key=lambda package: package.name))
-    versions = {package.name: package.version for package in packages}
-    spec = util.find_spec("torch")  # finds the package without importing it
-    table = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
-    values = assignments(text_of(table)) if table else {}
-    home = str(Path.home()) + "/"
-    environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
-    if home != "//":  # no user name in a bug report
-        environment = {name: value.replace(home, "~/") for name, value in environment.items()}
-    torch = values.get("__version__") or versions.get("torch") or ""
-    return Software(
-        python=platform.python_version(),
-        # a folder named torch is not PyTorch
-        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,
-        build=build_of(values) if values else None,
-        triton=next((versions[name] for name in TRITONS if name in versions), None),
-        environment=environment,
-        hip=values.get("hip", ""),
-        cuda=values.get("cuda", ""),
-        prefix=_short(Path(sys.prefix)),
-        torch_folder=_short(table.parent) if table else "",
-        packages=packages,
-        settings=tuple(_settings(root)),
-        pinned=_pinned(root),
-    )
-
-
-def matters(name: str) -> bool:
-    """Whether a variable of this name affects PyTorch, the driver or the libraries between them."""
-    return name in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
-
-
-def assignments(text: str) -> dict[str, str]:
-    """The strings of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
-    return dict(re.findall(r"^(\w+)\s*(?::[^=]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
-
-
-def build_of(values: dict[str, str]) -> Build:
-    return "rocm" if values.get("hip") else "cuda" if values.get("cuda") else "cpu"
-
-
-def _short(path: Path) -> str:
-    """With the home folder as ~, so that a bug report does not contain the user name."""
-    home = Path.home()
-    return (
-        "~/" + str(path.relative_to(home))
-        if home != Path("/") and path.is_relative_to(home)
-        else str(path)
-    )
-
-
-def _packages() -> Iterator[Package]:
-    """Installed distributions related to torch, the first of each name on the import path."""
-    found: dict[str, Package | None] = {}
-    for entry in dict.fromkeys(sys.path):
-        folder = Path(entry or ".")
-        try:
-            state = folder.stat()
-        except OSError:  # not there
-            continue
-        found = _installed_in(folder, (state.st_dev, state.st_ino, state.st_mtime_ns)) | found
-    yield from filter(None, found.values())
-
-
-# a run detects its machine several times, and reading all metadata takes longest
-@lru_cache(maxsize=64)
-def _installed_in(path: Path, _state: tuple[int, int, int]) -> dict[str, Package | None]:
-    """All distributions of a folder by name, None for those unrelated to torch. An installation changes its state."""
-    packages: dict[str, Package | None] = {}
-    for folder in sorted(path.glob("*.dist-info")):
-        # flash_attn-2.8.3.dist-info
-        stem, _, version = folder.name.removesuffix(".dist-info").partition("-")
-        name = re.sub(r"[-_.]+", "-", stem).lower()
-        if name in packages:
-            continue
-        metadata = text_of(folder / "METADATA")
-        # "torch>=2.8", and its extra
-        found = REQUIRES_TORCH.findall(metadata) if "torch" in metadata else ()
-        wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
-        requirement = re.sub(r"[()\s]", "", wanted)
-        # written by the installer; other files can keep the time of a cache
-        record = folder / "RECORD"
-        packages[name] = None
-        if requirement or COMPANIONS.fullmatch(name):
-            packages[name] = Package(
-                name=name,
-                version=version,
-                installed=(record if record.exists() else folder).stat().st_mtime,
-                requested=(folder / "REQUESTED").exists(),
-                requires_torch=requirement,
-            )
-    return packages
-
-
-def _settings(root: Path) -> Iterator[Setting]:
-    """Lines of shell files and activation scripts that set a relevant variable."""
-    for name, file in _shell_files(root):
-        try:
-            text = (
-                file.read_text(errors="replace")
-                if file.stat().st_size <= LARGEST_SHELL_FILE
-                else ""
-            )
-        except OSError:
-            continue
-        for number, line in enumerate(text.splitlines(), start=1):
-            code = "" if line.lstrip().startswith("#") else line
-            for variable, value in (match for pattern in SETS for match in pattern.findall(code)):
-                if matters(variable):
-                    yield Setting(name=variable, value=value.strip("\"'"), file=name, line=number)
-
-
-def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(the path with ~, the path below `root`)."""
-    for name in SHELL_FILES:
-        yield name, _below(root, name)
-    for folder, pattern in SHELL_FOLDERS:
-        yield from (
-            (f"{folder}/{file.name}", file) for file in sorted(_below(root, folder).glob(pattern))
-        )
-    activation = Path(sys.prefix) / "bin/activate"
-    yield _short(activation), _below(root, str(activation))
-    conda = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
-    yield _short(conda / "conda-meta/state"), _below(root, str(conda / "conda-meta/state"))
-    scripts = conda / "etc/conda/activate.d"
-    yield from (
-        (_short(scripts / file.name), file)
-        for file in sorted(_below(root, str(scripts)).glob("*.sh"))
-    )
-
-
-def _below(root: Path, path: str | Path) -> Path:
-    """An absolute path, or one in the home folder, below `root`."""
-    return root / str(Path(path).expanduser()).lstrip("/")
-
-
-def _pinned(root: Path) -> str:
-    """The line of pip's constraints that pins torch; empty if the next `pip install` can replace it.
-
-    pip uses only the most specific setting: the variable, then the file of the environment, the user, the system.
-    """
-    own = (f"{sys.prefix}/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
-    values = (os.environ.get("PIP_CONSTRAINT"), *(_constraint(_below(root, name)) for name in own))
-    for name in next((value for value in values if value), "").split():
-        path = unquote(urlparse(name).path) if name.startswith("file:") else name
-        for line in text_of(_below(root, path)).splitlines():
-            if re.match(r"\s*torch\s*(==|@)", line):
-                return line.strip()
-    return ""
-
-
-def _constraint(file: Path) -> str:
-    """The value of `constraint` in a pip.conf."""
-    parser = configparser.RawConfigParser(strict=False)
-    try:
-        parser.read(file, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError):  # pip reports this itself
-        return ""
-    sections = (
-        section for section in ("install", "global") if parser.has_option(section, "constraint")
-    )
-    return next((parser.get(section, "constraint") for section in sections), "")
+    return tuple(sorted(processes, key=lambda process: -process.bytes))
 
 
 NVIDIA_FIELDS = (
@@ -528,7 +272,7 @@ NVIDIA_FIELDS = (
     "pci.device_id",
 )
 NVIDIA_SECONDS = 5
-# of a loaded driver
+# Files of a loaded driver.
 NVIDIA_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvhost-gpu", "dev/dxg")
 NAME_TABLES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 LONGEST_NAME = 100
@@ -537,14 +281,14 @@ DISPLAY_CLASSES = ("0x03", "0x1200")  # display controllers, processing accelera
 
 def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerator, ...]:
     """AMD GPUs in the order of the kernel's topology, which HIP uses too. `access`: of the render nodes."""
-    # of libdrm's amdgpu.ids
+    # A line of libdrm's amdgpu.ids: device ID, revision, name.
     line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)
     rows = (row for table in NAME_TABLES for row in line.findall(text_of(root / table)))
     names = {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
     devices = []
     for index, node in enumerate(read_kfd(root / "sys")):
         render = f"/dev/dri/renderD{node.render_minor}"
-        # Instinct and PRO
+        # Instinct and PRO cards name themselves.
         product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"
         listed = (
             names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
@@ -579,9 +323,9 @@ def parse_nvidia_smi(text: str, *, start: int = 0) -> Iterator[Accelerator]:
             memory_bytes=0 if integrated else int(total) * 2**20,
             memory_used_bytes=int(used) * 2**20 if used.isdigit() else 0,
             integrated=integrated,
-            # nvidia-smi prints a domain of eight digits, others four
+            # nvidia-smi prints a domain of eight digits, others print four.
             pci_address=address.lower()[-12:],
-            # 0x233510DE: device, vendor
+            # In 0x233510DE the device comes first, then the vendor.
             device_id=int(device, 16) >> 16 if device.lower().startswith("0x") else 0,
         )
 
@@ -613,7 +357,7 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
     cpuinfo = text_of(root / "proc/cpuinfo")
     cpu = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    present = set(flags[1].split()) if flags else set()
+    cpu_features = set(flags[1].split()) if flags else set()
     release = dict(
         re.findall(
             r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE
@@ -627,13 +371,13 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
         system=platform.system(),
         cpu_name=cpu[1].strip() if cpu else platform.processor() or platform.machine(),
         cpu_cores=_cores(root),
-        cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in present),
+        cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in cpu_features),
         memory_bytes=total,
         memory_free_bytes=free,
         disk_free_bytes=shutil.disk_usage(runs).free,
         compiler=next((path for name in compilers if name and (path := shutil.which(name))), None),
         cpu_arch=platform.machine(),
-        # debian 12
+        # Such as "debian 12".
         distribution=" ".join(filter(None, (release.get("ID"), release.get("VERSION_ID")))),
         displays=display_devices(root),
         driver=read_driver(root),
@@ -651,10 +395,12 @@ def _cores(root: Path) -> int:
         v2 = folder / "cpu.max"
         quota = folder / "cpu.cfs_quota_us"
         period = folder / "cpu.cfs_period_us"
-        words = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
-        share, whole = (number_of(word) for word in (words if len(words) == 2 else ("", "")))
-        if share > 0 and whole > 0:  # "max" and -1: no limit
-            cores.append(int(share / whole))
+        limit_texts = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
+        quota_us, period_us = (
+            number_of(word) for word in (limit_texts if len(limit_texts) == 2 else ("", ""))
+        )
+        if quota_us > 0 and period_us > 0:  # "max" and -1: no limit
+            cores.append(int(quota_us / period_us))
     return max(1, min(cores))
 
 
@@ -681,21 +427,21 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     kib = {key: int(value) * 1024 for key, value in lines}
     total = kib.get("MemTotal", 0)
-    free = kib.get("MemAvailable", kib.get("MemFree", 0))
+    free_bytes = kib.get("MemAvailable", kib.get("MemFree", 0))
     for folder in _cgroups(root, "memory"):
         # Page cache that the kernel frees on demand counts as used in the cgroup.
         stat = re.search(
             r"^(?:total_)?inactive_file (\d{1,20})$", text_of(folder / "memory.stat"), re.MULTILINE
         )
         for limit_name, used_name in MEMORY_FILES:
-            limit, used = (
+            limit_bytes, used_bytes = (
                 number_of(text_of(folder / name), default=-1) for name in (limit_name, used_name)
             )
-            if 0 <= limit < UNLIMITED:  # -1: missing, or "max"
-                used = max(0, max(0, used) - (int(stat[1]) if stat else 0))
-                total = min(total, limit)
-                free = min(free, max(0, limit - used))
-    return total, free
+            if 0 <= limit_bytes < UNLIMITED:  # -1: missing, or "max"
+                used_bytes = max(0, max(0, used_bytes) - (int(stat[1]) if stat else 0))
+                total = min(total, limit_bytes)
+                free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
+    return total, free_bytes
 
 
 def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
@@ -705,10 +451,10 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
     host = read_host(root, folder or Path.cwd(), access)
     # An integrated GPU whose driver reports no memory (GB10: "[N/A]") shares all memory of the machine.
     devices = tuple(
-        one.model_copy(update={"gtt_bytes": host.memory_bytes})
-        if one.integrated and not one.usable_bytes
-        else one
-        for one in (*amd, *nvidia_accelerators(root, start=len(amd)))
+        device.model_copy(update={"gtt_bytes": host.memory_bytes})
+        if device.integrated and not device.usable_bytes
+        else device
+        for device in (*amd, *nvidia_accelerators(root, start=len(amd)))
     )
     machine = Machine(accelerators=devices, host=host, software=read_software(root))
     return with_known_check(with_cached_probes(machine)) if root == Path("/") else machine

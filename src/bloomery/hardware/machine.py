@@ -209,16 +209,20 @@ def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
 def number_of(machine: Machine, device: Accelerator) -> int:
     """The number of a device in the runtime of its vendor."""
     return next(
-        number for number, each in _numbered(machine, device.vendor).items() if each == device
+        number
+        for number, candidate in _numbered(machine, device.vendor).items()
+        if candidate == device
     )
 
 
 def only(machine: Machine, indices: Collection[int]) -> Machine:
     """The machine with only these accelerators; they keep their numbers."""
-    left = [device for device in machine.accelerators if device.index in indices]
-    if len(left) < len(machine.accelerators):
-        left = [device.model_copy(update={"number": number_of(machine, device)}) for device in left]
-    return machine.model_copy(update={"accelerators": tuple(left)})
+    devices = [device for device in machine.accelerators if device.index in indices]
+    if len(devices) < len(machine.accelerators):
+        devices = [
+            device.model_copy(update={"number": number_of(machine, device)}) for device in devices
+        ]
+    return machine.model_copy(update={"accelerators": tuple(devices)})
 
 
 def mask_of(machine: Machine, vendor: str) -> str:
@@ -237,7 +241,8 @@ def hidden(machine: Machine) -> str:
 def _numbered(machine: Machine, vendor: str) -> dict[int, Accelerator]:
     devices = [device for device in machine.accelerators if device.vendor == vendor]
     return {
-        place if each.number is None else each.number: each for place, each in enumerate(devices)
+        position if device.number is None else device.number: device
+        for position, device in enumerate(devices)
     }
 
 
@@ -245,20 +250,20 @@ def _masked(devices: Mapping[int, Accelerator], mask: str | None) -> list[Accele
     """The devices of a list of numbers or unique IDs, up to the first that does not exist; None: all of them."""
     if mask is None:
         return list(devices.values())
-    chosen: list[Accelerator] = []
+    selected: list[Accelerator] = []
     for word in (word.strip() for word in mask.split(",")):
         if word.isdigit():
             device = devices.get(int(word))
         else:
             unique_id = word.lower().removeprefix("gpu-")
-            with_id = (each for each in devices.values() if unique_id and each.unique_id)
-            device = next(
-                (one for one in with_id if one.unique_id.lower().removeprefix("0x") == unique_id),
-                None,
-            )
+            by_id = {
+                candidate.unique_id.lower().removeprefix("0x"): candidate
+                for candidate in reversed(list(devices.values()))
+            }
+            device = by_id.get(unique_id) if unique_id else None
         if device is None:
             break
-        if device in chosen:  # listed twice: the runtime shows no device
+        if device in selected:  # listed twice: the runtime shows no device
             return []
-        chosen.append(device)
-    return chosen
+        selected.append(device)
+    return selected

@@ -67,8 +67,8 @@ def best_seconds(work: Callable[[], object], device: str) -> float:
     work()
     wait()
     times: list[float] = []
-    begun = time.perf_counter()
-    while len(times) < REPEATS and (not times or time.perf_counter() - begun < TIMING_SECONDS):
+    begun_at = time.perf_counter()
+    while len(times) < REPEATS and (not times or time.perf_counter() - begun_at < TIMING_SECONDS):
         start = time.perf_counter()
         work()
         wait()
@@ -76,21 +76,21 @@ def best_seconds(work: Callable[[], object], device: str) -> float:
     return min(times)
 
 
-def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: str) -> Result:
+def check(run: Compute, reference: Compute, shapes: Shapes, device: str, dtype: str) -> Result:
     """`run` of normal values and its gradients, compared with `reference` in float64 on the CPU. The last of the
     `shapes` is that of the result.
     """
     import torch
 
     torch.manual_seed(0)
-    *given, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
-    exact = [tensor.double().requires_grad_() for tensor in given]
-    inputs = [tensor.to(where).requires_grad_() for tensor in given]
-    truth = reference(*exact)
+    *values, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
+    exact = [tensor.double().requires_grad_() for tensor in values]
+    inputs = [tensor.to(device).requires_grad_() for tensor in values]
+    reference_result = reference(*exact)
     result = run(*inputs)
-    torch.autograd.backward(truth, gradient.double())
-    torch.autograd.backward(result, gradient.to(where))
-    pairs = [(result.detach(), truth.detach())]
+    torch.autograd.backward(reference_result, gradient.double())
+    torch.autograd.backward(result, gradient.to(device))
+    pairs = [(result.detach(), reference_result.detach())]
     pairs += [
         (x.grad, y.grad)
         for x, y in zip(inputs, exact, strict=True)
@@ -100,11 +100,11 @@ def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: s
     return compared(worst_error(pairs), dtype)
 
 
-def seconds_of(run: Compute, shapes: Shapes, where: str, dtype: str) -> float:
+def seconds_of(run: Compute, shapes: Shapes, device: str, dtype: str) -> float:
     """The time of `run` and its gradients. The last of the `shapes` is that of the result."""
     import torch
 
-    *inputs, gradient = (torch.randn(shape).to(where, getattr(torch, dtype)) for shape in shapes)
+    *inputs, gradient = (torch.randn(shape).to(device, getattr(torch, dtype)) for shape in shapes)
     for tensor in inputs:
         tensor.requires_grad_()
 
@@ -113,19 +113,19 @@ def seconds_of(run: Compute, shapes: Shapes, where: str, dtype: str) -> float:
             tensor.grad = None
         torch.autograd.backward(run(*inputs), gradient)
 
-    return best_seconds(work, where)
+    return best_seconds(work, device)
 
 
-def checked_matmul(where: str, dtype: str, *, size: int) -> Result:
+def checked_matmul(device: str, dtype: str, *, size: int) -> Result:
     """A small matmul and its gradients; then the time and the rate at `size`."""
     import torch
 
-    result = check(torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), where, dtype)
-    seconds = seconds_of(torch.matmul, ((size, size),) * 3, where, dtype)
+    result = check(torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), device, dtype)
+    seconds = seconds_of(torch.matmul, ((size, size),) * 3, device, dtype)
     return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
 
 
-def check_attention(run: Compute, where: str, dtype: str) -> Result:
+def check_attention(run: Compute, device: str, dtype: str) -> Result:
     """Causal attention of 256 tokens."""
     import torch
 
@@ -134,7 +134,7 @@ def check_attention(run: Compute, where: str, dtype: str) -> Result:
         scores = (q @ k.mT / 8.0).masked_fill(~causal, float("-inf"))
         return torch.softmax(scores, -1) @ v
 
-    return check(run, reference, ((2, 4, 256, 64),) * 4, where, dtype)
+    return check(run, reference, ((2, 4, 256, 64),) * 4, device, dtype)
 
 
 LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
@@ -237,8 +237,8 @@ def leave(code: int) -> NoReturn:
 
 
 def one_line(error: BaseException) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}".replace(str(Path.home()), "~")[:300]
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}".replace(str(Path.home()), "~")[:300]
 
 
 # The probes
@@ -276,8 +276,8 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
         "units": str(properties.multi_processor_count),
         "warp_size": str(getattr(properties, "warp_size", "")),
     }
-    where = f"cuda:{index}"
-    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, where, job["dtype"]) | {
+    torch_device = f"cuda:{index}"
+    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, torch_device, job["dtype"]) | {
         "facts": facts
     }
 
@@ -324,19 +324,19 @@ def compile_(_: str, job: Mapping[str, Any]) -> Result:
 
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    kind = getattr(torch, job["dtype"])
+    dtype = getattr(torch, job["dtype"])
     x = torch.randn(32, 64)
-    exact = block.double()(x.to(kind).double())
+    exact = block.double()(x.to(dtype).double())
     exact.square().sum().backward()
     truth = [p.grad for p in block.parameters() if p.grad is not None]
     block.zero_grad(set_to_none=True)
-    moved = block.float().to(job["device"])
-    compiled = torch.compile(moved, dynamic=False)
-    begun = time.perf_counter()
-    result = compiled(x.to(job["device"], kind).float())
+    device_block = block.float().to(job["device"])
+    compiled = torch.compile(device_block, dynamic=False)
+    begun_at = time.perf_counter()
+    result = compiled(x.to(job["device"], dtype).float())
     result.square().sum().backward()
-    grads = [p.grad for p in moved.parameters() if p.grad is not None]
-    seconds = time.perf_counter() - begun
+    grads = [p.grad for p in device_block.parameters() if p.grad is not None]
+    seconds = time.perf_counter() - begun_at
     error = worst_error(zip((result.detach(), *grads), (exact.detach(), *truth), strict=True))
     return compared(error, "float32", seconds=seconds)
 
@@ -344,8 +344,8 @@ def compile_(_: str, job: Mapping[str, Any]) -> Result:
 def blas(_: str, job: Mapping[str, Any]) -> Result:
     """`blas-hipblaslt`, `blas-rocblas`: the rate of a matmul; the environment selects the library."""
     result = checked_matmul(job["device"], job["dtype"], size=4096)
-    chosen = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "")
-    return result | {"facts": {"TORCH_BLAS_PREFER_HIPBLASLT": chosen} | result["facts"]}
+    preference = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "")
+    return result | {"facts": {"TORCH_BLAS_PREFER_HIPBLASLT": preference} | result["facts"]}
 
 
 def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
@@ -358,9 +358,9 @@ def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
     torch.manual_seed(0)
     weights = torch.randn(256, 256).to(job["device"], getattr(torch, job["dtype"]))
     packed, state = functional.quantize_4bit(weights, quant_type="nf4", blocksize=64)
-    back = functional.dequantize_4bit(packed, state)
+    restored = functional.dequantize_4bit(packed, state)
     error = float(
-        (back.double() - weights.double()).pow(2).mean().sqrt()
+        (restored.double() - weights.double()).pow(2).mean().sqrt()
         / weights.double().pow(2).mean().sqrt()
     )
     facts = {"version": __version__, "relative_rms": f"{error:.4f}"}
@@ -377,8 +377,10 @@ def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
 def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
     """The package flash-attn: useful only if torch has no fused kernel. Bloomery does not require it."""
     if importlib.util.find_spec("flash_attn") is None:
-        built = f"GPU_ARCHS={job['arch']} pip install --no-build-isolation --no-deps flash-attn"
-        facts = {"build": built} if job["arch"] in FLASH_ATTN_ARCHS else {}
+        build_command = (
+            f"GPU_ARCHS={job['arch']} pip install --no-build-isolation --no-deps flash-attn"
+        )
+        facts = {"build": build_command} if job["arch"] in FLASH_ATTN_ARCHS else {}
         return {
             "outcome": "absent",
             "message": "not installed; not required by PyTorch's own kernels",
@@ -389,8 +391,8 @@ def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
     dtype = "float16" if job["dtype"] == "float32" else job["dtype"]
 
     def run(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-        return out.transpose(1, 2)
+        result: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return result.transpose(1, 2)
 
     result = check_attention(run, job["device"], dtype)
     seconds = seconds_of(run, ((1, 8, 4096, 64),) * 4, job["device"], dtype)
@@ -423,8 +425,8 @@ def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
     def best(work: Callable[[], object], seconds: float = 0.15) -> float:
         work()
         times: list[float] = []
-        begun = time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - begun < seconds:
+        begun_at = time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - begun_at < seconds:
             start = time.perf_counter()
             work()
             times.append(time.perf_counter() - start)
@@ -444,7 +446,9 @@ def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
     target = torch.empty_like(source)
     seconds = best(lambda: target.copy_(source))
     facts["copy_gbs"] = f"{2 * 4 * source.numel() / seconds / 1e9:.3g}"
-    facts["python_seconds"] = f"{best(lambda: sum(at * at for at in range(20_000))):.3g}"
+    facts["python_seconds"] = (
+        f"{best(lambda: sum(number * number for number in range(20_000))):.3g}"
+    )
     return {"outcome": "ok", "facts": facts}
 
 

@@ -80,38 +80,42 @@ def with_cached_probes(machine: Machine) -> Machine:
 
 def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
     """The probes of a machine, the fastest first."""
-    chosen = profile.accelerator
+    accelerator = profile.accelerator
     peers = [
         device
         for device in visible_devices(machine)
-        if chosen is not None and device.vendor == chosen.vendor
+        if accelerator is not None and device.vendor == accelerator.vendor
     ]
-    others = [
-        number for number, peer in enumerate(peers) if peer is not chosen and not peer.integrated
+    other_numbers = [
+        number
+        for number, peer in enumerate(peers)
+        if peer is not accelerator and not peer.integrated
     ]
-    kernels = ["flash", "math"] if chosen is None else ["flash", "efficient", "math"]
-    kernels += ["cudnn"] if chosen is not None and chosen.vendor == "nvidia" else []
-    found = [
+    kernels = ["flash", "math"] if accelerator is None else ["flash", "efficient", "math"]
+    kernels += ["cudnn"] if accelerator is not None and accelerator.vendor == "nvidia" else []
+    probes = [
         ProbeSpec(name="device"),
-        *(ProbeSpec(name=f"device-{number}", every_device=True) for number in others),
+        *(ProbeSpec(name=f"device-{number}", every_device=True) for number in other_numbers),
         *(ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16")),
         ProbeSpec(name="bandwidth"),
         *(ProbeSpec(name=f"attention-{kernel}") for kernel in kernels),
         ProbeSpec(name="bitsandbytes"),
         ProbeSpec(name="flash-attn"),
     ]
-    if machine.software.build == "rocm" and chosen is not None:
+    if machine.software.build == "rocm" and accelerator is not None:
         for name, value in (("blas-hipblaslt", "1"), ("blas-rocblas", "0")):
-            found.append(ProbeSpec(name=name, environment={"TORCH_BLAS_PREFER_HIPBLASLT": value}))
-    if chosen is None or len(peers) > 1:
-        found.append(ProbeSpec(name="all-reduce", seconds=90, every_device=chosen is not None))
+            probes.append(ProbeSpec(name=name, environment={"TORCH_BLAS_PREFER_HIPBLASLT": value}))
+    if accelerator is None or len(peers) > 1:
+        probes.append(
+            ProbeSpec(name="all-reduce", seconds=90, every_device=accelerator is not None)
+        )
     if len(peers) > 1:
-        found.append(ProbeSpec(name="p2p", seconds=90, every_device=True))
-    if chosen is not None or machine.host.compiler is not None:
+        probes.append(ProbeSpec(name="p2p", seconds=90, every_device=True))
+    if accelerator is not None or machine.host.compiler is not None:
         # A cached kernel would hide a missing compiler.
         uncached = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        found.append(ProbeSpec(name="compile", seconds=120, environment=uncached))
-    return tuple(found)
+        probes.append(ProbeSpec(name="compile", seconds=120, environment=uncached))
+    return tuple(probes)
 
 
 def probe(
@@ -138,12 +142,12 @@ def probe(
         key=lambda spec: (spec.module, spec.every_device, sorted(spec.environment.items())),
     )
     for _, group in shared:
-        left = list(group)
-        while left:
-            done = len(results)
-            below = unmasked if left[0].every_device else defaults
-            _run_child(left, job, {**below, **environment}, results, begins)
-            left = left[len(results) - done :]
+        remaining = list(group)
+        while remaining:
+            num_results = len(results)
+            default_variables = unmasked if remaining[0].every_device else defaults
+            _run_child(remaining, job, {**default_variables, **environment}, results, begins)
+            remaining = remaining[len(results) - num_results :]
     return tuple(results)
 
 
@@ -218,7 +222,7 @@ def _cache() -> dict[str, Any]:
 
 def _probes_of(entry: Any) -> tuple[Probe, ...]:
     try:
-        return tuple(Probe.model_validate(each) for each in entry["probes"])
+        return tuple(Probe.model_validate(cached_probe) for cached_probe in entry["probes"])
     except (ValidationError, KeyError, TypeError):
         return ()
 
@@ -227,10 +231,10 @@ def _store(machine: Machine, results: Sequence[Probe]) -> None:
     """Adds to the cached results of this machine."""
     key = cache_key(machine)
     cache = _cache()
-    probes = {each.name: each for each in (*_probes_of(cache.get(key)), *results)}
+    probes = {probe.name: probe for probe in (*_probes_of(cache.get(key)), *results)}
     cache[key] = {
         "at": time.time(),
-        "probes": [each.model_dump(mode="json") for each in probes.values()],
+        "probes": [probe.model_dump(mode="json") for probe in probes.values()],
     }
     entries = {name: entry for name, entry in cache.items() if isinstance(entry, dict)}
     newest = sorted(entries, key=lambda name: -float(entries[name].get("at", 0)))[:CACHED]

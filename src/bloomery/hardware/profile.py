@@ -63,7 +63,7 @@ class Profile:
     workers: Choice[int]
     pin_memory: Choice[bool]
     prefetch: Choice[int]  # batches read ahead
-    # set before torch is imported; never replaces the user's variables
+    # Set before torch is imported; never replaces the user's variables.
     environment: Choice[dict[str, str]]
     overridden: dict[str, Override]  # the user's variables that differ from `environment`
 
@@ -81,10 +81,12 @@ def build_profile(machine: Machine) -> Profile:
         # CUDA does not read AMD's masks
         masks = MASKS if name == "HIP_VISIBLE_DEVICES" else (name,)
         return tuple(
-            other for other in (ALLOCATORS if name in ALLOCATORS else masks) if other in user
+            variable
+            for variable in (ALLOCATORS if name in ALLOCATORS else masks)
+            if variable in user
         )
 
-    unset = [each for each in settings if not set_by_user(each.name)]
+    unset = [setting for setting in settings if not set_by_user(setting.name)]
     pin_memory = Choice(True, "copies to the device overlap with computation")
     if accelerator is None:
         memory_share = Choice(1.0, "of the free memory")
@@ -118,15 +120,15 @@ def build_profile(machine: Machine) -> Profile:
         pin_memory=pin_memory,
         prefetch=Choice(4 if accelerator else 2, "batches kept ready, a few kB each"),
         environment=Choice(
-            {each.name: each.value for each in unset},
-            "; ".join(dict.fromkeys(each.reason for each in unset))
+            {setting.name: setting.value for setting in unset},
+            "; ".join(dict.fromkeys(setting.reason for setting in unset))
             or "no variables need to be set",
         ),
         overridden={
-            name: Override(user[name], each.value, each.reason)
-            for each in settings
-            for name in set_by_user(each.name)
-            if user[name] != each.value
+            name: Override(user[name], setting.value, setting.reason)
+            for setting in settings
+            for name in set_by_user(setting.name)
+            if user[name] != setting.value
         },
     )
 
@@ -167,8 +169,8 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     elif len(usable) > 1 and _same_model(usable):
         reason = f", the first of {len(usable)} GPUs of the same model"
     elif len(usable) > 1:
-        most = max(each.usable_bytes for each in usable) == best.usable_bytes
-        quality = "most memory" if most else "discrete GPU"
+        largest = max(candidate.usable_bytes for candidate in usable)
+        quality = "most memory" if best.usable_bytes == largest else "discrete GPU"
         reason = f", device {best.index}: {quality} of {len(usable)} GPUs"
     return best, Choice("cuda", f"{best.name} ({best.arch}){reason}")
 
@@ -228,33 +230,33 @@ def _dtype(
             "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU",
         )
     if arch is None:
-        listed = Choice(
+        choice = Choice(
             "float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown"
         )
     elif arch.bf16 == "full":
-        listed = Choice("bfloat16", f"{device.arch} supports bf16 matmuls in hardware")
+        choice = Choice("bfloat16", f"{device.arch} supports bf16 matmuls in hardware")
     elif arch.bf16 == "half":
-        listed = Choice(
+        choice = Choice(
             "bfloat16",
             f"{device.arch} computes bf16 at half the rate of fp16, without loss scaling",
         )
     elif arch.float16_rate:
-        listed = Choice(
+        choice = Choice(
             "float32",
             f"{device.arch} computes float16 at {arch.float16_rate} of the rate of float32",
         )
     elif arch.cautious:
-        listed = Choice(
+        choice = Choice(
             "float32",
             f"safe choice for {device.arch}; float16 is nominally twice as fast, not tested",
         )
     else:
-        listed = Choice("float16", f"{device.arch} has no bf16 matrix instructions")
-    failed = _failed(machine, f"matmul-{listed.value}")
-    if not failed:
-        return listed
-    other = "float16" if listed.value == "bfloat16" else "float32"
-    return Choice("float32" if _failed(machine, f"matmul-{other}") else other, failed)
+        choice = Choice("float16", f"{device.arch} has no bf16 matrix instructions")
+    failure = _failed(machine, f"matmul-{choice.value}")
+    if not failure:
+        return choice
+    alternative = "float16" if choice.value == "bfloat16" else "float32"
+    return Choice("float32" if _failed(machine, f"matmul-{alternative}") else alternative, failure)
 
 
 def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[str]:
@@ -262,9 +264,9 @@ def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | No
         return Choice("fused", "PyTorch's CPU kernel needs no quadratic memory")
     if arch is None:
         return Choice("plain", f"{device.arch} is not in gpus.toml: fused kernels are unknown")
-    failed = _failed(machine, "attention-flash", "attention-efficient")
-    if failed:
-        return Choice("plain", failed)
+    failure = _failed(machine, "attention-flash", "attention-efficient")
+    if failure:
+        return Choice("plain", failure)
     kernels = arch.attention_in(machine.software.torch)
     if kernels == "none":
         return Choice("plain", f"no flash attention for {family_name(device.arch)}")
@@ -287,7 +289,7 @@ def family_name(arch: str) -> str:
 def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
     user = machine.software.environment
     compiler = machine.host.compiler
-    off = next(
+    disabling = next(
         (
             name
             for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
@@ -295,11 +297,11 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
         ),
         None,
     )
-    if off is not None:
-        return Choice(False, f"{off}=1 is set")
-    failed = _failed(machine, "compile")
-    if failed:
-        return Choice(False, failed)
+    if disabling is not None:
+        return Choice(False, f"{disabling}=1 is set")
+    failure = _failed(machine, "compile")
+    if failure:
+        return Choice(False, failure)
     if device is None:
         if compiler is None:
             return Choice(False, "torch.compile requires a C++ compiler, and none is on PATH")
@@ -344,15 +346,15 @@ def _environment(
             return []
         return [_Setting("CXX", compiler, "torch.compile uses g++ unless CXX is set")]
     settings = []
-    # supports only the vendors' own names of the variable
-    old = torch is not None and series(torch) < (2, 10)
+    # PyTorch before 2.10 knows the vendors' own names of the variable alone.
+    is_old = torch is not None and series(torch) < (2, 10)
     if device.vendor == "amd":
-        name = "PYTORCH_HIP_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
+        name = "PYTORCH_HIP_ALLOC_CONF" if is_old else "PYTORCH_ALLOC_CONF"
         settings.append(
             _Setting(name, HIP_ALLOCATOR, "less fragmentation; no expandable segments on HIP")
         )
     elif not machine.host.around.wsl:
-        name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
+        name = "PYTORCH_CUDA_ALLOC_CONF" if is_old else "PYTORCH_ALLOC_CONF"
         settings.append(_Setting(name, CUDA_ALLOCATOR, "less fragmentation"))
     if arch is not None and arch.attention_in(torch) == "experimental":
         reason = "fused attention is disabled by default on this GPU"
@@ -376,18 +378,18 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
 
     If the user has set a mask: the mask that it should be, where it shows a better device later.
     """
-    peers = [each for each in visible_devices(machine) if each.vendor == device.vendor]
+    peers = [peer for peer in visible_devices(machine) if peer.vendor == device.vendor]
     best = _best(peers)
     user_mask = mask_of(machine, device.vendor)
     if best is device if user_mask else device.number is None and _same_model(peers):
         return []
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"
     name = "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-    # GPUs of one model that were chosen among others
+    # GPUs of one model that were chosen among others: the mask lists them all.
     if several := _same_model(peers) and len(peers) > 1:
         reason = "the chosen GPUs, in their order"
-    used = peers if several else [best]
-    mask = _Setting(name, ",".join(str(number_of(machine, each)) for each in used), reason)
+    shown_gpus = peers if several else [best]
+    mask = _Setting(name, ",".join(str(number_of(machine, peer)) for peer in shown_gpus), reason)
     if device.vendor == "amd" or user_mask:
         return [mask]
     order = _Setting(CUDA_ORDER, "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")
@@ -405,7 +407,12 @@ def best_device(machine: Machine) -> Accelerator | None:
     vendor = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
     return max(
         machine.accelerators,
-        key=lambda one: (not one.integrated, one.vendor == vendor, one.usable_bytes, -one.index),
+        key=lambda device: (
+            not device.integrated,
+            device.vendor == vendor,
+            device.usable_bytes,
+            -device.index,
+        ),
         default=None,
     )
 
@@ -429,7 +436,7 @@ def install(machine: Machine, *, reinstall: bool = True) -> str:
     command = fitting_builds(machine, best_device(machine))[0].command
     if reinstall:
         command = command.replace("pip install ", "pip install --force-reinstall ", 1)
-    # the pin names the old build
+    # A pin names the old build, and pip would refuse the new one.
     return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command
 
 
@@ -444,7 +451,7 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         build="rocm" if device.vendor == "amd" else "cuda",
         environment={name: value for name, value in variables if name not in (*MASKS, CUDA_ORDER)},
     )
-    # access to other GPUs does not apply to this one
+    # What this process may open is known of other GPUs, not of this one.
     host = machine.host.model_copy(update={"access": Access()})
     return machine.model_copy(
         update={"accelerators": (device,), "host": host, "software": software, "probes": ()}
@@ -458,7 +465,7 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     left out.
     """
     caches = {name: Path(environment[name]) for name in NODE_LOCAL if name in environment}
-    others = {name: value for name, value in environment.items() if name not in caches}
+    variables = {name: value for name, value in environment.items() if name not in caches}
     roots = {path.parent for path in caches.values()}
     usable = dict[Path, Path]()
     try:
@@ -473,8 +480,8 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
             )
             usable[root] = root if private else Path(tempfile.mkdtemp(prefix="bloomery-"))
     except OSError:
-        return others
-    return others | {name: str(usable[path.parent] / path.name) for name, path in caches.items()}
+        return variables
+    return variables | {name: str(usable[path.parent] / path.name) for name, path in caches.items()}
 
 
 def apply_environment(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -214,11 +214,13 @@ def cpu_efficiency(width: int, dtype: str) -> tuple[float, float, float]:
 
 def gpu_spec(device: Accelerator) -> GpuSpec | None:
     """The product of a detected device, by arch, name and, if needed, memory; None if it is not unique."""
-    named = [spec for spec in table().gpu if spec.arch == device.arch and _names(spec, device.name)]
-    if len(named) > 1:
+    candidates = [
+        spec for spec in table().gpu if spec.arch == device.arch and _names(spec, device.name)
+    ]
+    if len(candidates) > 1:
         size = round(device.memory_bytes / GIB)
-        named = [spec for spec in named if size in spec.memory_gib]
-    return named[0] if len(named) == 1 else None
+        candidates = [spec for spec in candidates if size in spec.memory_gib]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def find_gpu(text: str) -> Accelerator:
@@ -245,7 +247,7 @@ def find_gpu(text: str) -> Accelerator:
     specs = (
         specs
         or _matching(product)
-        or [one for one in table().gpu if one.arch == product.strip().lower()]
+        or [row for row in table().gpu if row.arch == product.strip().lower()]
     )
     if not specs:
         keys = {_key(spec.name): spec.name for spec in table().gpu}
@@ -288,17 +290,17 @@ def counted_gpu(text: str) -> tuple[str, int | None]:
 
     None where no number is written. Raises UserError for a number that is 0 or above 1,024; `find_gpu` judges the name.
     """
-    before = _BEFORE.fullmatch(text)
-    behind = _BEHIND.fullmatch(text)
+    count_first = _BEFORE.fullmatch(text)
+    count_last = _BEHIND.fullmatch(text)
     # A name of the table may end like a number of GPUs: RX 6700 is no product R, 6,700 times.
     if _matching(text):
         return text, None
-    if behind is not None and _matching(_SIZE.sub("", behind[1])):
-        name = behind[1].strip()
-        count = int(behind[2])
-    elif before is not None:
-        name = before[2].strip()
-        count = int(before[1])
+    if count_last is not None and _matching(_SIZE.sub("", count_last[1])):
+        name = count_last[1].strip()
+        count = int(count_last[2])
+    elif count_first is not None:
+        name = count_first[2].strip()
+        count = int(count_first[1])
     else:
         return text, None
     if not 1 <= count <= LARGEST_NODE:
@@ -317,14 +319,16 @@ def _matching(text: str) -> list[GpuSpec]:
     if not query:
         return []
     names = [(spec, _words(name)) for spec in table().gpu for name in (spec.name, *spec.aliases)]
-    ends = len(query)
+    num_words = len(query)
     tests: tuple[Callable[[list[str]], bool], ...] = (
         lambda words: words == query,
-        lambda words: words[-ends:] == query and set(words[:-ends]) <= _LINES,
-        lambda words: any(words[at : at + ends] == query for at in range(len(words) - ends + 1)),
+        lambda words: words[-num_words:] == query and set(words[:-num_words]) <= _LINES,
+        lambda words: any(
+            words[at : at + num_words] == query for at in range(len(words) - num_words + 1)
+        ),
     )
-    for fits in tests:
-        if specs := list({spec.name: spec for spec, words in names if fits(words)}.values()):
+    for is_match in tests:
+        if specs := list({spec.name: spec for spec, words in names if is_match(words)}.values()):
             return specs
     return []
 
@@ -374,13 +378,13 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
 @cache
 def _key(name: str) -> str:
     """A product's name without vendor, family and punctuation: "AMD Radeon RX 6700 XT" -> rx6700xt."""
-    words = re.sub(
+    text = re.sub(
         r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower()
     )
-    return re.sub("[^a-z0-9]", "", words)
+    return re.sub("[^a-z0-9]", "", text)
 
 
 def _names(spec: GpuSpec, name: str) -> bool:
     """Whether a driver's name, which can list several products ("MI60 / MI50"), includes this one."""
-    keys = {_key(each) for each in (spec.name, *spec.aliases)}
+    keys = {_key(listed_name) for listed_name in (spec.name, *spec.aliases)}
     return any(_key(part) in keys for part in (name, *name.split("/")) if _key(part))

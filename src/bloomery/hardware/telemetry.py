@@ -88,15 +88,15 @@ def sample(
     """
     results: dict[int, SensorReading] = {}
     for source in sources:
-        missing = [
+        unread = [
             device for device in devices if not ((r := results.get(device.index)) and r.has_sensors)
         ]
-        if not missing:
+        if not unread:
             break
         if trying is not None:
             trying(source.name)
         try:
-            readings = list(source.read(missing))
+            readings = list(source.read(unread))
         except Exception:  # any error of a driver's library
             continue
         for reading in readings:
@@ -110,12 +110,12 @@ def merged(first: SensorReading | None, second: SensorReading) -> SensorReading:
     """The values of `first`; those of `second` where they are missing."""
     if first is None:
         return second
-    missing = {
+    missing_values = {
         f.name: getattr(second, f.name)
         for f in fields(SensorReading)
         if getattr(first, f.name) in (None, "")
     }
-    return replace(first, **missing)
+    return replace(first, **missing_values)
 
 
 def shared_power(
@@ -125,9 +125,9 @@ def shared_power(
     dies = [device for device in devices if device.device_id in DUAL_DIE]
     dies.sort(key=lambda device: (device.pci_address, device.index))
     by_index = {reading.device: reading for reading in readings}
-    for first, second in zip(dies[::2], dies[1::2], strict=False):
-        even = by_index.get(first.index)
-        odd = by_index.get(second.index)
+    for first_die, second_die in zip(dies[::2], dies[1::2], strict=False):
+        even = by_index.get(first_die.index)
+        odd = by_index.get(second_die.index)
         if even and odd and even.power and not odd.power:
             by_index[odd.device] = replace(odd, power=None, shared_with=even.device)
     return [by_index[reading.device] for reading in readings]
@@ -204,7 +204,7 @@ def throttle_reason(metrics: bytes) -> str | None:
     (bits,) = struct.unpack_from("<Q", metrics, size - 8)
     if bits == 0xFFFF_FFFF_FFFF_FFFF:
         return None
-    return ", ".join(name for name, first in THROTTLE_KINDS if bits >> first & 0xFFFF)
+    return ", ".join(name for name, first_bit in THROTTLE_KINDS if bits >> first_bit & 0xFFFF)
 
 
 @final
@@ -221,14 +221,14 @@ class CpuSensors:
 
     def read(self, now: float) -> SensorReading:
         """`now`: seconds of any clock. The first read has neither utilization nor power."""
-        used, total = self._memory()
+        used_gib, total_gib = self._memory()
         return SensorReading(
             device=CPU_DEVICE,
             name=self._title,
             source=self.name,
             utilization=self._load(),
-            memory_gib=used,
-            memory_total_gib=total,
+            memory_gib=used_gib,
+            memory_total_gib=total_gib,
             temperature=self._temperature(),
             power=self._power(now),
         )
@@ -240,11 +240,11 @@ class CpuSensors:
         ticks = [float(word) for word in line[1:9]]  # guests are part of user time
         everything = sum(ticks)
         idle = ticks[3] + ticks[4]
-        before = self._ticks
+        previous = self._ticks
         self._ticks = (everything - idle, everything)
-        if before is None or everything <= before[1]:
+        if previous is None or everything <= previous[1]:
             return None
-        return max(0.0, 100 * (everything - idle - before[0]) / (everything - before[1]))
+        return max(0.0, 100 * (everything - idle - previous[0]) / (everything - previous[1]))
 
     def _power(self, now: float) -> float | None:
         """From the energy counters of the packages, which only root can read on most systems since 2020."""
@@ -254,11 +254,11 @@ class CpuSensors:
         if not counts or any(count is None for count in counts):
             return None
         joules = sum(count or 0.0 for count in counts)
-        before = self._joules
+        previous = self._joules
         self._joules = (joules, now)
-        if before is None or joules < before[0] or now <= before[1]:
+        if previous is None or joules < previous[0] or now <= previous[1]:
             return None  # the first read, or the counter restarted
-        return (joules - before[0]) / (now - before[1])
+        return (joules - previous[0]) / (now - previous[1])
 
     def _temperature(self) -> float | None:
         """Degrees Celsius: the hottest sensor of the first known CPU driver; None without one."""
@@ -283,9 +283,9 @@ class CpuSensors:
         }
         if len(kib) < 2:
             return None, None
-        total = kib["MemTotal"] * 1024 / GIB
-        free = kib["MemAvailable"] * 1024 / GIB
-        return total - free, total
+        total_gib = kib["MemTotal"] * 1024 / GIB
+        free_gib = kib["MemAvailable"] * 1024 / GIB
+        return total_gib - free_gib, total_gib
 
 
 def _number(path: Path, unit: float = 1.0) -> float | None:
@@ -310,11 +310,15 @@ def figure(value: object) -> float | None:
 
 def _same_gpu(device: SensorDevice, address: str) -> bool:
     """Compares PCI addresses, whose domain has four digits, eight or none."""
-    ours = device.pci_address.lower().split(":")
-    theirs = address.lower().strip().split(":")
-    if len(ours) < 2 or ours[-2:] != theirs[-2:]:
+    device_parts = device.pci_address.lower().split(":")
+    address_parts = address.lower().strip().split(":")
+    if len(device_parts) < 2 or device_parts[-2:] != address_parts[-2:]:
         return False
-    return len(ours) < 3 or len(theirs) < 3 or int(ours[-3], 16) == int(theirs[-3], 16)
+    return (
+        len(device_parts) < 3
+        or len(address_parts) < 3
+        or int(device_parts[-3], 16) == int(address_parts[-3], 16)
+    )
 
 
 @final
@@ -339,7 +343,7 @@ class AmdSmi:
             ):
                 memory = library.amdsmi_get_gpu_vram_usage(handle)
                 power = library.amdsmi_get_power_info(handle)
-                used = figure(memory.get("vram_used"))
+                used_mib = figure(memory.get("vram_used"))
                 total = figure(memory.get("vram_total"))
                 watts = (
                     figure(power.get(f"{kind}socket_power"))
@@ -355,7 +359,7 @@ class AmdSmi:
                     name=device.name,
                     source=self.name,
                     utilization=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
-                    memory_gib=None if used is None else used / 1024,
+                    memory_gib=None if used_mib is None else used_mib / 1024,
                     memory_total_gib=None if total is None else total / 1024,
                     temperature=figure(heat),
                     power=next((number for number in watts if number is not None), None) or None,
@@ -395,10 +399,10 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
     else:
         handle = library.nvmlDeviceGetHandleByIndex(device.index)
 
-    def ask(name: str, *words: Any) -> Any:
+    def ask(name: str, *arguments: Any) -> Any:
         """None if this GPU or driver does not support it."""
         try:
-            return getattr(library, name)(handle, *words)
+            return getattr(library, name)(handle, *arguments)
         except (library.NVMLError, AttributeError):
             return None
 
@@ -406,7 +410,7 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
     memory = ask("nvmlDeviceGetMemoryInfo")
     milliwatts = ask("nvmlDeviceGetPowerUsage")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    # the name in older releases
+    # Older releases of NVML have the other name.
     bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits
     return SensorReading(
         device=device.index,

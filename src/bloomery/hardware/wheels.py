@@ -145,10 +145,10 @@ def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     crashes = arch in unusable and not (arch in _AMD_FIRST and index == "rocm7.14")
     if crashes or arch not in wheel_table().pytorch_kernels.get(index, "").split():
         return []
-    never = (f"{_OVERRIDE}: this wheel has kernels for {arch}", *_triton(arch, torch))
+    refused = (f"{_OVERRIDE}: this wheel has kernels for {arch}", *_triton(arch, torch))
     return [
         TorchBuild(
-            f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it has kernels for {arch}", never
+            f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it has kernels for {arch}", refused
         )
     ]
 
@@ -160,11 +160,11 @@ def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
     reason = f"AMD's wheels have kernels for {arch}"
     if arch in ("gfx906", "gfx908", "gfx90a", "gfx950"):
         reason += "; built but not tested by AMD for this GPU"
-    never = [f"{_OVERRIDE}: this wheel does not include the kernels of the other architecture"]
+    refused = [f"{_OVERRIDE}: this wheel does not include the kernels of the other architecture"]
     if arch in _AMD_FIRST:
-        never.append(f"install torch from rocm7.2 or older: {table.not_from_pytorch[arch]}")
+        refused.append(f"install torch from rocm7.2 or older: {table.not_from_pytorch[arch]}")
     requirement = f"torch[device-{arch}]=={torch}+{table.amd_wheels[torch]}"
-    return [TorchBuild(requirement, AMD_INDEX, reason, (*never, *_triton(arch, torch)))]
+    return [TorchBuild(requirement, AMD_INDEX, reason, (*refused, *_triton(arch, torch)))]
 
 
 def _triton(arch: str, torch: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from bloomery.core.units import (
     format_seconds,
     two_digits,
 )
-from bloomery.hardware.doctor.software import idle_settings
+from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig

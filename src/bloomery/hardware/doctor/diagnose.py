@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from bloomery.core.units import GIB, format_bytes
-from bloomery.hardware.doctor import software
+from bloomery.hardware.doctor import drivers, software
 from bloomery.hardware.doctor.symptoms import (
     NUMBER,
     PROBE,
@@ -39,7 +39,7 @@ def driver(machine: Machine) -> Iterator[Finding]:
     nvidia = [display for display in host.displays if display.vendor == NVIDIA]
     if amd and host.driver.blacklisted:  # by a line of a modprobe file, or by a boot parameter
         source = host.driver.blacklisted
-        other = amd[0].driver
+        other_driver = amd[0].driver
         if source.startswith("/"):
             fix = [
                 f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(source)}"
@@ -47,19 +47,19 @@ def driver(machine: Machine) -> Iterator[Finding]:
         else:
             edit = r"s/((modprobe\.blacklist|module_blacklist)=[^ \"]*)\bamdgpu\b,?/\1/"
             fix = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
-        if other == "vfio-pci":
+        if other_driver == "vfio-pci":
             fix.append(
                 "# remove the PCI ID of the GPU from `options vfio-pci ids=` in the same folder"
             )
-            other += ", for virtual machines"
+            other_driver += ", for virtual machines"
         fix.append(
             _rebuild_and_reboot(
                 "initramfs" if source.startswith("/") else "grub", host.distribution
             )
         )
         bound = (
-            f"; the GPU at {amd[0].address} is bound to {other}"
-            if other not in ("", "amdgpu")
+            f"; the GPU at {amd[0].address} is bound to {other_driver}"
+            if other_driver not in ("", "amdgpu")
             else ""
         )
         yield from_table("driver-blacklisted", fix=fix, source=source, bound=bound)
@@ -104,8 +104,10 @@ def compute_device(machine: Machine) -> Iterator[Finding]:
     """/dev/kfd is missing although an AMD GPU has its driver."""
     around = machine.host.around
     access = machine.host.access
-    # in old records
-    unchecked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)
+    # Old recordings of machines do not know whether the device can be opened.
+    unchecked = any(
+        device.vendor == "amd" and device.access is None for device in machine.accelerators
+    )
     if access.kfd != "absent" or "amd" not in vendors(machine) or around.wsl or unchecked:
         return
     if around.container:
@@ -150,7 +152,7 @@ def gpu_without_compute(machine: Machine) -> Iterator[Finding]:
 def silent_nvidia(machine: Machine) -> Iterator[Finding]:
     """An NVIDIA GPU that nvidia-smi does not list: the container, WSL, or a driver that was updated halfway."""
     around = machine.host.around
-    loaded = machine.host.driver.nvidia
+    loaded_driver = machine.host.driver.nvidia
     nvidia = [display for display in machine.host.displays if display.vendor == NVIDIA]
     through_windows = around.wsl and around.dxg and machine.software.build == "cuda"
     if machine.accelerators or around.slurm or around.site or not (nvidia or through_windows):
@@ -170,8 +172,10 @@ def silent_nvidia(machine: Machine) -> Iterator[Finding]:
         )
     elif around.wsl:
         yield from_table("wsl-nvidia", level=level)
-    elif loaded:
-        yield from_table("nvidia-silent", level=level, loaded=loaded, address=nvidia[0].address)
+    elif loaded_driver:
+        yield from_table(
+            "nvidia-silent", level=level, loaded=loaded_driver, address=nvidia[0].address
+        )
 
 
 def groups(machine: Machine) -> Iterator[Finding]:
@@ -184,9 +188,13 @@ def groups(machine: Machine) -> Iterator[Finding]:
     ]
     if access.kfd != "denied" and not nodes:
         return
-    closed = " and ".join([*(["/dev/kfd"] if access.kfd == "denied" else []), *nodes])
+    closed_nodes = " and ".join([*(["/dev/kfd"] if access.kfd == "denied" else []), *nodes])
     group = access.kfd_group or "render"
-    fields: dict[str, Any] = {"closed": closed, "group": group, "groups": ", ".join(access.groups)}
+    fields: dict[str, Any] = {
+        "closed": closed_nodes,
+        "group": group,
+        "groups": ", ".join(access.groups),
+    }
     if machine.host.around.container:
         gid = f"{access.kfd_gid}" if access.kfd_gid is not None else "$(stat -c %g /dev/kfd)"
         yield from_table("container-group", gid=gid, **fields)
@@ -195,7 +203,7 @@ def groups(machine: Machine) -> Iterator[Finding]:
         denials = (
             "sudo ausearch -m avc -ts recent | grep -E 'kfd|renderD'  # lists what SELinux denied"
         )
-        rights = f"ls -l {closed.replace(' and ', ' ')}  # an access control list or a udev rule denies access"
+        rights = f"ls -l {closed_nodes.replace(' and ', ' ')}  # an access control list or a udev rule denies access"
         note = "; SELinux is active" if selinux else ""
         yield from_table(
             "access-denied", fix=(denials if selinux else rights,), selinux=note, **fields
@@ -232,11 +240,11 @@ def hiding(machine: Machine) -> Iterator[Finding]:
     masks = [name for name in MASKS if environment.get(name)]
     mask = hidden(machine) if machine.accelerators else ""
     if len(masks) > 1 and masks[0] == "ROCR_VISIBLE_DEVICES" and "amd" in vendors(machine):
-        left = len(environment[masks[0]].split(","))
+        num_visible = len(environment[masks[0]].split(","))
         beyond = [
             int(number)
             for number in re.findall(r"\d+", environment[masks[1]])
-            if int(number) >= left
+            if int(number) >= num_visible
         ]
         yield from_table(
             "two-maskings",
@@ -247,7 +255,9 @@ def hiding(machine: Machine) -> Iterator[Finding]:
         )
     elif mask:
         lines = [
-            f"{one.file} line {one.line}" for one in machine.software.settings if one.name == mask
+            f"{setting.file} line {setting.line}"
+            for setting in machine.software.settings
+            if setting.name == mask
         ]
         places = ", set in " + " and ".join(lines) if lines else ""
         yield from_table("all-gpus-hidden", name=mask, value=environment[mask], places=places)
@@ -257,13 +267,13 @@ def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
     """Device 0 is an integrated GPU, and the discrete GPU is another device."""
     amd = [device for device in machine.accelerators if device.vendor == "amd"]
     best = best_device(machine)
-    chosen = any(machine.software.environment.get(name) for name in MASKS)
+    is_chosen = any(machine.software.environment.get(name) for name in MASKS)
     if (
         len(amd) > 1
         and amd[0].integrated
         and best is not None
         and not best.integrated
-        and not chosen
+        and not is_chosen
     ):
         integrated = amd[0].name
         discrete = best.name
@@ -299,12 +309,12 @@ def no_gpu(machine: Machine) -> Iterator[Finding]:
         or any(d.vendor in (AMD, NVIDIA) for d in machine.host.displays)
     ):
         return
-    found = ", ".join(
+    displays = ", ".join(
         f"{display.driver or 'no driver'} at {display.address}" for display in machine.host.displays
     )
     yield from_table(
         "no-gpu",
-        displays=f"display: {found}" if found else "no display or accelerator on the PCI bus",
+        displays=f"display: {displays}" if displays else "no display or accelerator on the PCI bus",
     )
 
 
@@ -358,7 +368,7 @@ def run_lines(machine: Machine) -> tuple[str, ...]:
             "--device=/dev/dri",
             *(f"--group-add={number}" for number in numbers),
         ]
-    words = [
+    arguments = [
         engine,
         "run",
         "--rm",
@@ -370,7 +380,7 @@ def run_lines(machine: Machine) -> tuple[str, ...]:
     ]
     return (
         f"{engine} build -f docker/Dockerfile.{image} -t bloomery:{image} .  # once, in a checkout of Bloomery",
-        " ".join(words) + f" bloomery:{image} bloomery doctor",
+        " ".join(arguments) + f" bloomery:{image} bloomery doctor",
     )
 
 
@@ -408,14 +418,14 @@ RESERVED_SHARE = 0.5  # of the system memory that the driver gives an integrated
 
 def experimental_attention(machine: Machine) -> Iterator[Finding]:
     """Fused attention kernels exist and are disabled."""
-    off = [
+    disabled_probes = [
         probe for probe in machine.probes if EXPERIMENTAL in probe.message and probe.outcome != "ok"
     ]
-    if off and machine.software.environment.get(EXPERIMENTAL) != "1":
+    if disabled_probes and machine.software.environment.get(EXPERIMENTAL) != "1":
         yield from_table(
             "attention-is-math",
-            names=", ".join(probe.name for probe in off),
-            message=off[0].message,
+            names=", ".join(probe.name for probe in disabled_probes),
+            message=disabled_probes[0].message,
         )
 
 
@@ -446,14 +456,18 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
             "attention": probe.name == "attention-math" or unprobed.attention.value != "fused",
             "compile": not unprobed.compile.value,
         }.get(kind, False)
-        known = [one for one in match(message, machine=machine) if one.id not in OUTCOME_SYMPTOMS]
+        symptoms = [
+            symptom
+            for symptom in match(message, machine=machine)
+            if symptom.id not in OUTCOME_SYMPTOMS
+        ]
         fix = (
             [f"bloomery train RECIPE {edit}" + "  # `auto` selects it on this machine" * automatic]
             if edit
             else []
         )
-        if probe.outcome != "wrong" and known:
-            fix += known[0].fix
+        if probe.outcome != "wrong" and symptoms:
+            fix += symptoms[0].fix
         elif probe.outcome != "wrong" and kind == "device" and machine.accelerators:
             fix.append(install(machine) + "  # the build with kernels for this GPU")
         elif probe.outcome == "crashed":
@@ -466,7 +480,7 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
             id=f"probe-{probe.name}",
             level="blocks" if probe.name == "matmul-float32" else "note" if unused else level,
             what=f"{subject} {OUTCOMES[probe.outcome]} on this machine"
-            + (f": {known[0].cause}" if known else ""),
+            + (f": {symptoms[0].cause}" if symptoms else ""),
             evidence=f"{probe.name}: {message or probe.outcome}{error}",
             fix=tuple(commands.values()),
             verify=PROBE,
@@ -511,7 +525,11 @@ def numa(machine: Machine) -> Iterator[Finding]:
 def iommu(machine: Machine) -> Iterator[Finding]:
     """RCCL between GPUs without xGMI can hang unless the IOMMU runs in passthrough mode."""
     host = machine.host
-    gpus = [one for one in machine.accelerators if one.vendor == "amd" and not one.integrated]
+    gpus = [
+        device
+        for device in machine.accelerators
+        if device.vendor == "amd" and not device.integrated
+    ]
     xgmi = len({gpu.hive_id for gpu in gpus}) == 1 and gpus and gpus[0].hive_id
     passthrough = re.search(
         r"\biommu=(pt|off)\b|\biommu\.passthrough=1\b|\bamd_iommu=off\b", host.driver.boot
@@ -526,9 +544,9 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
     device = best_device(machine)
     if device is None or device.integrated:
         return
-    used = device.memory_used_bytes
-    total = device.memory_bytes
-    if used >= USED_BYTES and used >= USED_SHARE * total:
+    used_bytes = device.memory_used_bytes
+    total_bytes = device.memory_bytes
+    if used_bytes >= USED_BYTES and used_bytes >= USED_SHARE * total_bytes:
         command = (
             "nvidia-smi"
             if device.vendor == "nvidia"
@@ -536,8 +554,8 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
         )
         yield from_table(
             "gpu-memory-used",
-            used=used / GIB,
-            total=total / GIB,
+            used=used_bytes / GIB,
+            total=total_bytes / GIB,
             index=device.index,
             name=device.name,
             command=command,
@@ -570,10 +588,12 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
-    free = machine.host.disk_free_bytes
-    if free < LITTLE_DISK:
+    free_bytes = machine.host.disk_free_bytes
+    if free_bytes < LITTLE_DISK:
         yield from_table(
-            "little-disk", level="blocks" if free < NO_DISK else "note", free=format_bytes(free)
+            "little-disk",
+            level="blocks" if free_bytes < NO_DISK else "note",
+            free=format_bytes(free_bytes),
         )
 
 
@@ -590,10 +610,10 @@ RULES: tuple[Rule, ...] = (
     software.wrong_build,
     software.kernels,
     software.override,
-    software.nvidia,
-    software.amd_driver,
-    software.loaded_rocm,
-    software.site_modules,
+    drivers.nvidia,
+    drivers.amd_driver,
+    drivers.loaded_rocm,
+    drivers.site_modules,
     failed_probes,
     experimental_attention,
     software.allocator,
@@ -611,7 +631,7 @@ RULES: tuple[Rule, ...] = (
     software.two_vendors,
     software.companions,
     software.bitsandbytes,
-    software.system_rocm,
+    drivers.system_rocm,
     flash_attention,
     software.pin,
 )
@@ -621,11 +641,14 @@ ORDER = {"blocks": 0, "slows": 1, "note": 2}
 def diagnose(machine: Machine) -> tuple[Finding, ...]:
     """All findings, those that block training first; the number of a finding is its position, from 1."""
     findings = sorted(
-        (one for rule in RULES for one in rule(machine)), key=lambda one: ORDER[one.level]
+        (finding for rule in RULES for finding in rule(machine)),
+        key=lambda finding: ORDER[finding.level],
     )
     return tuple(
-        one.model_copy(update={"fix": tuple(step.replace(NUMBER, str(number)) for step in one.fix)})
-        for number, one in enumerate(findings, start=1)
+        finding.model_copy(
+            update={"fix": tuple(step.replace(NUMBER, str(number)) for step in finding.fix)}
+        )
+        for number, finding in enumerate(findings, start=1)
     )
 
 

@@ -206,7 +206,7 @@ def match(
                 score=sum(1 + min(len(hit[0]), 100) / 100 for hit in hits) + likely / 2,
             )
         )
-    return tuple(sorted(matches, key=lambda one: -one.score))
+    return tuple(sorted(matches, key=lambda candidate: -candidate.score))
 
 
 def agree(facts: MachineFacts, machine: Machine) -> bool:
@@ -246,7 +246,11 @@ def vendors(machine: Machine) -> frozenset[str]:
     listed = {device.vendor for device in machine.accelerators}
     return frozenset(
         listed
-        | {PCI_VENDORS[one.vendor] for one in machine.host.displays if one.vendor in PCI_VENDORS}
+        | {
+            PCI_VENDORS[display.vendor]
+            for display in machine.host.displays
+            if display.vendor in PCI_VENDORS
+        }
     )
 
 
