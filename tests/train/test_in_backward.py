@@ -52,7 +52,7 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
         assert a.taken
         assert (a.loss, a.loss_tokens) == (b.loss, b.loss_tokens)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    assert inside.scale is None or inside.scale.clean_steps == 3
+    assert inside.loss_scale is None or inside.loss_scale.clean_steps == 3
     # Stacks form their sums in another order than tensors alone do; what is rounded at random may then fall elsewhere.
     close = {
         "atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "state_dtype" in kind else 1e-5,

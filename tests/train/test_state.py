@@ -19,8 +19,8 @@ def worked_on(plan):
         step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_step=4
     )
     state.policy.decide(False, step=6, sequences=range(20, 24))
-    if state.model_and_optimizer.scale is not None:
-        state.model_and_optimizer.scale.update(finite=False)
+    if state.model_and_optimizer.loss_scale is not None:
+        state.model_and_optimizer.loss_scale.update(finite=False)
     return state
 
 

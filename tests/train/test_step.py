@@ -131,12 +131,12 @@ def test_every_precision_learns_a_batch_by_heart(precision, kind):
 
 def test_float16_overflow_is_skipped_and_halves_the_scale():
     who, plan = model_and_optimizer(train={"precision": "float16"})
-    who.scale.value = 2.0**40
+    who.loss_scale.value = 2.0**40
     before = weights(who)
     result = train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert result.overflowed
     assert math.isfinite(result.loss)
-    assert who.scale.value == 2.0**39
+    assert who.loss_scale.value == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(weights(who), before, strict=True))
 
 
@@ -144,7 +144,7 @@ def test_float16_gradients_do_not_depend_on_the_scale():
     norms = []
     for scale in (1.0, 2.0**10):
         who, plan = model_and_optimizer(train={"precision": "float16"})
-        who.scale.value = scale
+        who.loss_scale.value = scale
         norms.append(train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 

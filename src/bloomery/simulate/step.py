@@ -551,7 +551,7 @@ def simulated_stage(
         if place.index:
             model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]  # stands for the stage before
         objective = build_objective(plan, meta_teacher)
-        scale = model_and_optimizer.scale
+        scale = model_and_optimizer.loss_scale
         factor = 1.0 if scale is None else scale.value
 
         def ahead() -> Tensor | GradientEdge:

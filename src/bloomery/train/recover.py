@@ -179,17 +179,17 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
 def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
     """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
     policy = context.state.policy
-    scale = context.state.model_and_optimizer.scale
+    scale = context.state.model_and_optimizer.loss_scale
     if result.taken:
         return policy.decide(True, step=context.step, sequences=sequences)
     if result.overflowed and scale is not None:
-        reason = f"float16 overflow at step {context.step}: {result.left}; the loss scale is now {scale.value:,.0f}"
+        reason = f"float16 overflow at step {context.step}: {result.ending}; the loss scale is now {scale.value:,.0f}"
         context.emit(Warned(step=context.step, reason=reason))
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
     text = context.tokenizer.decode(first.tokens[0, :40].tolist())
     where = f"sequences {sequences.start} to {sequences.stop - 1}, which begin with {text!r}"
-    reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.left}"
+    reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.ending}"
     context.emit(Warned(step=context.step, reason=reason))
     exhausted = scale is not None and what == "gradient"
     return policy.decide(

@@ -264,7 +264,7 @@ class TrainState:
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
-        scale = self.model_and_optimizer.scale
+        scale = self.model_and_optimizer.loss_scale
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
@@ -324,7 +324,7 @@ def build_state(
         model,
         build_optimizer(model, plan.optimizer, seed=plan.train.seed, mesh=mesh),
         scale,
-        method=method,
+        peft_adapter=method,
         mesh=mesh,
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
@@ -385,7 +385,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if state.average is not None:
         state.average.restore(read_part(folder, TRAINED), stored["averaged"])
     state.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
-    if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
-        state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
+    if state.model_and_optimizer.loss_scale is not None and stored["loss_scale"] is not None:
+        state.model_and_optimizer.loss_scale = LossScale(**stored["loss_scale"])
     state.cursor = Cursor(**stored["cursor"])
     state.progress = RunProgress.of(stored["progress"])

@@ -1,9 +1,10 @@
-"""One optimizer step: gradient accumulation, loss scaling, clipping and the update."""
+"""One optimizer step: the gradients of its micro-batches, loss scaling, clipping and the update."""
 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    # float16: finite loss, non-finite scaled gradients; the loss scale was lowered
+    # float16: the loss is finite, the scaled gradients are not; the loss scale was lowered
     overflowed: bool = False
     loss_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # finite means over the step
@@ -42,14 +43,12 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
-    def left(self) -> str:
+    def ending(self) -> str:
         """How a step ended that was not taken."""
-        halfway = self.fused_backward and math.isfinite(self.loss)
-        return (
-            "interrupted in backward, before the layers below the non-finite gradient"
-            if halfway
-            else "skipped"
-        )
+        # Fused into backward, the optimizer has updated the layers above the one with the non-finite gradient.
+        if self.fused_backward and math.isfinite(self.loss):
+            return "interrupted in backward, before the layers below the non-finite gradient"
+        return "skipped"
 
 
 @dataclass
@@ -69,19 +68,111 @@ class LossScale:
             self.clean_steps = 0
 
 
+class StepRunner(Protocol):
+    """The order in which the micro-batches of a step go forward and backward."""
+
+    def run(
+        self, batches: Sequence[Batch], passes: "StepPasses"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss and the sums of metrics of this rank; gradients are in the parameters afterwards."""
+
+
+@final
+class GradientAccumulation:
+    """One micro-batch after the other, so that the activations of one are in memory; gradients add up."""
+
+    def run(
+        self, batches: Sequence[Batch], passes: "StepPasses"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        total = torch.zeros((), dtype=torch.float32, device=passes.device)
+        metric_sums = dict[str, Tensor]()
+        for number, batch in enumerate(batches):
+            parts = passes.forward(number, batch)
+            passes.backward(parts)
+            total += parts.total.detach()
+            metric_sums = added(metric_sums, parts.metrics)
+        return total, metric_sums
+
+
 @dataclass
 class ModelAndOptimizer:
-    """Model, optimizer, loss scale and PEFT schedule: everything that a step updates."""
+    """Everything that a step updates, and how this rank takes part in it."""
 
     model: Decoder
     optimizer: OptimizersContainer
-    scale: LossScale | None  # float16 only
+    loss_scale: LossScale | None  # float16 only
     health_check: HealthCheck | None = None  # measures the next update
-    method: PeftAdapter | None = None  # a PEFT method with a schedule of its own
+    peft_adapter: PeftAdapter | None = None  # a PEFT method with a schedule of its own
     average: WeightAverage | None = None
     # True outside a step: an update was interrupted, weights and states are inconsistent
     updating: bool = False
     mesh: Mesh = SINGLE_RANK
+    runner: StepRunner = field(default_factory=GradientAccumulation)
+
+
+@dataclass
+class StepPasses:
+    """The forward and the backward pass of a micro-batch, for the runner of a step to call in its order."""
+
+    model_and_optimizer: ModelAndOptimizer
+    objective: Objective
+    plan: TrainPlan
+    position: int
+    lr_scale: float
+    scale_factor: float  # of float16 gradients; 1 otherwise
+    num_targets: float  # of the whole step
+    # The norm over all gradients, which an optimizer fused into backward frees as it goes.
+    fused_norm: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model_and_optimizer.model.parameters()).device
+
+    def forward(self, number: int, batch: Batch) -> LossParts:
+        """The sums of the step's `number`-th micro-batch.
+
+        Dropout is keyed by run, step, micro-batch and data rank, so that no generator state is part of a run.
+        """
+        data_rank = self.model_and_optimizer.mesh.data_rank
+        seed = mix(self.plan.seed, self.position, number, data_rank) >> 1
+        # Not torch.manual_seed, which formats a traceback for each kind of GPU that is absent.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed_all(seed)
+        return compute_loss(
+            self.model_and_optimizer.model,
+            to_device(batch, self.device),
+            self.objective,
+            precision=self.plan.precision,
+        )
+
+    def backward(self, parts: LossParts) -> None:
+        """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
+        scaled_loss = parts.total * (self.scale_factor / self.num_targets)
+        if self.model_and_optimizer.optimizer.fused_backward:
+            assert self.fused_norm is None, "the plan refuses to accumulate gradients here"
+            self.fused_norm = self._fused_backward(scaled_loss)
+        else:
+            scaled_loss.backward()
+
+    def _fused_backward(self, scaled_loss: Tensor) -> float:
+        """Backward with the optimizer fused into it: the norm over all gradients, non-finite where it stopped halfway.
+
+        A non-finite loss skips backward and returns NaN; the host waits for the device here.
+        """
+        if not math.isfinite(scaled_loss.item()):
+            return math.nan
+        optimizer = self.model_and_optimizer.optimizer
+        health_check = self.model_and_optimizer.health_check
+        self.model_and_optimizer.updating = True
+        with nullcontext() if health_check is None else health_check.watching(gradients=False):
+            optimizer.begin_step(
+                self.lr_scale, factor=self.scale_factor, clip=self.plan.max_grad_norm
+            )
+            scaled_loss.backward()
+            norm = optimizer.finish_step()
+        self.model_and_optimizer.updating = False
+        return norm
 
 
 def compute_loss(
@@ -102,139 +193,116 @@ def train_step(
 ) -> StepResult:
     """Take one step at `lr_scale` times the peak learning rate. A non-finite step changes neither weights nor states.
 
-    The loss is divided by the count (loss tokens, pairs) of all micro-batches of all ranks, known before the first
-    backward, so that gradient accumulation gives the gradient of one large batch. The host waits for the device once,
-    for loss and norm; the update then runs while the host continues. `position`: the first sequence of the step, which
-    keys dropout, so that no generator state is part of a run.
+    `position`: the first sequence of the step. The host waits for the device once, for loss and norm; the update then
+    runs while the host continues.
     """
     model = model_and_optimizer.model
     optimizer = model_and_optimizer.optimizer
-    scale = model_and_optimizer.scale
-    method = model_and_optimizer.method
-    health_check = model_and_optimizer.health_check
+    loss_scale = model_and_optimizer.loss_scale
+    peft_adapter = model_and_optimizer.peft_adapter
     mesh = model_and_optimizer.mesh
-    device = next(model.parameters()).device
-    own_count = sum(objective.count(batch) for batch in batches)
-    loss_tokens, count = mesh.all_reduce_sum(
-        sum(float(batch.loss_mask.sum()) for batch in batches), own_count
+
+    # 1. Count the targets of the whole step (loss tokens, pairs), on all ranks. The loss of each micro-batch is divided
+    # by this count before its backward: gradient accumulation then gives the gradient of one large batch.
+    loss_tokens, num_targets = mesh.all_reduce_sum(
+        sum(float(batch.loss_mask.sum()) for batch in batches),
+        sum(objective.count(batch) for batch in batches),
     )
-    count = max(1.0, count)
+    num_targets = max(1.0, num_targets)
+
+    # 2. Forward and backward of each micro-batch. An objective may need a pass over all of them first, without
+    # gradients: reference scores, the KL term of KTO.
     if objective.before is not None:
         batches = objective.before(model, batches)
-    factor = 1.0 if scale is None else scale.value
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    sums = dict[str, Tensor]()
-    fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
-    for number, batch in enumerate(batches):
-        seed = mix(plan.seed, position, number, mesh.data_rank) >> 1
-        # torch.manual_seed formats a traceback per kind of absent GPU
-        torch.default_generator.manual_seed(seed)
-        if device.type != "cpu":
-            torch.get_device_module(device).manual_seed_all(seed)
-        parts = compute_loss(model, to_device(batch, device), objective, precision=plan.precision)
-        scaled = parts.total * (factor / count)
-        if optimizer.fused_backward:
-            assert len(batches) == 1, "the plan refuses gradient accumulation with a fused backward"
-            fused_norm = total.new_tensor(
-                fused_step(model_and_optimizer, scaled, plan, factor, lr_scale)
-            )
-        else:
-            scaled.backward()
-        total += parts.total.detach()
-        sums = added(sums, parts.metrics)
-    if method is not None and (penalty := method.penalty()) is not None:
-        # once per step, not part of the reported loss
-        (penalty * (factor / mesh.data_world)).backward()
+    scale_factor = 1.0 if loss_scale is None else loss_scale.value
+    passes = StepPasses(
+        model_and_optimizer,
+        objective,
+        plan,
+        position=position,
+        lr_scale=lr_scale,
+        scale_factor=scale_factor,
+        num_targets=num_targets,
+    )
+    total, metric_sums = model_and_optimizer.runner.run(batches, passes)
+    if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:
+        # Once per step and no part of the reported loss; the sum over data ranks makes it whole.
+        (penalty * (scale_factor / mesh.data_world)).backward()
+
+    # 3. Gradients: sum them over the ranks and measure them. A fused optimizer has measured and used its own.
     all_reduce_gradients(optimizer.parameters, mesh)
-    gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
-    norm_now = global_norm(gradients, mesh) / factor if fused_norm is None else fused_norm
-    total, sums = summed(total, sums, mesh)
-    means = [some[0] / some[1] for some in sums.values()]
-    loss, norm, *values = torch.stack([total / count, norm_now, *means]).tolist()
-    overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
-    metrics = {
-        name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)
-    }
-    result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, fused_norm is not None)
-    if result.taken and fused_norm is None:
-        scale_gradients(
-            [local(each) for each in gradients], clip_factor(norm, plan.max_grad_norm) / factor
-        )
+    gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
+    if passes.fused_norm is None:
+        norm = global_norm(gradients, mesh) / scale_factor
+    else:
+        norm = total.new_tensor(passes.fused_norm)
+    total, metric_sums = all_reduce_losses(total, metric_sums, mesh)
+
+    # The one time that the host waits for the device.
+    metric_means = [metric_sum / count for metric_sum, count in metric_sums.values()]
+    loss, grad_norm, *metrics = torch.stack([total / num_targets, norm, *metric_means]).tolist()
+    result = StepResult(
+        loss,
+        grad_norm,
+        overflowed=scale_factor > 1 and math.isfinite(loss) and not math.isfinite(grad_norm),
+        loss_tokens=round(loss_tokens),
+        metrics={
+            name: metric
+            for name, metric in zip(metric_sums, metrics, strict=True)
+            if math.isfinite(metric)
+        },
+        fused_backward=optimizer.fused_backward,
+    )
+
+    # 4. Clip and update, unless the step is not finite. `updating` stays True where the update is interrupted.
+    if result.taken and not optimizer.fused_backward:
+        clip = clip_factor(grad_norm, plan.max_grad_norm)
+        scale_gradients([local(gradient) for gradient in gradients], clip / scale_factor)
+        health_check = model_and_optimizer.health_check
         model_and_optimizer.updating = True
         with nullcontext() if health_check is None else health_check.watching():
             optimizer.step(lr_scale)
-        if method is not None:
-            method.after_update()
+        if peft_adapter is not None:
+            peft_adapter.after_update()
         model_and_optimizer.updating = False
     if result.taken and model_and_optimizer.average is not None:
         model_and_optimizer.average.update()
-    if scale is not None and math.isfinite(loss):
-        scale.update(finite=result.taken)
+
+    # 5. The loss scale follows the gradients; a loss that is not finite itself says nothing about them.
+    if loss_scale is not None and math.isfinite(loss):
+        loss_scale.update(finite=result.taken)
     optimizer.zero_grad()
     return result
 
 
-def fused_step(
-    model_and_optimizer: ModelAndOptimizer,
-    scaled: Tensor,
-    plan: TrainPlan,
-    factor: float,
-    lr_scale: float,
-) -> float:
-    """Backward with the optimizer fused into it: the norm over all gradients, non-finite where it stopped halfway.
-
-    A non-finite loss skips backward and returns NaN; the host waits for the device here.
-    """
-    if not math.isfinite(scaled.item()):
-        return math.nan
-    optimizer = model_and_optimizer.optimizer
-    health_check = model_and_optimizer.health_check
-    model_and_optimizer.updating = True
-    with nullcontext() if health_check is None else health_check.watching(gradients=False):
-        optimizer.begin_step(lr_scale, factor=factor, clip=plan.max_grad_norm)
-        scaled.backward()
-        norm = optimizer.finish_step()
-    model_and_optimizer.updating = False
-    return norm
-
-
-def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss and the sums of metrics over all ranks, in one reduction.
-
-    Metrics come back in their shapes, in the dtype and on the device of the loss.
-    """
+def all_reduce_losses(
+    total: Tensor, metric_sums: dict[str, Tensor], mesh: Mesh
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss and the sums of metrics over all ranks, in one reduction; metrics in the dtype of the loss."""
     if mesh.world == 1:
-        return total, sums
-    flat = mesh.all_reduce(
-        torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())])
-    )
-    parts = flat[1:].split([some.numel() for some in sums.values()]) if sums else ()
-    return flat[0], {
-        name: part.view_as(some) for (name, some), part in zip(sums.items(), parts, strict=True)
+        return total, metric_sums
+    flat_metrics = [metric_sum.reshape(-1).to(total) for metric_sum in metric_sums.values()]
+    reduced_total, *reduced_metrics = mesh.all_reduce(
+        torch.cat([total.reshape(1), *flat_metrics])
+    ).split([1, *(len(flat) for flat in flat_metrics)])
+    return reduced_total.squeeze(0), {
+        name: reduced.view_as(metric_sum)
+        for (name, metric_sum), reduced in zip(metric_sums.items(), reduced_metrics, strict=True)
     }
 
 
 def global_norm(gradients: Sequence[Tensor], mesh: Mesh = SINGLE_RANK) -> Tensor:
-    """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits.
-
-    Of gradients in shards, this rank's rows and then those of the others; one that every rank has counts once.
-    """
-    exact = (
-        {}
-        if all(gradient.dtype == torch.float32 for gradient in gradients)
-        else {"dtype": torch.float32}
-    )
-    norms = torch.stack(
-        torch._foreach_norm([local(gradient) for gradient in gradients], 2, **exact)
-    )
+    """The Euclidean norm over all gradients, computed in float32: a bfloat16 norm would have three digits."""
+    all_float32 = all(gradient.dtype == torch.float32 for gradient in gradients)
+    dtype = {} if all_float32 else {"dtype": torch.float32}
+    local_gradients = [local(gradient) for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(local_gradients, 2, **dtype))
     if mesh.shard > 1:
-        split = torch.tensor([is_split(gradient) for gradient in gradients], device=norms.device)
-        norms = torch.stack(
-            [
-                mesh.norm_over_shards(torch.linalg.vector_norm(norms * split)),
-                torch.linalg.vector_norm(norms * ~split),
-            ]
-        )
+        # A gradient in shards is the rows of all ranks; one that every rank has in full counts once.
+        are_rows = torch.tensor([is_split(gradient) for gradient in gradients], device=norms.device)
+        norm_of_rows = mesh.norm_over_shards(torch.linalg.vector_norm(norms * are_rows))
+        norm_of_full = torch.linalg.vector_norm(norms * ~are_rows)
+        norms = torch.stack([norm_of_rows, norm_of_full])
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
