@@ -13,17 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import GGUF_TYPES, K_TYPES
-from bloomery.export import llama_cpp as runner
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
-from bloomery.export.llama_cpp import continue_greedily
-from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
-from bloomery.model.decoding import Sampling, sample_tokens
+from bloomery.export.verify import TEXTS
 from bloomery.model.io.weights import load_decoder
 from bloomery.train.model_folder import find_model
+from gguf_graph_oracle import FileTokenizer, Graph, Parity, compare, log_softmax
 from gguf_models import saved_adapter, saved_case, saved_pieces, tokens
-from models_for_tests import make_model
 
 pytest.importorskip(
     "llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes"
@@ -58,7 +54,7 @@ MOST = {"Gemma": 3e-3, "Gemma 2": 3e-3, "Gemma 3": 3e-3, "GPT-2": 3e-3, "GPT-2, 
 def measured(
     folder: Path, out: Path, kind: str, context: int
 ) -> tuple[Parity, float, float, float]:
-    """Of a model folder: the verifier against PyTorch; llama.cpp against the verifier (the largest difference, of the
+    """Of a model folder: the oracle against PyTorch; llama.cpp against the oracle (the largest difference, of the
     largest logit), and against PyTorch (KL divergence, share of equal best tokens).
     """
     done = export_gguf(find_model(folder), out, kind=kind, verify=False)
@@ -103,16 +99,16 @@ llama.cpp is that of llama-cpp-python {version}.
 `q4_K_M`, `q5_K_M` and `q6_K` are written by its `llama-quantize`; most matrices of SmolLM2 have 576
 columns, which 256 does not divide, and are `q5_0`, `q5_1` or `q8_0`. Ollama and vLLM were not run.
 
-Tiny models with random weights of each family, exported to each type and run three times: in PyTorch, in the verifier
-(`bloomery.export.verify`, which runs on each export) and in llama.cpp on a CPU. Random weights are harder to quantize
-than trained ones; the last rows are a real model.
+Tiny models with random weights of each family, exported to each type and run three times: in PyTorch, in the oracle
+(llama.cpp's graph in numpy, `tests/gguf_graph_oracle.py`) and in llama.cpp on a CPU. Random weights are harder
+to quantize than trained ones; the last rows are a real model.
 
-- **logits**: the largest difference between verifier and PyTorch, both with the weights of the file, divided by the
+- **logits**: the largest difference between oracle and PyTorch, both with the weights of the file, divided by the
   largest logit.
 - **KL**: mean KL divergence from the original model in nats per token.
 - **best**: how often the most likely token is equal.
 - **greedy**: tokens of the continued text that are equal.
-- **llama.cpp**: its largest difference from the verifier, its KL divergence and its best token against PyTorch.
+- **llama.cpp**: its largest difference from the oracle, its KL divergence and its best token against PyTorch.
   llama.cpp rounds activations to the type of the weights and takes GELU from a table, so that it differs more.
 
 | model | type | logits | KL | best | greedy | llama.cpp: logits | KL | best |
@@ -211,7 +207,7 @@ PIECES = {  # as Llama 2's, with and without the space before a text, and with t
 
 @pytest.mark.parametrize("name", PIECES)
 def test_llama_cpp_reads_sentencepiece_models_as_they_are(name: str, tmp_path: Path) -> None:
-    """The ids of the sentencepiece library, of the file in the verifier, and of llama.cpp's own tokenizer."""
+    """The ids of the sentencepiece library, of the file in the oracle, and of llama.cpp's own tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
     folder, model, lines = saved_pieces(
         tmp_path / "sp", 1000, changed=SIZES, files="[a-c]*.py", **PIECES[name]
@@ -234,31 +230,6 @@ def test_llama_cpp_reads_sentencepiece_models_as_they_are(name: str, tmp_path: P
             assert oracle.tokens(text) == ours.encode(text) == library.encode(text), text
     special = "<s>a</s> <|im_start|>user\nhi<|im_end|> b"
     assert oracle.tokens(special) == ours.encode(special)
-
-
-def test_llama_cpp_continues_a_prompt_as_pytorch_does(tmp_path: Path) -> None:
-    """By llama-cpp-python in a child, and by llama-completion where that is on the PATH."""
-    source = make_model(tmp_path / "source")
-    path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32", verify=False).folder
-    tokenizer, decoder = load_tokenizer(source), load_decoder(source)
-    prompt = [tokenizer.bos_id, *tokenizer.encode("def f(x):\n    ")]
-    expected = tokenizer.decode(
-        list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=30, temperature=0.0)))
-    )
-    done = continue_greedily(path, prompt, tokenizer, most=30)
-    assert done.program.startswith("llama.cpp (llama-cpp-python ") and (done.text, done.real) == (
-        expected,
-        True,
-    )
-    if shutil.which("llama-completion"):
-        with pytest.MonkeyPatch.context() as without:
-            without.setattr(runner, "find_spec", lambda _: None)
-            done = continue_greedily(path, prompt, tokenizer, most=30)
-        assert (done.program, done.text, done.real) == (
-            "llama.cpp (llama-completion)",
-            expected,
-            True,
-        )
 
 
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "phi3"])

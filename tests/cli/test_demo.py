@@ -185,10 +185,6 @@ def test_the_whole_demo_is_never_silent_and_all_its_next_steps_run(tmp_path, mon
     ]
     assert len(steps) == 5
     (file,) = (tmp_path / "runs/demo/export").glob("*.gguf")
-    assert (
-        f"\ngguf       {file.relative_to(tmp_path)} " in demo.text
-        and "write the same text" in demo.text
-    )
-    assert "and from the GGUF file" in (tmp_path / "runs/demo/report.html").read_text()
+    assert f"\ngguf       {file.relative_to(tmp_path)} " in demo.text
     for step in steps[1:]:
         run_as_printed([steps[0], step], tmp_path, environment)

@@ -94,5 +94,4 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     assert max(map(len, told.stderr.splitlines())) <= 100
     pages = [html.unescape(Path(report).read_text()) for report in result["reports"]]
     assert all("Responses before and after training" in page for page in pages)
-    assert Path(result["gguf"]).read_bytes()[:4] == b"GGUF" and result["same_text"] is True
-    assert ["PyTorch and " + result["continued_by"] in page for page in pages] == [False, True]
+    assert Path(result["gguf"]).read_bytes()[:4] == b"GGUF"

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -58,7 +58,6 @@ from bloomery.plan.types import RunPlan
 
 if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
-    from bloomery.report.page import Answers
 
 
 @final
@@ -141,7 +140,6 @@ BUSY_CORES = 0.25  # used by other programs, from which on the demo mentions the
 SLOWER = 1.15  # steps against the timed ones, from which on the demo mentions them
 BAR = 22  # characters of the longest bar
 SAMPLE_LINES = 8
-GREEDY = 48  # tokens that PyTorch and llama.cpp continue a prompt by
 
 
 @dataclass
@@ -433,12 +431,8 @@ def evaluate_demo(
         title = "Bits per byte on the whole validation set"
         note = "Lower is better. Evaluations during training score a part of the set."
         bars = Bars(title, tuple(bits.items()), unit="bits per byte", note=note, own="this model")
-        file = folder / "export" / f"{folder.name}.gguf"
-        start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        taken = take_away(
-            model, file, decoder, tokenizer, [*start, *tokenizer.encode(prompt)], prompt
-        )
-        report = write_report(folder, extras=(bars, *taken.answers))
+        gguf, gguf_line = export_demo_gguf(model, folder / "export" / f"{folder.name}.gguf")
+        report = write_report(folder, extras=(bars,))
     summary = summary_of(read_events(folder / "events.jsonl"))
     memory = plan.memory.total / GIB
     peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
@@ -453,7 +447,7 @@ def evaluate_demo(
         "report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings"
     )
     story.write("model", f"{model!s:<31}opens in transformers and vLLM")
-    story.write("gguf", *taken.lines)
+    story.write("gguf", gguf_line)
     story.write()
     _next_steps(story, folder)
     return {
@@ -466,72 +460,24 @@ def evaluate_demo(
         "resume_seconds": kill.gap_seconds if kill else None,
         "report": str(report),
         "folder": str(folder),
-        **taken.facts,
+        "gguf": None if gguf is None else str(gguf),
         "killed_at_step": kill.step if kill else None,
         "repeated_steps": len(kill.before) if kill else 0,
         "differing_losses": len(kill.differing) if kill else 0,
     }
 
 
-@dataclass(frozen=True)
-class TakenAway:
-    """A demo's model as a GGUF file: `lines` for the terminal, a part of the report, facts for `--json`."""
-
-    lines: tuple[str, ...]
-    answers: "tuple[Answers, ...]" = ()
-    file: Path | None = None
-    program: str | None = None  # that continued the prompt from the file
-    same_text: bool | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        file = None if self.file is None else str(self.file)
-        return {"gguf": file, "continued_by": self.program, "same_text": self.same_text}
-
-
-def take_away(
-    model: Path,
-    out: Path,
-    decoder: "Decoder",
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    shown: str,
-) -> TakenAway:
-    """Exports a model to GGUF unless `out` exists, and continues a prompt greedily in PyTorch and from the file."""
-    from bloomery.core.text import harmless
+def export_demo_gguf(model: Path, out: Path) -> tuple[Path | None, str]:
+    """Writes a demo's model as a GGUF file unless `out` exists: the file, or None, and a line for the terminal."""
     from bloomery.export.gguf import export_gguf
-    from bloomery.export.llama_cpp import continue_greedily
-    from bloomery.model.decoding import Sampling, known_ids, sample_tokens
-    from bloomery.report.page import Answers
     from bloomery.train.model_folder import find_model
 
     if find_spec("gguf") is None:
-        return TakenAway(
-            ("not written: the gguf package is not installed; pip install 'bloomery[gguf]'",)
-        )
+        return None, "not written: the gguf package is not installed; pip install 'bloomery[gguf]'"
     if not out.exists():
-        export_gguf(find_model(model), out, kind="f32")
-    near = os.path.relpath(out) if out.absolute().is_relative_to(Path.cwd()) else str(out)
-    line = f"{near:<31}runs in llama.cpp and Ollama"
-    run = f"llama-cli -m {shlex.quote(near)}"
-    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
-    most = min(GREEDY, decoder.config.max_positions - len(prompt))
-    greedy = Sampling(max_new_tokens=most, temperature=0.0, stop_ids=ends)
-    ours = tokenizer.decode(list(sample_tokens(decoder, prompt, greedy)))
-    try:
-        theirs = continue_greedily(out, prompt, tokenizer, most=most, ends=ends)
-    except UserError as error:  # an installed llama.cpp that does not run does not end the demo
-        return TakenAway((line, error.problem), file=out)
-    pairs = zip(ours, theirs.text, strict=False)
-    whole = ours == theirs.text
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    verdict = "the same text" if whole else f"the same text for {same} of {len(ours)} characters"
-    said = f"PyTorch and {theirs.program} write {verdict}"
-    hint = "" if theirs.real else f" llama.cpp is not installed; with it: {run}"
-    pair = ("PyTorch", harmless(ours)), (theirs.program, harmless(theirs.text))
-    note = f"{said}. Greedy, {most} tokens at most.{hint}"
-    answers = Answers("One prompt in PyTorch and from the GGUF file", shown, pair, note)
-    return TakenAway((line, said), (answers,), out, theirs.program, whole)
+        export_gguf(find_model(model), out)
+    shown = os.path.relpath(out) if out.absolute().is_relative_to(Path.cwd()) else str(out)
+    return out, f"{shown:<31}runs in llama.cpp and Ollama: llama-cli -m {shlex.quote(shown)}"
 
 
 def _bits_per_byte(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo import Story, describe, followed, free_folders, take_away
+from bloomery.cli.demo import Story, describe, export_demo_gguf, followed, free_folders
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
@@ -158,7 +158,6 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
     """Prints results, a response of each model, reports and next commands; returns the document of `--json`."""
     with story.busy("loading the model"):
         from bloomery.report import Bars, write_report
-        from bloomery.runs.evaluate import load_to_evaluate
         from bloomery.train.evaluation.answers import shown, validation_prompts
 
     prepared = read_plan(runs["lora"] / "plan.json").data.prepared
@@ -192,19 +191,15 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
             Bars("Validation loss", losses, unit="nats per token", note=note, own=name)
             for name in runs
         ]
-        asked = prompts[example].prompt
-        last = runs["full"]
-        decoder, _ = load_to_evaluate(last)
-        file = last / "export" / f"{last.name}.gguf"
-        taken = take_away(last, file, decoder, tokenizer, asked, shown(tokenizer, asked))
-        shares = [taken.answers if name == "full" else () for name in runs]
+        full_run = runs["full"]
+        gguf, gguf_line = export_demo_gguf(full_run, full_run / "export" / f"{full_run.name}.gguf")
         reports = [
-            write_report(run, extras=(one, *more))
-            for run, one, more in zip(runs.values(), bars, shares, strict=True)
+            write_report(run, extras=(chart,))
+            for run, chart in zip(runs.values(), bars, strict=True)
         ]
     for title, report in zip(("report", ""), reports, strict=True):
         story.write(title, str(_near(report)))
-    story.write("gguf", *taken.lines)
+    story.write("gguf", gguf_line)
     story.write()
     lora, full = (
         shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values()
@@ -219,7 +214,7 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
         "prompts": len(prompts),
         "seconds": time.time() - began,
         "reports": [str(report) for report in reports],
-        **taken.facts,
+        "gguf": None if gguf is None else str(gguf),
         "folders": [str(run) for run in runs.values()],
     }
 

@@ -46,6 +46,7 @@ from bloomery.export.gguf_format import (
     vocabulary,
 )
 from bloomery.export.layouts import Exported, draft_of, merged_pieces, merged_state
+from bloomery.export.verify import verify_gguf
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, read_settings
 from bloomery.model.config import ModelConfig
@@ -240,29 +241,29 @@ def export_gguf(
     """Writes the model as the new file `out`, completely or not at all; an adapter is merged into its base.
 
     `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. A few rows at a time are in memory, of q,
-    k and transposed weights one tensor. Verification runs `export.verify` on the file. Raises UserError.
+    k and transposed weights one tensor. Verification compares every tensor of the file, the token ids of some texts
+    and the chat template with the model's. Raises UserError.
     """
     use = use or Use("cpu")
     library = gguf_library()
     with _draft_file(out) as draft:
         tokenizer = load_tokenizer(files.tokenizer)
-        with _to_write(draft, kind) as (path, written), open_source(files, use) as source:
+        with open_source(files, use) as source:
             config = source.config
-            write_gguf(
-                path,
-                source,
-                written,
-                library,
-                tokenizer,
-                name=out.stem,
-                license_=license_of(files.weights, files.base),
-            )
-        notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
-        proofs = tuple(f"differs    {note}" for note in notes)
-        if verify:
-            from bloomery.export.verify import verify_gguf
-
-            proofs += verify_gguf(draft, files, tokenizer, kind=kind, use=use, where=out)
+            with _to_write(draft, kind) as (path, written):
+                write_gguf(
+                    path,
+                    source,
+                    written,
+                    library,
+                    tokenizer,
+                    name=out.stem,
+                    license_=license_of(files.weights, files.base),
+                )
+            notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
+            proofs = tuple(f"differs    {note}" for note in notes)
+            if verify:
+                proofs += verify_gguf(draft, config, source.rows, tokenizer, where=out)
         size = draft.stat().st_size
     return Exported(out, size, proofs)
 

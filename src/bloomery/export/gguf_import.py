@@ -39,7 +39,6 @@ from bloomery.export.gguf_format import (
 from bloomery.export.layouts import DTYPES, Exported, draft_of
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.decoder import Decoder
 from bloomery.model.families import FAMILIES, config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
@@ -71,6 +70,15 @@ class Block:
     tensor_type: Any
     shape: tuple[int, ...]
     name: str
+
+    def rows(self, start: int, stop: int) -> "Block":
+        """Some rows of a matrix, or some numbers of a vector."""
+        if len(self.shape) == 1:
+            bytes_per_number = len(self.data) // self.shape[0]
+            data = self.data[start * bytes_per_number : stop * bytes_per_number]
+            return Block(data, self.tensor_type, (len(data) // bytes_per_number,), self.name)
+        data = self.data[start:stop]
+        return Block(data, self.tensor_type, (*self.shape[:-1], len(data)), self.name)
 
 
 @final
@@ -209,7 +217,7 @@ def _tensor_info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, header.number("I"), header.number("Q")
 
 
-def _values(block: Any) -> Tensor:
+def dequantized(block: Any) -> Tensor:
     """Float32, of a Block or of the gguf package's own tensor. Raises UserError for numbers that are not finite."""
     library = gguf_library()
     data = np.ascontiguousarray(block.data)
@@ -232,18 +240,6 @@ def _values(block: Any) -> Tensor:
         raise UserError(f"{name} holds numbers that are not finite", where="the file", fix=_AGAIN)
     shape = [int(size) for size in reversed(block.shape)]
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(shape))
-
-
-@torch.no_grad()
-def fill_from_file(decoder: Decoder, tensors: Mapping[str, Any]) -> None:
-    """Replaces the parameters of a decoder by those of a file, dequantized."""
-    parameters = dict(decoder.named_parameters())
-    for piece in layout(decoder.config):
-        whole = piece.apply(_values(tensors[piece.name]), undo=True)
-        for part, rows in zip(
-            piece.parts, whole.split([len(parameters[name]) for name in piece.parts]), strict=True
-        ):
-            parameters[part].copy_(rows)
 
 
 # The config
@@ -339,7 +335,7 @@ def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) ->
     plain = {"rope_type": "default", "rope_theta": theta}
     found: Json = {"rope_theta": theta, "rope_parameters": plain, **share}
     factors = {
-        name: [float(x) for x in _values(tensors[key])]
+        name: [float(x) for x in dequantized(tensors[key])]
         for name, key in (
             ("all", "rope_freqs.weight"),
             ("short", "rope_factors_short.weight"),
@@ -453,9 +449,15 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
             token for token, pad in zip(tokens, pads, strict=True) if not pad
         ).most_common(1)
         raise refuse(f"the token {twice[:40]!r} is stated twice")
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
     added = [
-        {"id": index, "content": token, "special": types[index] != USER_DEFINED, **flags}
+        {
+            "id": index,
+            "content": token,
+            "special": types[index] != USER_DEFINED,
+            "rstrip": strips_after(token, facts),
+            **flags,
+        }
         for token, index in vocab.items()
         if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
@@ -550,6 +552,12 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
     return Tokenizer(JsonBackend(shared, str(path), control), config)
 
 
+def strips_after(token: str, facts: Json) -> bool:
+    """Whether white space after a special token is dropped: llama.cpp does so in models that are named Phi-3."""
+    phi = re.search("phi-?3", str(facts.get("general.name", "")).lower()) is not None
+    return phi and token not in ("<unk>", "<s>", "<|endoftext|>")
+
+
 def _texts(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
 
@@ -611,7 +619,7 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
         piece = owners[name]
         if piece.name not in last:
             last.clear()
-            last[piece.name] = piece.apply(_values(tensors[piece.name]), undo=True)
+            last[piece.name] = piece.apply(dequantized(tensors[piece.name]), undo=True)
         parts = last[piece.name].split([shapes[part][0] for part in piece.parts])
         one: Tensor = parts[piece.parts.index(name)].to(DTYPES[kept])
         if not torch.isfinite(one).all():

@@ -1,53 +1,25 @@
-"""What llama.cpp computes from a GGUF file, in numpy, compared with the PyTorch model that the file was made from.
+"""Verification of a GGUF file against the model that it was made from: every tensor, the token ids and the template.
 
-Written after llama.cpp's sources (llama-graph.cpp, models/*.cpp, llama-vocab.cpp, ops.cpp) and without the decoder: a
-wrong name, order of rows or key of the metadata shows as other logits. Activations are float32 here; llama.cpp rounds
-them to the type of a quantized matrix, so that its own logits differ a little more.
+What llama.cpp computes from such a file is compared in `tests/gguf_graph_oracle.py`, for every family and type.
 """
 
-import json
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
-from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
+from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import Message
-from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
+from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.export.gguf_format import (
-    CONTROL,
-    PRE_TOKENIZERS,
-    UNKNOWN,
-    USER_DEFINED,
-    composes,
-    gguf_library,
-    splits,
-)
-from bloomery.export.gguf_import import fill_from_file
-from bloomery.export.layouts import load_whole
-from bloomery.model.adapters.lora import adapters_disabled
-from bloomery.model.adapters.peft_methods import has_method, merge_methods
-from bloomery.model.decoder import Decoder
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use
+from bloomery.export.gguf_format import Piece, composes, computed_tensors, layout
+from bloomery.export.gguf_import import Block, dequantized, read_gguf, tokenizer_of
+from bloomery.model.config import ModelConfig
 
-Array = np.ndarray[Any, Any]
-Json = dict[str, Any]
-GREEDY = 64  # tokens
-SAME_WEIGHTS = 1e-4  # of the largest logit: the same weights in two programs, in float32
-ERF = 2e-2  # the same where the graph has another GELU than the model
-# The mean KL divergence, in nats per token, above which an export is refused; of other types it is reported.
-MOST_KL = {"f32": 1e-5, "f16": 1e-2, "bf16": 5e-2, "q8_0": 1e-1}
+# Texts that tokenizers are known to split in different ways. The last one is not normalized (NFC).
 TEXTS = (
     "",
     " ",
@@ -75,547 +47,167 @@ CHAT = (
     Message("user", " And\n3?"),
 )
 
-
-@dataclass(frozen=True)
-class Parity:
-    """`difference`: the largest of a logit, with the weights of the file in both programs; `scale`: the largest logit.
-
-    `kl`: mean divergence in nats of the file's distribution from the original's; `top1`: share of equal best tokens;
-    `greedy`: how many of the `asked` tokens are equal, None where the text was not continued.
-    """
-
-    difference: float
-    scale: float
-    kl: float
-    top1: float
-    greedy: int | None
-    asked: int
-
-
-# The graph
-
-# what its rotary positions turn together; others turn halves of a head
-NEIGHBORS = ("llama", "smollm3")
-GELU = ("gemma", "gemma2", "gemma3", "gpt2")
-PERIODS = {"gemma2": 2, "gemma3": 6}
-# The tensors of a layer, which llama.cpp counts: one more or less is an error there
-LAYERS = {
-    "llama": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-    "qwen2": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-    "qwen3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate ffn_up ffn_down",
-    "gemma": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-    "gemma2": "attn_norm attn_q attn_k attn_v attn_output post_attention_norm ffn_norm ffn_gate ffn_up ffn_down "
-    "post_ffw_norm",
-    "gemma3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_norm "
-    "ffn_gate ffn_up ffn_down post_ffw_norm",
-    "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
-    "gpt2": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
-    "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
-    "ffn_down post_ffw_norm",
-    "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+# Rounding to nearest with 11 and 8 significant bits; below them float16 has steps of 2^-24.
+ROUNDING = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}
+SMALLEST_STEP = {"F32": 0.0, "F16": 2.0**-24, "BF16": 0.0}
+# Of the largest magnitude in a block of numbers that share a scale: the block's size, and the largest error. q8_0 has
+# 127 levels on each side; q4_0 and q5_0 have one level less on the side away from the largest number; q5_1 has 31 steps
+# from the smallest to the largest. Scales are float16. llama-quantize fits the scales of K types by least squares,
+# which moves a number by two of its 2^bits steps at most.
+BLOCK_ERRORS = {
+    "Q8_0": (32, 1 / 254 + 2.0**-11),
+    "Q4_0": (32, 1 / 8 + 2.0**-11),
+    "Q5_0": (32, 1 / 16 + 2.0**-11),
+    "Q5_1": (32, 1 / 31 + 3 * 2.0**-11),
+    "Q4_K": (256, 1 / 4),
+    "Q5_K": (256, 1 / 8),
+    "Q6_K": (256, 1 / 16),
 }
 
 
-@final
-class Graph:
-    """A file as llama.cpp reads it. `forward` adds tokens to its cache."""
-
-    def __init__(self, path: Path) -> None:
-        library = gguf_library()
-        self.path = path
-        self._library = library
-        reader = library.GGUFReader(path)
-        self.facts: Json = {name: field.contents() for name, field in reader.fields.items()}
-        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
-        self.arch: str = self.facts["general.architecture"]
-        self.layers, self.width = self._key("block_count"), self._key("embedding_length")
-        self.heads = self._key("attention.head_count")
-        self.kv_heads = self._key("attention.head_count_kv", self.heads)
-        self.head_dim = self._key("attention.key_length", self.width // self.heads)
-        self._values: dict[str, Array] = {}
-        self._kept = sum(math.prod(tensor.shape) for tensor in reader.tensors) * 4 < 2**30
-        self._check_names()
-        # llama.cpp's -c, which chooses among LongRoPE's factors
-        self.context = int(self._key("context_length"))
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        empty = np.zeros((self.kv_heads, 0, self.head_dim), dtype=np.float32)
-        self.cache = [(empty, empty) for _ in range(self.layers)]
-
-    def _key(self, name: str, default: Any = None) -> Any:
-        value = self.facts.get(f"{self.arch}.{name}", default)
-        if value is None:
-            raise UserError(
-                f"{self.arch}.{name} is missing", where=str(self.path), fix="report this bug"
-            )
-        return value
-
-    def _check_names(self) -> None:
-        inside = {
-            f"blk.{layer}.{name}.weight"
-            for layer in range(self.layers)
-            for name in LAYERS[self.arch].split()
-        }
-        outer = {"token_embd.weight", "output_norm.weight"} | (
-            {"position_embd.weight"} if self.arch == "gpt2" else set()
-        )
-        weights = {
-            name
-            for name in self.tensors
-            if name.endswith(".weight") and not name.startswith("rope_")
-        }
-        if missing := (inside | outer) - weights:
-            raise UserError(
-                f"{min(missing)} is missing in the file",
-                where=str(self.path),
-                fix="report this bug",
-            )
-        if surplus := weights - inside - outer - {"output.weight"}:
-            raise UserError(
-                f"{min(surplus)} has no place in the file",
-                where=str(self.path),
-                fix="report this bug",
-            )
-
-    def value(self, name: str) -> Array | None:
-        """A tensor in float32, or None where the file has none."""
-        if name in self._values:
-            return self._values[name]
-        if name not in self.tensors:
-            return None
-        tensor = self.tensors[name]
-        values: Array = self._library.quants.dequantize(tensor.data, tensor.tensor_type).astype(
-            np.float32, copy=False
-        )
-        values = values.reshape([int(size) for size in reversed(tensor.shape)])
-        if self._kept:
-            self._values[name] = values
-        return values
-
-    def _linear(self, x: Array, name: str) -> Array:
-        weight = self.value(f"{name}.weight")
-        bias = self.value(f"{name}.bias")
-        assert weight is not None
-        product: Array = x @ weight.T
-        return product if bias is None else product + bias
-
-    def _norm(self, x: Array, name: str) -> Array:
-        weight = self.value(f"{name}.weight")
-        bias = self.value(f"{name}.bias")
-        if weight is None:  # OLMo 2 has none before a block
-            return x
-        if self.arch == "gpt2":
-            centered = x - x.mean(-1, keepdims=True)
-            eps = self._key("attention.layer_norm_epsilon")
-            x = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + np.float32(eps))
-        else:
-            eps = self._key("attention.layer_norm_rms_epsilon")
-            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(eps))
-        return x * weight if bias is None else x * weight + bias
-
-    def _angles(self, positions: Array, layer: int) -> tuple[Array, Array]:
-        """cos and sin [T, width / 2] of `ggml_rope_ext`."""
-        width = self._key("rope.dimension_count", self.head_dim)
-        base = float(self._key("rope.freq_base", 10000.0))
-        kind = self.facts.get(f"{self.arch}.rope.scaling.type", "none")
-        stretch = float(self._key("rope.scaling.factor", 1.0)) if kind != "none" else 1.0
-        if self._windowed(layer):
-            default = 10000.0 if self.arch == "gemma3" else base
-            base = float(self._key("rope.freq_base_swa", default))
-            stretch = 1.0 if self.arch == "gemma3" else stretch
-        frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-        original = int(
-            self._key("rope.scaling.original_context_length", self._key("context_length"))
-        )
-        long = "long" if self.context > original else "short"
-        for name in ("rope_freqs.weight", f"rope_factors_{long}.weight"):
-            if (factors := self.value(name)) is not None:
-                frequencies = frequencies / factors
-        scale = float(self._key("rope.scaling.attn_factor", 1.0))
-        if kind == "yarn":
-            turns = (
-                self._key("rope.scaling.yarn_beta_fast", 32.0),
-                self._key("rope.scaling.yarn_beta_slow", 1.0),
-            )
-            ends = [
-                width * math.log(original / (each * 2 * math.pi)) / (2 * math.log(base))
-                for each in turns
-            ]
-            low = max(0, math.floor(ends[0]))
-            high = min(width - 1, math.ceil(ends[1]))
-            mix = 1 - np.clip((np.arange(width // 2) - low) / max(0.001, high - low), 0, 1)
-            frequencies = frequencies / stretch * (1 - mix) + frequencies * mix
-            scale *= 1.0 + 0.1 * math.log(stretch)
-        else:
-            frequencies = frequencies / stretch
-        angles = positions[:, None] * frequencies
-        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(
-            np.float32
-        )
-
-    def _turn(self, x: Array, cos: Array, sin: Array) -> Array:
-        """Rotates [H, T, D]."""
-        width = 2 * cos.shape[-1]
-        turned = x.copy()
-        neighbors = self.arch in NEIGHBORS
-        first = np.s_[..., 0:width:2] if neighbors else np.s_[..., 0 : width // 2 : 1]
-        second = np.s_[..., 1:width:2] if neighbors else np.s_[..., width // 2 : width : 1]
-        turned[first] = x[first] * cos - x[second] * sin
-        turned[second] = x[first] * sin + x[second] * cos
-        return turned
-
-    def _windowed(self, layer: int) -> bool:
-        period = PERIODS.get(self.arch, 0)
-        return bool(
-            period and self._key("attention.sliding_window", 0) and layer % period < period - 1
-        )
-
-    def _attention(self, x: Array, layer: int, positions: Array) -> Array:
-        block = f"blk.{layer}"
-        count = len(x)
-        if f"{block}.attn_qkv.weight" in self.tensors:
-            sizes = np.cumsum([self.heads * self.head_dim, self.kv_heads * self.head_dim])
-            q, k, v = np.split(self._linear(x, f"{block}.attn_qkv"), sizes, axis=-1)
-        else:
-            q, k, v = (self._linear(x, f"{block}.attn_{name}") for name in "qkv")
-
-        def by_head(values: Array, heads: int, norm: str) -> Array:
-            gain = self.value(f"{block}.{norm}.weight") if norm else None
-            # of all heads together
-            if gain is not None and gain.size == values.shape[-1] != self.head_dim:
-                values = self._norm(values, f"{block}.{norm}")
-                gain = None
-            values = values.reshape(count, heads, self.head_dim).swapaxes(0, 1)
-            return values if gain is None else self._norm(values, f"{block}.{norm}")
-
-        q = by_head(q, self.heads, "attn_q_norm")
-        k = by_head(k, self.kv_heads, "attn_k_norm")
-        v = by_head(v, self.kv_heads, "")
-        if self.arch != "gpt2" and not (self.arch == "smollm3" and (layer + 1) % 4 == 0):
-            cos, sin = self._angles(positions, layer)
-            q = self._turn(q, cos, sin)
-            k = self._turn(k, cos, sin)
-        k, v = (
-            np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True)
-        )
-        self.cache[layer] = k, v
-        large = (self.arch, self.layers) in (("gemma2", 46), ("gemma3", 62))
-        scale = (self.width // self.heads if large else self.head_dim) ** -0.5
-        k, v = (np.repeat(each, self.heads // self.kv_heads, axis=0) for each in (k, v))
-        scores = q @ k.swapaxes(1, 2) * np.float32(scale)
-        if self.arch == "gemma2":
-            cap = np.float32(self._key("attn_logit_softcapping", 50.0))
-            scores = cap * np.tanh(scores / cap)
-        past = positions[:, None] - np.arange(k.shape[1])[None]
-        hidden = (past < 0) | (
-            past >= self._key("attention.sliding_window") if self._windowed(layer) else False
-        )
-        scores = np.where(hidden, -np.inf, scores)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = (weights / weights.sum(-1, keepdims=True)) @ v
-        return self._linear(mixed.swapaxes(0, 1).reshape(count, -1), f"{block}.attn_output")
-
-    def _mlp(self, x: Array, layer: int) -> Array:
-        block = f"blk.{layer}"
-        up = self._linear(x, f"{block}.ffn_up")
-        if self.arch == "phi3":
-            gate, up = np.split(up, 2, axis=-1)
-        elif self.arch == "gpt2":
-            return self._linear(_gelu(up), f"{block}.ffn_down")
-        else:
-            gate = self._linear(x, f"{block}.ffn_gate")
-        active = _gelu(gate) if self.arch in GELU else gate / (1 + np.exp(-gate))
-        return self._linear(active * up, f"{block}.ffn_down")
-
-    def forward(self, tokens: Sequence[int]) -> Array:
-        """Logits [T, V] of the tokens, which follow those of earlier calls."""
-        start = self.cache[0][0].shape[1]
-        positions = np.arange(start, start + len(tokens))
-        embedding = self.value("token_embd.weight")
-        assert embedding is not None
-        x = embedding[list(tokens)]
-        if self.arch.startswith("gemma"):
-            x = x * np.float32(math.sqrt(self.width))
-        if (places := self.value("position_embd.weight")) is not None:
-            x = x + places[positions]
-        for layer in range(self.layers):
-            mixed = self._attention(self._norm(x, f"blk.{layer}.attn_norm"), layer, positions)
-            x = x + self._norm(mixed, f"blk.{layer}.post_attention_norm")
-            mixed = self._mlp(self._norm(x, f"blk.{layer}.ffn_norm"), layer)
-            x = x + self._norm(mixed, f"blk.{layer}.post_ffw_norm")
-        head = self.value("output.weight")
-        logits: Array = self._norm(x, "output_norm") @ (embedding if head is None else head).T
-        if cap := self.facts.get(
-            f"{self.arch}.final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0
-        ):
-            logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
-        return logits
-
-
-def _gelu(x: Array) -> Array:
-    """GGML_GELU: by tanh."""
-    inner = np.float32(math.sqrt(2 / math.pi)) * x * (1 + np.float32(0.044715) * x * x)
-    gelu: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
-    return gelu
-
-
-# The tokenizer
-
-_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
-_OTHERS = tuple(byte for byte in range(256) if byte not in _PLAIN)
-# The character that GPT-2 writes a byte as
-SPELLED = tuple(chr(byte if byte in _PLAIN else 256 + _OTHERS.index(byte)) for byte in range(256))
-
-
-@final
-class FileTokenizer:
-    """The tokenizer of a file as llama.cpp reads it, with special tokens in a text."""
-
-    def __init__(self, facts: Json) -> None:
-        self.model = facts["tokenizer.ggml.model"]
-        self.facts = facts
-        self.tokens: list[str] = facts["tokenizer.ggml.tokens"]
-        self.types: list[int] = facts["tokenizer.ggml.token_type"]
-        self.ids = {token: index for index, token in enumerate(self.tokens)}
-        self.ranks = {
-            tuple(merge.split(" ")): rank
-            for rank, merge in enumerate(facts.get("tokenizer.ggml.merges", []))
-        }
-        special = (CONTROL, USER_DEFINED, UNKNOWN)
-        named = [
-            token
-            for token, kind in zip(self.tokens, self.types, strict=True)
-            if kind in special and token
-        ]
-        self.special = sorted(named, key=lambda token: -len(token))
-        phi = re.search("phi-?3", facts.get("general.name", "").lower()) is not None
-        self.stripping = set(named) - {"<unk>", "<s>", "<|endoftext|>"} if phi else set[str]()
-
-    @cached_property
-    def _words(self) -> Any:
-        from tokenizers import Tokenizer as Library
-
-        steps = splits(PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][0])
-        empty = {"type": "BPE", "vocab": {}, "merges": []}
-        return Library.from_str(
-            json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})
-        ).pre_tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        fragments: list[str | int] = [text] if text else []
-        for token in self.special:
-            cut: list[str | int] = []
-            for fragment in fragments:
-                if isinstance(fragment, int) or token not in fragment:
-                    cut.append(fragment)
-                    continue
-                for number, part in enumerate(fragment.split(token)):
-                    if number:
-                        cut.append(self.ids[token])
-                        part = part.lstrip(" \t\n\r\v\f") if token in self.stripping else part
-                    cut += [part] if part else []
-            fragments = cut
-        found = list[int]()
-        after_special = True
-        for fragment in fragments:
-            if isinstance(fragment, int):
-                found.append(fragment)
-            elif self.model == "gpt2":
-                found += self._byte_level(fragment)
-            else:
-                prefix = (
-                    " "
-                    if after_special and self.facts.get("tokenizer.ggml.add_space_prefix", True)
-                    else ""
-                )
-                found += self._sentencepiece((prefix + fragment).replace(" ", "▁"))
-            after_special = isinstance(fragment, int)
-        return found
-
-    def _byte_level(self, text: str) -> Iterator[int]:
-        whole = PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][1]
-        for _, (first, last) in self._words.pre_tokenize_str(text):
-            word = "".join(SPELLED[byte] for byte in text[first:last].encode())
-            if whole and word in self.ids:
-                yield self.ids[word]
-                continue
-            symbols = list(word)
-            while len(symbols) > 1:
-                pairs = [self.ranks.get(pair, math.inf) for pair in pairwise(symbols)]
-                best = min(pairs)
-                if best == math.inf:
-                    break
-                at = pairs.index(best)
-                symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-            for symbol in symbols:
-                yield from (
-                    [self.ids[symbol]]
-                    if symbol in self.ids
-                    else [self.ids[c] for c in symbol if c in self.ids]
-                )
-
-    def _sentencepiece(self, text: str) -> Iterator[int]:
-        scores = self.facts["tokenizer.ggml.scores"]
-        symbols = list(text)
-        while len(symbols) > 1:
-            joined = [self.ids.get(a + b) for a, b in pairwise(symbols)]
-            known = [-math.inf if index is None else scores[index] for index in joined]
-            best = max(known)
-            if best == -math.inf:
-                break
-            at = known.index(best)
-            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        for symbol in symbols:
-            if symbol in self.ids:
-                yield self.ids[symbol]
-            else:
-                yield from (self.ids[f"<0x{byte:02X}>"] for byte in symbol.encode())
-
-
-# The comparison
-
-
 def verify_gguf(
-    path: Path, files: ModelFiles, tokenizer: Tokenizer, *, kind: str, use: Use, where: Path
+    path: Path,
+    config: ModelConfig,
+    source_rows: Callable[[str], Iterator[Tensor]],
+    tokenizer: Tokenizer,
+    *,
+    where: Path,
 ) -> tuple[str, ...]:
-    """One sentence per check that passed. Raises UserError for the first that does not; `where` is its place."""
-    progress("comparing the file with the model")
-    graph = Graph(path)
-    theirs = FileTokenizer(graph.facts)
-    proofs = [*_check_tokens(theirs, tokenizer, where), *_check_template(theirs, tokenizer, where)]
-    decoder = load_whole(files.weights, use, base=files.base)
-    prompt = theirs.encode(TEXTS[3])[:32] or [0]
-    parity = compare(graph, decoder, prompt, greedy=kind == "f32")
-    bound = ERF if decoder.config.activation == "gelu" else SAME_WEIGHTS
-    if not parity.difference <= bound * parity.scale:
-        problem = f"the logits of the file differ by {parity.difference:.2g} (largest logit: {parity.scale:.2g})"
-        raise UserError(
-            problem,
-            where=str(where),
-            fix="add --no-verify to export without this check; report this bug",
-        )
-    if not parity.kl <= MOST_KL.get(kind, math.inf) and bound == SAME_WEIGHTS:
-        problem = f"{kind} changes the model: {parity.kl:.2g} nats per token of KL divergence"
-        raise UserError(problem, where=str(where), fix="choose a larger --type")
-    proofs.append(
-        f"logits      differ by {parity.difference:.1e} at most (bound {bound * parity.scale:.1e})"
-    )
-    proofs.append(
-        f"{kind:<11} KL divergence {parity.kl:.1e} nats per token, best token equal at {parity.top1:.1%}"
-    )
-    if parity.greedy is not None:
-        if parity.greedy < parity.asked and bound == SAME_WEIGHTS:
-            problem = f"greedy text differs after {parity.greedy} tokens"
-            raise UserError(problem, where=str(where), fix="report this bug")
-        proofs.append(f"greedy      {parity.greedy} of {parity.asked} tokens are equal")
-    return tuple(proofs)
+    """One sentence per check that passed. Raises UserError for the first that does not; `where` is its place.
 
-
-def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bool) -> Parity:
-    """The file against the model that it was made from, whose weights are then replaced by those of the file.
-
-    With `greedy`, the file continues the prompt, and the model must choose the same tokens.
+    `source_rows`: a parameter of the model by name, a few rows at a time, as it was given to the writer.
     """
-    config = decoder.config
-    windows = (
-        []
-        if PERIODS.get(graph.arch)
-        else [each for each in config.sliding_window if each is not None]
+    metadata, tensors = read_gguf(path)
+    file_tokenizer = tokenizer_of(metadata, path)
+    return (
+        _check_tensors(tensors, config, source_rows, where),
+        _check_tokens(file_tokenizer, tokenizer, where),
+        *_check_template(file_tokenizer, tokenizer, where),
     )
-    # llama.cpp ignores these windows: compared is what both can see
-    limit = min([config.max_positions, *windows])
-    prompt = prompt[: max(1, limit - GREEDY // 2)][: limit - 1]
-    room = min(GREEDY, limit - len(prompt))
-    graph.context = len(prompt) + room
-    graph.reset()
-    parts = [graph.forward(prompt)]
-    tokens = list(prompt)
-    for _ in range(room if greedy else 0):
-        tokens.append(int(parts[-1][-1].argmax()))
-        parts.append(graph.forward(tokens[-1:]))
-    if not greedy:  # any tokens show a difference
-        more = [int(each) for each in np.random.default_rng(0).integers(0, config.vocab_size, room)]
-        tokens += more
-        parts.append(graph.forward(more))
-    theirs = np.concatenate(parts)
-    device = decoder.model.embed_tokens.weight.device
-    with torch.no_grad():
-        original = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
-        if has_method(decoder):
-            merge_methods(decoder)
-        fill_from_file(decoder, graph.tensors)
-        with adapters_disabled(decoder):  # which the file has merged
-            same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
-    difference = float(np.abs(theirs - same).max())
-    scale = float(np.abs(same).max())
-    first = log_softmax(original)
-    second = log_softmax(theirs)
-    kl = float((np.exp(first) * (first - second)).sum(-1).mean())
-    top1 = float((original.argmax(-1) == theirs.argmax(-1)).mean())
-    equal = None
-    if greedy:
-        steps = np.arange(len(prompt) - 1, len(tokens) - 1)
-        chosen = original[steps, tokens[len(prompt) :]]
-        # a tie may break either way
-        wrong = original[steps].max(-1) - chosen > 2 * SAME_WEIGHTS * scale
-        equal = int(wrong.argmax()) if wrong.any() else len(steps)
-    return Parity(difference, scale, max(kl, 0.0), top1, equal, room)
 
 
-def log_softmax(x: Array) -> Array:
-    x = x.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    result: Array = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    return result
+def error_bound(values: Tensor, tensor_type: str) -> Tensor:
+    """The largest error of each number when float32 `values` [..., columns] are stored as a type of GGUF.
+
+    Raises UserError for a type that no export writes.
+    """
+    magnitudes = values.abs()
+    if tensor_type in ROUNDING:
+        return magnitudes * ROUNDING[tensor_type] + SMALLEST_STEP[tensor_type]
+    if tensor_type not in BLOCK_ERRORS:
+        raise UserError(
+            f"no error bound is known for the type {tensor_type}",
+            where="--type",
+            fix="add --no-verify to export without this check",
+        )
+    block_size, share = BLOCK_ERRORS[tensor_type]
+    blocks = magnitudes.reshape(-1, block_size)
+    # A scale below float16's normal numbers is rounded to a step of 2^-24, and multiplies up to 127 levels.
+    bounds = blocks.amax(1, keepdim=True) * share + 127 * 2.0**-25
+    return bounds.expand_as(blocks).reshape(values.shape)
 
 
-def _check_tokens(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
+def _check_tensors(
+    tensors: dict[str, Block],
+    config: ModelConfig,
+    source_rows: Callable[[str], Iterator[Tensor]],
+    where: Path,
+) -> str:
+    """Compares every tensor of the file, dequantized, with the numbers that it was made from."""
+    pieces = layout(config)
+    computed = {name: torch.from_numpy(values) for name, values in computed_tensors(config).items()}
+    names = {piece.name for piece in pieces} | computed.keys()
+    if names != tensors.keys():
+        name = min(names ^ tensors.keys())
+        problem = (
+            f"{name} is missing in the file" if name in names else f"{name} is not the model's"
+        )
+        raise UserError(problem, where=str(where), fix="report this bug")
+
+    for number, piece in enumerate(pieces, 1):
+        progress(f"comparing tensor {number:,} of {len(pieces):,}")
+        block = tensors[piece.name]
+        shape = tuple(reversed(block.shape))
+        if shape != piece.shape:
+            problem = (
+                f"{piece.name} of the file is {list(shape)}, and the model's {list(piece.shape)}"
+            )
+            raise UserError(problem, where=str(where), fix="report this bug")
+        start = 0
+        for expected in _expected_rows(piece, source_rows):
+            stored = dequantized(block.rows(start, start + len(expected)))
+            start += len(expected)
+            share = _error_share(stored, expected, block.tensor_type.name)
+            if not share <= 1.0:
+                raise UserError(
+                    f"{piece.name} of the file is not the model's: its error is "
+                    f"{share:.2g} times the bound of {block.tensor_type.name.lower()}",
+                    where=str(where),
+                    fix="add --no-verify to export without this check; report this bug",
+                )
+    for name, expected in computed.items():
+        if not torch.equal(dequantized(tensors[name]), expected):
+            raise UserError(
+                f"{name} of the file is not the model's", where=str(where), fix="report this bug"
+            )
+    types = ", ".join(sorted({block.tensor_type.name.lower() for block in tensors.values()}))
+    return f"tensors     all {len(tensors)} equal the model's within the rounding of {types}"
+
+
+def _expected_rows(
+    piece: Piece, source_rows: Callable[[str], Iterator[Tensor]]
+) -> Iterator[Tensor]:
+    """The numbers of a tensor in the file's order: of q and k, whose rows are reordered, all at once."""
+    if piece.heads:
+        # The source reuses the memory of its rows, so that they are copied before the next are taken.
+        all_rows = [rows.float().clone() for part in piece.parts for rows in source_rows(part)]
+        yield piece.apply(torch.cat(all_rows))
+        return
+    for part in piece.parts:
+        for rows in source_rows(part):
+            yield piece.apply(rows.float())
+
+
+def _error_share(stored: Tensor, expected: Tensor, tensor_type: str) -> float:
+    """The largest error as a share of its bound; 0 where both are 0."""
+    errors = (stored - expected).abs()
+    # float32 rounds the sums above: a bound may be missed by its last bits.
+    bounds = error_bound(expected, tensor_type) * (1 + 1e-5)
+    shares = torch.where(errors == 0, 0.0, errors / bounds)
+    return float(shares.max())
+
+
+def _check_tokens(file_tokenizer: Tokenizer, tokenizer: Tokenizer, where: Path) -> str:
+    # llama.cpp does not normalize Unicode, so that the text that is not normalized has other tokens there.
     texts = TEXTS[:-1] if composes(tokenizer.description) else TEXTS
     for text in texts:
-        (expected, _) = tokenizer.encode_places([text])[0]
-        found = theirs.encode(text)
-        if found != expected:
-            problem = f"the tokenizer of the file gives other tokens for {text[:40]!r}: {found[:8]} and {expected[:8]}"
+        (expected_ids, _) = tokenizer.encode_places([text])[0]
+        (ids, _) = file_tokenizer.encode_places([text])[0]
+        if ids != expected_ids:
             raise UserError(
-                problem, where=str(where), fix="add --no-verify to export without this check"
+                f"the tokenizer of the file gives other tokens for {text[:40]!r}: {ids[:8]} and {expected_ids[:8]}",
+                where=str(where),
+                fix="add --no-verify to export without this check",
             )
-    yield f"token ids   equal for {len(texts)} texts ({theirs.model}, {theirs.facts['tokenizer.ggml.pre']})"
+    return f"token ids   equal for {len(texts)} texts"
 
 
-def _check_template(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
+def _check_template(file_tokenizer: Tokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
     """The template in the file, with the special tokens of the file, writes the same prompt, of the same tokens."""
-    text = theirs.facts.get("tokenizer.chat_template")
     if "default" not in own_templates(tokenizer.config):
         return
-    if text is None:
+    if "default" not in own_templates(file_tokenizer.config):
         raise UserError(
             "the chat template is not in the file", where=str(where), fix="report this bug"
         )
-    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    keys = {role: theirs.facts.get(f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
-    names = {role: theirs.tokens[index] for role, index in keys.items() if index is not None}
-    job = {
-        "messages": [as_turn(message) for message in CHAT],
-        "tools": [],
-        "train_on": None,
-        "prompt": True,
-    }
-    process = TemplateProcess(
-        ChatTemplate(text, "the template of the file"), names, tokenizer.control_tokens()
-    )
-    try:
-        (answer,) = process.read([job])
-    finally:
-        process.close()
-    if "error" in answer:
-        raise process.error(answer["error"])
-    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
-        expected = renderer.prompt(CHAT)
-    if theirs.encode(answer["text"]) != expected:
-        problem = "the chat template of the file writes another prompt than the tokenizer's"
+    prompts = []
+    for one in (file_tokenizer, tokenizer):
+        with Renderer(one, template=None, train_on="assistant") as renderer:
+            prompts.append(renderer.prompt(CHAT))
+    if prompts[0] != prompts[1]:
         raise UserError(
-            problem, where=str(where), fix="add --no-verify to export without this check"
+            "the chat template of the file writes another prompt than the tokenizer's",
+            where=str(where),
+            fix="add --no-verify to export without this check",
         )
-    yield f"template    writes the same prompt, {len(expected)} tokens"
+    yield f"template    writes the same prompt, {len(prompts[1])} tokens"
