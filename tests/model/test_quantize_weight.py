@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.io import quantized as quantize_operator
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.limits import storage_bytes
-from bloomery.parallel.apply import _selective_contexts
+from bloomery.parallel.apply import selective_contexts
 from bloomery.recipe.schema import Quantize
 
 KINDS = {
@@ -105,7 +105,7 @@ class _Squared(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "contexts", [{}, {"context_fn": _selective_contexts}], ids=["full", "selective"]
+    "contexts", [{}, {"context_fn": selective_contexts}], ids=["full", "selective"]
 )
 def test_activation_checkpointing_gives_the_same_gradient(contexts):
     module = _Squared(quantised(weight_of(32, 64)))

@@ -11,8 +11,9 @@ from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
-from bloomery.parallel import apply
-from bloomery.parallel.apply import checkpoint_block, offload_activations
+from bloomery.parallel import offload
+from bloomery.parallel.apply import checkpoint_block
+from bloomery.parallel.offload import offload_activations
 from bloomery.recipe.schema import Lora, Quantize
 
 CONFIG = ModelConfig(
@@ -74,13 +75,13 @@ def test_gradients_are_the_same_bit_for_bit(mode, adapted, away, dtype):
 
 def counted(monkeypatch) -> list[Tensor]:
     gone: list[Tensor] = []
-    to_host = apply._Away._to_host
+    to_host = offload._OffloadHooks._to_host
 
     def noted(self, tensor):
         gone.append(tensor)
         return to_host(self, tensor)
 
-    monkeypatch.setattr(apply._Away, "_to_host", noted)
+    monkeypatch.setattr(offload._OffloadHooks, "_to_host", noted)
     return gone
 
 
@@ -160,9 +161,11 @@ def test_a_quantised_base_stays_where_it_is(monkeypatch):
     expected = gradients(decoder)
     decoder.zero_grad()
     sent: list[int] = []
-    to_host = apply._Away._to_host
+    to_host = offload._OffloadHooks._to_host
     monkeypatch.setattr(
-        apply._Away, "_to_host", lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1]
+        offload._OffloadHooks,
+        "_to_host",
+        lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1],
     )
     offload_activations(decoder.model, threshold=1)
     found = gradients(decoder)

@@ -6,8 +6,10 @@ from plans_for_tests import tiny_config
 from test_lean_adamw import PLAN, Some, same, train
 
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.parallel import apply
-from bloomery.parallel.apply import Lane, checkpoint_block, offload_activations
+from bloomery.parallel import offload
+from bloomery.parallel.apply import checkpoint_block
+from bloomery.parallel.offload import offload_activations
+from bloomery.parallel.transfers import CopyStream
 from bloomery.train.optim import adamw
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import StatePlacement
@@ -51,9 +53,9 @@ def streams(monkeypatch):
         return made[-1]
 
     WORK.seen.clear()
-    for place in (apply, adamw):
-        monkeypatch.setattr(place, "apart", lambda device: True)
-        monkeypatch.setattr(place, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
+    for module in (offload, adamw):
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+        monkeypatch.setattr(module, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
     monkeypatch.setattr(torch.cuda, "Stream", fresh)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: WORK)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -70,7 +72,7 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
     train(visited, away, range(4))
     assert len(streams) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(adamw, "apart", lambda device: False)
+        patch.setattr(adamw, "has_own_memory", lambda device: False)
         here = build_optimizer(stayed, plan.model_copy(update={"offload": True}))
         train(stayed, here, range(4))
     assert same(stayed, visited)
@@ -115,9 +117,9 @@ def test_activations_that_leave_are_those_that_stay(streams, mode):
 
 
 def test_of_what_leaves_little_is_under_way(streams):
-    lane = Lane()
+    copies = CopyStream()
     for number in range(9):
-        lane.out([torch.zeros(1)], lambda: None, under_way=4)
+        copies.send([torch.zeros(1)], lambda: None, most_under_way=4)
         assert WORK.seen.get("side 0", 0) == max(0, number + 1 - 4)
-    lane.let_go(torch.device("cpu"))
+    copies.release_sent(torch.device("cpu"))
     assert WORK.seen["side 0"] == 9

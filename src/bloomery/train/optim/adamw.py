@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.model.limits import INT8_BLOCK as BLOCK
 from bloomery.model.limits import INT8_SMALLEST as SMALL
-from bloomery.parallel.apply import Lane, apart, pinned_like, wait_for
+from bloomery.parallel.transfers import CopyStream, has_own_memory, pinned_like, wait_for
 from bloomery.train.optim.common import (
     Gate,
     Rounding,
@@ -165,10 +165,10 @@ class StatePlacement:
 
     def __init__(self, *, away: bool) -> None:
         self._away = away
-        self._lane = Lane()
+        self._copy_stream = CopyStream()
 
     def _apart(self, device: torch.device) -> bool:
-        return self._away and apart(device)
+        return self._away and has_own_memory(device)
 
     def place(self, fresh: Tensor) -> Tensor:
         """A new state, or one from a checkpoint, in its place."""
@@ -208,7 +208,7 @@ class StatePlacement:
                     ):
                         target.copy_(part, non_blocking=True)
 
-        return rooms, self._lane.after_work(device, copy)
+        return rooms, self._copy_stream.run_after_work(device, copy)
 
     def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
         """Copy one updated moment of the current chunk to its place."""
@@ -224,13 +224,13 @@ class StatePlacement:
                     parts[0].copy_(value, non_blocking=apart)
 
         if apart:
-            self._lane.out(values, copy, under_way=4)  # two moments per chunk
+            self._copy_stream.send(values, copy, most_under_way=4)  # two moments per chunk
         else:
             copy()
 
     def settle(self) -> None:
         """Wait until the host can read every state."""
-        self._lane.settle()
+        self._copy_stream.synchronize()
 
 
 @final

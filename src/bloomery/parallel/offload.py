@@ -1,0 +1,154 @@
+"""Activations wait for backward in the host's memory: copied away during forward, and back shortly before use."""
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from bloomery.parallel.transfers import CopyStream, has_own_memory, pinned_like, wait_for
+
+THRESHOLD_BYTES = 2**20  # smaller tensors cost more calls than they free memory
+MOST_UNDER_WAY = 4  # copies to the host, whose tensors are still on the device
+PREFETCHED = 2  # tensors that come back before backward asks for them
+
+
+def offload_activations(backbone: nn.Module, *, threshold: int = THRESHOLD_BYTES) -> None:
+    """Offload to the host what `backbone` saves for backward, from `threshold` bytes on, parameters excepted.
+
+    In place, by hooks around its forward; blocks inside may be compiled and checkpointed. The device holds what the
+    current layer needs, MOST_UNDER_WAY tensors on their way out and PREFETCHED on their way in. What `selective`
+    checkpointing keeps does not pass through autograd's hooks, and stays; of `full`, the inputs of blocks go.
+    """
+    hooks_by_depth: list[_OffloadHooks | None] = []
+
+    def enter(_module: nn.Module, _inputs: object) -> None:
+        hooks = _OffloadHooks(backbone, threshold) if torch.is_grad_enabled() else None
+        hooks_by_depth.append(hooks)
+        if hooks is not None:
+            hooks.__enter__()
+
+    def leave(_module: nn.Module, _inputs: object, _output: object) -> None:
+        hooks = hooks_by_depth.pop()
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
+    backbone.register_forward_pre_hook(enter)
+    backbone.register_forward_hook(leave, always_call=True)
+
+
+@final
+@dataclass(eq=False)
+class _Offloaded:
+    """A tensor on the host. `arriving`: its copy on the device, and the event after which it may be read."""
+
+    number: int  # in the order of forward
+    host_tensor: Tensor
+    device: torch.device
+    arriving: tuple[Tensor, torch.cuda.Event | None] | None = None
+    returned: "weakref.ref[Tensor] | None" = None
+
+    def in_use(self) -> Tensor | None:
+        """The copy that backward was given, while something still holds it."""
+        return None if self.returned is None else self.returned()
+
+
+@final
+class _OffloadHooks(saved_tensors_hooks):
+    """The hooks of one forward and of its backward."""
+
+    def __init__(self, backbone: nn.Module, threshold: int) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._threshold = threshold
+        weights = (*backbone.parameters(), *backbone.buffers())  # buffers: a quantized base
+        self._weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._offloaded_by_view: dict[
+            tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], _Offloaded]
+        ] = {}
+        self._in_forward_order: list[weakref.ref[_Offloaded]] = []
+        self._copy_stream = CopyStream()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Offloaded:
+        """Called in forward for each tensor that autograd saves."""
+        # Subclasses (DTensor) and sparse tensors have no storage of their own: they stay.
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if tensor.nbytes < self._threshold or storage.data_ptr() in self._weight_storages:
+            return tensor
+
+        # Queries, keys and values all save the same input: the view of a storage is offloaded once. An address may be
+        # used again after its storage was freed, so the storage itself must be the same.
+        view = (
+            storage.data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+        if view in self._offloaded_by_view:
+            storage_then, offloaded = self._offloaded_by_view[view]
+            if storage_then() is storage:
+                return offloaded
+
+        offloaded = _Offloaded(
+            len(self._in_forward_order), self._to_host(tensor.detach()), tensor.device
+        )
+        self._offloaded_by_view[view] = weakref.ref(storage), offloaded
+        self._in_forward_order.append(weakref.ref(offloaded))
+        return offloaded
+
+    def _unpack(self, packed: Tensor | _Offloaded) -> Tensor:
+        """Called in backward for each tensor that it needs."""
+        if isinstance(packed, Tensor):
+            return packed
+
+        # Forward is over: nothing more is offloaded.
+        self._offloaded_by_view.clear()
+        self._copy_stream.release_sent(packed.device)
+
+        # Backward asks in about the reverse order of forward: the tensors saved just before come next.
+        tensor = self._give(packed)
+        for number in range(packed.number - 1, max(-1, packed.number - 1 - PREFETCHED), -1):
+            earlier = self._in_forward_order[number]()
+            if earlier is not None and earlier.in_use() is None:
+                self._fetch(earlier)
+        return tensor
+
+    def _give(self, offloaded: _Offloaded) -> Tensor:
+        """The tensor on its device; the same for all that ask while one of them still holds it."""
+        in_use = offloaded.in_use()
+        if in_use is not None:
+            return in_use
+        tensor, arrived = self._fetch(offloaded)
+        offloaded.arriving = None
+        offloaded.returned = weakref.ref(tensor)
+        if arrived is not None:
+            wait_for(arrived, offloaded.device)
+        return tensor
+
+    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Begin the copy to the device, where it has not begun; without a device of its own, a copy at once."""
+        if offloaded.arriving is not None:
+            return offloaded.arriving
+        host_tensor = offloaded.host_tensor
+        if has_own_memory(offloaded.device):
+            tensor = torch.empty_like(host_tensor, device=offloaded.device, pin_memory=False)
+            copy = partial(tensor.copy_, host_tensor, non_blocking=True)
+            arrived = self._copy_stream.run_after_work(offloaded.device, copy)
+            offloaded.arriving = tensor, arrived
+        else:
+            offloaded.arriving = host_tensor.clone(), None
+        return offloaded.arriving
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if not has_own_memory(tensor.device):
+            return tensor.clone()
+        host_tensor = pinned_like(tensor)
+        copy = partial(host_tensor.copy_, tensor, non_blocking=True)
+        self._copy_stream.send([tensor], copy, most_under_way=MOST_UNDER_WAY)
+        return host_tensor
