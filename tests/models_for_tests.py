@@ -11,8 +11,8 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
-from bloomery.train.checkpoint import Saver
-from bloomery.train.state import CheckpointedModel, InitialWeights
+from bloomery.train.checkpoint import MODEL, Saver
+from bloomery.train.checkpointed_model import FullWeights, InitialWeights
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """
@@ -103,7 +103,7 @@ def save_model(
     checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True
 ) -> None:
     """A checkpoint that holds the model alone."""
-    kept = CheckpointedModel(model, InitialWeights(None, 0), None)
-    Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(
-        step, kept.parts(), {}, best=best
+    full = FullWeights(model, InitialWeights(None, 0))
+    Saver(checkpoints, 5, False, writer=full.writer, tokenizer=tokenizer).save(
+        step, {MODEL: full.weights()}, {}, best=best
     )

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
 import gpu_check_parts
 
-from bloomery.train.state import InitialWeights
+from bloomery.train.checkpointed_model import InitialWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.train.state import NonFinite
+from bloomery.train.nonfinite import NonFinite
 
 ROWS = range(80, 96)
 

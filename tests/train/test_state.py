@@ -5,7 +5,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from bloomery.data.order import Cursor
 from bloomery.model.io.weights import write_model
 from bloomery.train.checkpoint import Saver
-from bloomery.train.state import RunProgress, build_state, go_back
+from bloomery.train.state import RunProgress, build_state, restore
 
 
 def worked_on(plan):
@@ -48,7 +48,7 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
     plan = tiny_plan(optimizer={"kind": "muon"})
     fresh = build_state(plan)
     state = worked_on(plan)
-    go_back(state, plan, None)
+    restore(state, plan, None)
     assert state.progress == RunProgress()
     assert state.model_and_optimizer.optimizer.named_tensors() == {}
     pairs = zip(

@@ -49,7 +49,7 @@ from bloomery.train.process import (
     training_device,
 )
 from bloomery.train.source import BatchSource, open_loader, source_of
-from bloomery.train.state import TrainState, build_state, go_back
+from bloomery.train.state import TrainState, build_state, restore
 from bloomery.train.step import StepResult
 
 
@@ -326,7 +326,7 @@ def reference_files(
         split: file for split, file in files.items() if mesh.broadcast_bool(not file.is_file())
     }
     if missing and resume_from is not None:
-        go_back(state, plan, None)
+        restore(state, plan, None)
     loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing}
     done = 0
     total = sum(loader.stored_sequences for loader in loaders.values())
@@ -344,5 +344,5 @@ def reference_files(
         )
         done += loader.stored_sequences
     if missing and resume_from is not None:
-        go_back(state, plan, resume_from, policy=True)
+        restore(state, plan, resume_from, policy=True)
     return files

@@ -25,7 +25,7 @@ from bloomery.train.context import RunContext, follow
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, OutOfMemory
-from bloomery.train.state import TrainState, go_back
+from bloomery.train.state import TrainState, restore
 from bloomery.train.step import StepResult
 
 R = TypeVar("R")
@@ -222,7 +222,7 @@ def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
         context.saver.folder,
         lambda problem: context.emit(Warned(step=context.step, reason=problem)),
     )
-    go_back(context.state, context.plan, folder, policy=policy)
+    restore(context.state, context.plan, folder, policy=policy)
     follow(context, folder)
     # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
     context.saved_step = context.step
@@ -243,7 +243,7 @@ def save(context: RunContext) -> None:
 
 def save_best(context: RunContext) -> None:
     """Save the weights of this step, the best so far, where no checkpoint is due. Raises Diverged as `_write`."""
-    seconds = _write(context, context.state.checkpointed.weights, weights_only=True)
+    seconds = _write(context, context.state.model_parts, weights_only=True)
     context.timer.note_best(seconds)
 
 

@@ -1,0 +1,177 @@
+"""How the weights of a model go into checkpoints and come back: all of them, LoRA matrices, or a method of PEFT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.lora import init_adapters, note_base, trained_state
+from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
+from bloomery.model.adapters.peft_methods import PeftAdapter
+from bloomery.model.adapters.settings import Adaptation, Base, digest
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.weights import init_weights, read_model, write_model
+from bloomery.plan.store import note_model
+from bloomery.train.checkpoint import Parts, Write, read_part, read_state
+from bloomery.train.model_folder import MANIFEST, damage
+
+METHOD = "method"  # part and state key of what a PEFT method needs to resume
+
+
+class CheckpointedModel(Protocol):
+    """The trained weights of a model as checkpoints store them."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The live tensors that `writer` writes, in the format of transformers or PEFT."""
+
+    def resume_parts(self) -> Parts:
+        """Further live tensors that training resumes from."""
+
+    def resume_scalars(self) -> dict[str, Any]:
+        """JSON that training resumes from, besides the tensors."""
+
+    def writer(self) -> Write:
+        """A function that writes the weights as configured now; training continues while it runs."""
+
+    def initialize(self) -> None:
+        """Set every weight as before the first step."""
+
+    def read_frozen(self) -> None:
+        """Read the frozen base weights, once before the first `read`."""
+
+    def read(self, folder: Path) -> None:
+        """Read the trained weights of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights before the first step: a folder's, with new embeddings for `new_ids`, or random ones."""
+
+    source: Path | None
+    seed: int
+    new_ids: tuple[int, ...] = ()
+    run_dir: Path | None = None
+
+    def fill(self, model: Decoder) -> None:
+        """Raises UserError when the folder is damaged or its weights changed since the run in `run_dir` started."""
+        if self.source is None:
+            init_weights(model, self.seed)
+            return
+        problem = damage(self.source) if (self.source / MANIFEST).is_file() else None
+        if problem is not None:
+            raise UserError(
+                f"damaged checkpoint in model.from: {problem}",
+                where=str(self.source),
+                fix=f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself",
+            )
+        if self.run_dir is not None:
+            note_model(self.run_dir, "base", digest(self.source))
+        read_model(model, self.source, seed=self.seed, new=self.new_ids)
+
+
+@final
+@dataclass(frozen=True)
+class FullWeights:
+    """Every parameter, as a model of transformers."""
+
+    model: Decoder
+    initial: InitialWeights
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def resume_parts(self) -> Parts:
+        return {}
+
+    def resume_scalars(self) -> dict[str, Any]:
+        return {}
+
+    def writer(self) -> Write:
+        config = self.model.config
+        return lambda tensors, folder: write_model(tensors, config, folder)
+
+    def initialize(self) -> None:
+        self.initial.fill(self.model)
+
+    def read_frozen(self) -> None:
+        """No weight is frozen."""
+
+    def read(self, folder: Path) -> None:
+        read_model(self.model, folder)
+
+
+@final
+@dataclass(frozen=True)
+class LoraWeights:
+    """LoRA matrices and modules to save, as an adapter of PEFT. The weights of `base` are frozen."""
+
+    model: Decoder
+    initial: InitialWeights
+    settings: Adaptation
+    base: Base | None  # None: an adapter that is never written
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return trained_state(self.model)
+
+    def resume_parts(self) -> Parts:
+        return {}
+
+    def resume_scalars(self) -> dict[str, Any]:
+        return {}
+
+    def writer(self) -> Write:
+        base = _name_of(self.base)
+        settings = self.settings
+        config = self.model.config
+        return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=base)
+
+    def initialize(self) -> None:
+        self.initial.fill(self.model)
+        init_adapters(self.model, self.initial.seed)
+
+    def read_frozen(self) -> None:
+        self.initial.fill(self.model)
+        note_base(self.model)
+
+    def read(self, folder: Path) -> None:
+        read_trained(self.model, self.settings, self.model.config, folder)
+
+
+@final
+@dataclass(frozen=True)
+class PeftWeights:
+    """The parameters that a method of PEFT added, and its schedule. The method has read its frozen base already."""
+
+    peft_adapter: PeftAdapter
+    base: Base | None  # None: an adapter that is never written
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.peft_adapter.file_tensors()
+
+    def resume_parts(self) -> Parts:
+        return {METHOD: self.peft_adapter.resume_tensors()}
+
+    def resume_scalars(self) -> dict[str, Any]:
+        return {METHOD: self.peft_adapter.resume_scalars()}
+
+    def writer(self) -> Write:
+        # AdaLoRA's ranks change with every step: the file has those of now.
+        settings = self.peft_adapter.file_settings(_name_of(self.base))
+        return lambda tensors, folder: write_named(tensors, settings, folder)
+
+    def initialize(self) -> None:
+        self.peft_adapter.begin_again()
+
+    def read_frozen(self) -> None:
+        """The method reads its base when it is built."""
+
+    def read(self, folder: Path) -> None:
+        self.peft_adapter.load(read_part(folder, METHOD), read_state(folder)[METHOD])
+
+
+def _name_of(base: Base | None) -> str:
+    assert base is not None, "a saved adapter names its base model"
+    return base.name
