@@ -81,7 +81,9 @@ EARLY = (
     "ONEDNN_",
     "GLIBC_",
 )
-# Of those, what a process that runs already can take over.
+# Of those, what is read later, by processes of their own or when something is compiled.
+LATER = ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE_DIR")
+# And what a process that runs already can take over.
 TAKEN_OVER = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_")
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 ROOM = 8192  # bytes for the command line that the system shows, and for the variables
@@ -91,8 +93,7 @@ def early(environment: Any) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(EARLY)
-        and name not in ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        if name.startswith(EARLY) and name not in LATER
     }
 
 
@@ -297,8 +298,8 @@ def run(
 _kept: list[Any] = []
 
 
-def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Forks until the tests end. Returns in each forked process: what it is to be, and its streams."""
+def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int], set[int]]:
+    """Forks until the tests end. Returns in each forked process: what it is to be, its streams, its signal mask."""
     wake, endings = select.poll(), dict[int, tuple[int, socket.socket]]()
     wake.register(talk, select.POLLIN)
     wake.register(0, select.POLLIN)
@@ -317,8 +318,10 @@ def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if not text:
                 os._exit(0)
             listener = socket.socket(fileno=given[0])
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             if not (number := os.fork()):
-                return json.loads(text.decode("utf-8", "surrogatepass")), given[1:]
+                return json.loads(text.decode("utf-8", "surrogatepass")), given[1:], mask
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             listener.send(str(number).encode())
             for descriptor in given[1:]:
                 os.close(descriptor)
@@ -338,10 +341,11 @@ def show(words: list[str], environment: dict[str, str]) -> None:
         ctypes.memmove(start, shown.ljust(size, b"\0"), size)
 
 
-def become(job: dict[str, Any], given: list[int]) -> NoReturn:
+def become(job: dict[str, Any], given: list[int], mask: set[int]) -> NoReturn:
     """Runs the module or code as a new interpreter would. What this process had open, handled, registered is no more.
 
-    `given`: its streams and what is passed on, which keeps its numbers.
+    `given`: its streams and what is passed on, which keeps its numbers. `mask`: the signals that stay blocked. Until
+    here all are, as between a fork and an exec: a handler of the parent would swallow those that come at once.
     """
     if job["session"]:
         os.setsid()
@@ -363,6 +367,7 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     show(job["words"], job["environment"])
@@ -439,15 +444,17 @@ def fork_children() -> None:
         chosen = [number if given == -1 else given for number, given in enumerate(streams)]
         for written in (sys.stdout, sys.stderr):
             written.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if not self.pid:
             try:
                 subprocess.Popen._execute_child = start  # type: ignore[method-assign]
-                become(job, [*chosen, *job["passed"]])
+                become(job, [*chosen, *job["passed"]], mask)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._child_created = True
         self._close_pipe_fds(
             *[
@@ -467,6 +474,6 @@ if __name__ == "__main__":
         __import__(module)
     gc.freeze()
     gc.enable()
-    job, given = serve(connection)
+    job, given, mask = serve(connection)
     fork_children()
-    become(job, given)
+    become(job, given, mask)

@@ -145,3 +145,20 @@ def test_a_state_is_made_up_only_where_nobody_waits_and_the_process_that_forks_h
         process._ending.close()
         process._ending, process.returncode = told, None
         assert process.wait(60) == 0
+
+
+# Its child gets a signal before it has done anything, while it still has the handlers of its parent.
+SIGNALLED = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+words = [sys.executable, "-m", "bloomery.runs.worker", "train", "absent"]
+words += ["--parent", str(os.getpid()), "--report", "2"]
+with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
+    sys.exit(-child.wait())
+"""
+
+
+def test_a_signal_right_after_the_fork_does_not_reach_a_handler_of_the_parent(tmp_path):
+    _, code, _, err = ended(preloaded.Popen, [sys.executable, "-c", SIGNALLED], tmp_path)
+    assert code == signal.SIGTERM, err

@@ -4,7 +4,6 @@ The parent never imports torch: it handles Ctrl+C at once, and survives a crash 
 """
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ from bloomery.runs.resume_plan import (
     store_fallback,
     take_fallback,
 )
-from bloomery.runs.signals import StopRequests, stop_requests
+from bloomery.runs.signals import STOP_SIGNALS, StopRequests, stop_requests
 from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
 from bloomery.runs.worker import DONE, FAILED, STOPPED
@@ -628,8 +627,9 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
-        # before its signal handler: nothing to save
-        if flow.requests.asked and ending.code == -signal.SIGTERM:
+        # The child ended before it handled signals, so there is nothing to save. Not only SIGTERM, which it is sent:
+        # until it has a session of its own, a terminal's Ctrl+C and hangup reach it as well.
+        if flow.requests.asked and -ending.code in STOP_SIGNALS:
             raise _StopRequested
         # Read again: training may have changed its plan.
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
