@@ -4,7 +4,7 @@ from torch import nn
 
 from bloomery.train.optim import adafactor as optim_adafactor
 from bloomery.train.optim import common as optim_pieces
-from bloomery.train.optim.adafactor import Adafactor, square_sums_unwritten
+from bloomery.train.optim.adafactor import Adafactor, fused_square_sums
 from bloomery.train.optim.common import Gate, Rounding
 
 SHAPES = [(24, 40), (40, 24), (24, 40), (7,), (7,), (1, 5), (3, 4, 6), (24, 40)]
@@ -42,7 +42,7 @@ def ours(
 def test_equals_torchs_in_float32(monkeypatch, piece, lr, gpu):
     monkeypatch.setattr(optim_pieces, "CPU_PIECE", piece)
     if gpu:
-        monkeypatch.setattr(optim_adafactor, "_square_sums", square_sums_unwritten)
+        monkeypatch.setattr(optim_adafactor, "_square_sums", fused_square_sums)
     mine, theirs = parameters(), parameters()
     one, other = ours(mine, lr=lr), torch.optim.Adafactor(theirs, lr=lr, weight_decay=0.1)
     for step in range(12):

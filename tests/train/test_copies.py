@@ -10,10 +10,10 @@ from bloomery.parallel import offload
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.transfers import CopyStream
-from bloomery.train.optim import adamw
 from bloomery.train.optim import common as optim_pieces
-from bloomery.train.optim.adamw import StatePlacement
+from bloomery.train.optim import placement
 from bloomery.train.optim.build import build_optimizer
+from bloomery.train.optim.placement import StatePlacement
 
 
 class Stream:
@@ -53,7 +53,7 @@ def streams(monkeypatch):
         return made[-1]
 
     WORK.seen.clear()
-    for module in (offload, adamw):
+    for module in (offload, placement):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
         monkeypatch.setattr(module, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
     monkeypatch.setattr(torch.cuda, "Stream", fresh)
@@ -72,7 +72,7 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
     train(visited, away, range(4))
     assert len(streams) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(adamw, "has_own_memory", lambda device: False)
+        patch.setattr(placement, "has_own_memory", lambda device: False)
         here = build_optimizer(stayed, plan.model_copy(update={"offload": True}))
         train(stayed, here, range(4))
     assert same(stayed, visited)
@@ -88,7 +88,7 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
 
 def test_a_piece_comes_while_the_one_before_is_worked_on(streams):
     home, pieces = (
-        StatePlacement(away=True),
+        StatePlacement(offload=True),
         [[[[torch.full((4,), float(n))], [torch.zeros(2)]]] for n in range(3)],
     )
     came = []

@@ -8,7 +8,7 @@ from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import StepHealth
 from bloomery.train import context
-from bloomery.train.optim.build import FusedBackward
+from bloomery.train.optim.fused_backward import FusedBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

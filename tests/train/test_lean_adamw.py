@@ -7,11 +7,11 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
+from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.objectives import pretraining
-from bloomery.train.optim import adamw as optim_int8
 from bloomery.train.optim import common as optim_pieces
-from bloomery.train.optim.adamw import BLOCK, FloatMoment, Int8Moment
+from bloomery.train.optim.adamw import FloatMoment, Int8Moment
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.common import Gate, Rounding, Span
 from bloomery.train.state import build_state
@@ -95,7 +95,7 @@ def test_with_float32_states_it_is_torchs(monkeypatch, piece):
 
 def test_states_take_the_bytes_that_the_plan_counts():
     model = Some()
-    numbers = sum(p.numel() for p in model.parameters() if p.numel() >= optim_int8.SMALL)
+    numbers = sum(p.numel() for p in model.parameters() if p.numel() >= INT8_SMALLEST)
     for states, each in (("bfloat16", 4.0), ("int8", 2 + 8 / 256)):
         optimizer = build_optimizer(model, PLAN.model_copy(update={"state_dtype": states}))
         train(model, optimizer, range(1))
@@ -112,22 +112,22 @@ def test_states_take_the_bytes_that_the_plan_counts():
 @pytest.mark.parametrize("signed", [True, False])
 def test_eight_bits_are_near_and_what_is_read_again_is_written_the_same(signed):
     generator = torch.Generator().manual_seed(4)
-    exact = torch.randn(64, BLOCK, generator=generator) * torch.logspace(-12, 3, 64)[:, None]
+    exact = torch.randn(64, INT8_BLOCK, generator=generator) * torch.logspace(-12, 3, 64)[:, None]
     exact = (exact if signed else exact.square()).flatten()
-    exact[:BLOCK] = 0
+    exact[:INT8_BLOCK] = 0
     moment = Int8Moment("exp_avg", signed=signed)
-    raw = moment.encoded(exact, [], 0)
+    raw = moment.encode(exact, [], 0)
     assert raw[0].dtype == (torch.int8 if signed else torch.uint8)
-    read = moment.decoded(raw)
+    read = moment.decode(raw)
     levels = 127 if signed else 255
-    top = exact.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).flatten()
+    top = exact.view(-1, INT8_BLOCK).abs().amax(1, keepdim=True).expand(-1, INT8_BLOCK).flatten()
     share = (exact.abs() / top.clamp(min=1e-38)) ** 0.25
     # Half a level to each side of a fourth power; squares never fall below the first level.
     allowed = ((share + 0.5 / levels) ** 4 - share**4) * 1.001 + (0 if signed else levels**-4)
     assert bool(((read - exact).abs() <= allowed * top + 1e-38).all())
-    assert bool((read[:BLOCK] == 0).all())
-    assert signed or bool((read[BLOCK:] > 0).all())
-    again = moment.encoded(read.clone(), [], 1)
+    assert bool((read[:INT8_BLOCK] == 0).all())
+    assert signed or bool((read[INT8_BLOCK:] > 0).all())
+    again = moment.encode(read.clone(), [], 1)
     assert all(torch.equal(a, b) for a, b in zip(raw, again, strict=True))
 
 
@@ -137,11 +137,11 @@ def test_an_average_in_bfloat16_does_not_stand_still():
     moment = FloatMoment(
         "exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False)
     )
-    state, span = moment.fresh(parameter), Span(parameter, 0, 4096)
+    state, span = moment.initial_state(parameter), Span(parameter, 0, 4096)
     state["exp_avg_sq"].fill_(1.0)
     for step in range(400):
-        exact = moment.decoded(moment.raw(state, span)) * 0.999
-        (written,) = moment.encoded(exact, [span], step)
+        exact = moment.decode(moment.stored_tensors(state, span)) * 0.999
+        (written,) = moment.encode(exact, [span], step)
         state["exp_avg_sq"].copy_(written)
     assert state["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**400, rel=2e-3)
 

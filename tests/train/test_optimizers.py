@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from bloomery.core.errors import UserError
+from bloomery.plan.estimate.states import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
 from bloomery.recipe.schema import OptimizerKind
-from bloomery.train.optim.build import Muon, build_optimizer, orthogonalize, stacks
+from bloomery.train.optim.build import BUILDERS, build_optimizer
+from bloomery.train.optim.muon import Muon, orthogonalize_stack, stacks_of
 
 PLAN = OptimizerPlan(
     kind="adamw",
@@ -62,6 +64,10 @@ def weights(model) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def test_every_kind_has_a_spec_for_plans_and_a_builder_for_training():
+    assert set(KINDS) == set(OPTIMIZERS) == set(BUILDERS)
+
+
 def test_muon_equals_torch_up_to_bfloat16_rounding():
     ours, theirs = toy(), toy()
     pick = lambda m: [p for n, p in m.named_parameters() if p.ndim == 2 and ".layers." in n]  # noqa: E731
@@ -81,14 +87,14 @@ def test_muon_equals_torch_up_to_bfloat16_rounding():
 def test_orthogonalised_singular_values_are_near_one():
     for shape in ((3, 8, 16), (2, 8, 8)):
         stack_NRC = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        singular = torch.linalg.svdvals(orthogonalize(stack_NRC).float())
+        singular = torch.linalg.svdvals(orthogonalize_stack(stack_NRC).float())
         assert singular.min() > 0.3
         assert singular.max() < 1.4
 
 
 def test_stacks_hold_one_shape_and_keep_the_order():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (3, 3), (3, 2))]
-    first, second = stacks(parameters)
+    first, second = stacks_of(parameters)
     assert [p is q for p, q in zip(first, [parameters[0], parameters[2]], strict=True)] == [
         True,
         True,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bloomery.train.optim.common import key_of, random_bits, rounded
+from bloomery.train.optim.common import random_bits, round_stochastically, seed_from
 
 CPU = torch.device("cpu")
 # Between two neighbours (2^-7 apart above 1), below 1, negative, huge, tiny and subnormal.
@@ -10,7 +10,9 @@ VALUES = [1.001, 1.0039, 1.0077, 0.3, -2.7182, -1e-3, 1e30, -3e-38, 1e-39]
 
 def draws(value: float, count: int = 1 << 16) -> torch.Tensor:
     exact = torch.full((count,), value, dtype=torch.float32)
-    return rounded(exact, random_bits(count, key=key_of(0, value), device=CPU)).double()
+    return round_stochastically(
+        exact, random_bits(count, seed=seed_from(0, value), device=CPU)
+    ).double()
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -29,19 +31,25 @@ def test_the_mean_is_the_number_and_only_its_two_neighbours_are_drawn(value):
 
 def test_a_bfloat16_stays_what_it_is_and_what_is_not_finite_stays_so():
     exact = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
-    assert torch.equal(rounded(exact.clone(), random_bits(4096, key=1, device=CPU)).float(), exact)
+    assert torch.equal(
+        round_stochastically(exact.clone(), random_bits(4096, seed=1, device=CPU)).float(), exact
+    )
     # both infinities, NaN as devices and as hosts write it
     words = [0x7F800000, -0x800000, 0x7FFFFFFF, 0x7FC00000, -1]
     odd = torch.tensor(words * 1000, dtype=torch.int32).view(torch.float32)
-    assert not bool(rounded(odd, random_bits(5000, key=2, device=CPU)).isfinite().any())
+    assert not bool(
+        round_stochastically(odd, random_bits(5000, seed=2, device=CPU)).isfinite().any()
+    )
 
 
 def test_bits_are_uniform_and_follow_from_the_key_alone():
-    bits = random_bits(1 << 18, key=key_of(7, "w", 3), device=CPU)
+    bits = random_bits(1 << 18, seed=seed_from(7, "w", 3), device=CPU)
     torch.randn(5)
-    assert torch.equal(bits, random_bits(1 << 18, key=key_of(7, "w", 3), device=CPU))
-    assert torch.equal(bits[:1001], random_bits(1001, key=key_of(7, "w", 3), device=CPU))
-    assert (bits == random_bits(1 << 18, key=key_of(7, "w", 4), device=CPU)).float().mean() < 1e-3
+    assert torch.equal(bits, random_bits(1 << 18, seed=seed_from(7, "w", 3), device=CPU))
+    assert torch.equal(bits[:1001], random_bits(1001, seed=seed_from(7, "w", 3), device=CPU))
+    assert (
+        bits == random_bits(1 << 18, seed=seed_from(7, "w", 4), device=CPU)
+    ).float().mean() < 1e-3
     counts = torch.bincount((bits.int() + 32768) >> 12, minlength=16).double()
     expected = (1 << 18) / 16
     assert ((counts - expected) ** 2 / expected).sum() < 44  # chi-squared, 15 degrees: 1e-4
@@ -50,5 +58,5 @@ def test_bits_are_uniform_and_follow_from_the_key_alone():
 
 
 def test_keys_do_not_mix_up_their_parts():
-    assert key_of(1, "a") != key_of("1a") != key_of("1", "", "a")
-    assert 0 <= key_of("x") < 2**63
+    assert seed_from(1, "a") != seed_from("1a") != seed_from("1", "", "a")
+    assert 0 <= seed_from("x") < 2**63
