@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import os
 import platform
 import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.parallel import process_group
+from bloomery.parallel.environment import rank_environment
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.process_group import RanksMissing, join
 from bloomery.plan.types import RunPlan, TrainPlan
@@ -43,36 +43,57 @@ class Preflight:
     seconds: float
 
     def __str__(self) -> str:
-        hosts = Counter(self.hosts)
-        where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-        rate = f"all-reduce of {format_bytes(self.reduced_bytes)} at {format_bytes(int(self.bytes_per_second))}/s"
-        return f"{len(self.hosts)} ranks ({where}) agree; {rate}; {format_bytes(self.free_bytes)} of disk are free"
+        ranks_by_host = Counter(self.hosts)
+        hosts = ", ".join(f"{count} on {host}" for host, count in ranks_by_host.items())
+        bandwidth = f"{format_bytes(int(self.bytes_per_second))}/s"
+        return (
+            f"{len(self.hosts)} ranks ({hosts}) agree;"
+            f" all-reduce of {format_bytes(self.reduced_bytes)} at {bandwidth};"
+            f" {format_bytes(self.free_bytes)} of disk are free"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class RankFacts:
+    """What the ranks compare; as JSON it must be shorter than mesh.STRING_BYTES."""
+
+    host: str
+    torch: str
+    bloomery: str
+    plan: str  # digest
+    device: str  # the GPU's id, "" on a CPU
+    sees_run_folder: bool
+    unreadable: str  # why the prepared dataset cannot be read, "" where it can
 
 
 def meet(plan: TrainPlan) -> Mesh:
     """`join`, with its errors in one sentence. Raises UserError."""
-    rank = os.environ.get("RANK", "0")
-    address = os.environ.get("MASTER_ADDR", "")
+    environment = rank_environment()
+    this_rank = f"rank {environment.rank} on {platform.node()}"
     if plan.ranks > 1 and plan.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"rank {rank} on {platform.node()} sees no GPU",
+            f"{this_rank} sees no GPU",
             where="HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
             fix="give each rank a GPU, or start fewer processes",
         )
     try:
         return join(plan)
     except RanksMissing as error:
-        missing = " and ".join(f"rank {each}" for each in error.ranks[:3])
-        more = f" and {len(error.ranks) - 3} more" if len(error.ranks) > 3 else ""
+        missing = " and ".join(f"rank {rank}" for rank in error.ranks[:3])
+        if len(error.ranks) > 3:
+            missing += f" and {len(error.ranks) - 3} more"
+        patience = format_seconds(process_group.JOIN_SECONDS)
+        at_address = f", at {environment.address}" if environment.address else ""
         raise UserError(
-            f"{missing}{more} of {plan.ranks} did not arrive within {format_seconds(process_group.JOIN_SECONDS)}",
-            where="the meeting of all ranks before the first step"
-            + (f", at {address}" if address else ""),
+            f"{missing} of {plan.ranks} did not arrive within {patience}",
+            where=f"the meeting of all ranks before the first step{at_address}",
             fix="read the output of that rank; start as many processes as the launcher names, with the same command",
         ) from error
     except RuntimeError as error:
         reason = str(error)
-        port = os.environ.get("MASTER_PORT", "")
+        address = environment.address
+        port = environment.port
         if "EADDRINUSE" in reason or "address already in use" in reason:
             raise UserError(
                 f"port {port} of {address} is taken, so the ranks cannot meet",
@@ -80,10 +101,10 @@ def meet(plan: TrainPlan) -> Mesh:
                 fix="unset MASTER_PORT, or set a free one",
             ) from error
         if isinstance(error, dist.DistError):
-            at = f" at {address}:{port}" if address else ""
+            at_address = f" at {address}:{port}" if address else ""
             first_line = reason.partition("\n")[0][:200]
             raise UserError(
-                f"rank {rank} on {platform.node()} could not join the other ranks{at}: {first_line}",
+                f"{this_rank} could not join the other ranks{at_address}: {first_line}",
                 where="MASTER_ADDR, MASTER_PORT",
                 fix="all hosts must reach that address; see whether another rank ended before",
             ) from error
@@ -97,138 +118,178 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     """
     if mesh.world == 1:
         return None
-    began = time.perf_counter()
+    start = time.perf_counter()
+
+    # 1. Rank 0 writes a file into the run folder, which all must see; a file of an earlier start has another token.
     token = mesh.broadcast_str(secrets.token_hex(8))
-    shared = run_dir / ".tmp-shared"
+    shared_file = run_dir / ".tmp-shared"
     if mesh.first_rank:
-        shared.write_text(token)
+        shared_file.write_text(token)
     mesh.barrier()
-    facts = [
-        dict(json.loads(each))
-        for each in mesh.all_gather_str(json.dumps(_facts(plan, shared, token)))
+
+    # 2. Every rank learns the facts of all, and judges them alike.
+    own_facts = _facts(plan, shared_file, token)
+    facts_by_rank = [
+        RankFacts(**json.loads(facts))
+        for facts in mesh.all_gather_str(json.dumps(asdict(own_facts)))
     ]
     mesh.barrier()
     if mesh.first_rank:
-        shared.unlink(missing_ok=True)
+        shared_file.unlink(missing_ok=True)
     for check in CHECKS:
-        if (error := check(facts)) is not None:
+        error = check(facts_by_rank)
+        if error is not None:
             raise error
-    size, rate = _all_reduce(mesh, facts)
+
+    # 3. The links work, and how fast.
+    reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
     return Preflight(
-        hosts=tuple(str(fact["host"]) for fact in facts),
-        bytes_per_second=rate,
-        reduced_bytes=size,
+        hosts=tuple(facts.host for facts in facts_by_rank),
+        bytes_per_second=bytes_per_second,
+        reduced_bytes=reduced_bytes,
         free_bytes=shutil.disk_usage(run_dir).free,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - start,
     )
 
 
-def _facts(plan: RunPlan, shared: Path, token: str) -> dict[str, Any]:
-    """Of this rank: less than mesh.STRING_BYTES as JSON."""
+def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
+    """The facts of this rank."""
+    return RankFacts(
+        host=platform.node()[:100],
+        torch=torch.__version__,
+        bloomery=__version__,
+        plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
+        device=_device_id() if plan.train.device == "cuda" else "",
+        sees_run_folder=_appears(shared_file, token),
+        unreadable=_reading_problem(plan.data.prepared),
+    )
+
+
+def _appears(shared_file: Path, token: str) -> bool:
+    """Whether the file of rank 0 is here; network file systems take a while to show it."""
     deadline = time.monotonic() + SHARED_SECONDS
-    while (
-        not (seen := shared.is_file() and shared.read_text() == token)
-        and time.monotonic() < deadline
-    ):
+    while not (shared_file.is_file() and shared_file.read_text() == token):
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.05)
-    device = ""
-    if plan.train.device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        device = str(getattr(properties, "uuid", "") or getattr(properties, "pci_bus_id", ""))
+    return True
+
+
+def _device_id() -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(getattr(properties, "uuid", "") or getattr(properties, "pci_bus_id", ""))
+
+
+def _reading_problem(prepared: Path) -> str:
     try:
-        read_manifest(plan.data.prepared)
-        unreadable = ""
+        read_manifest(prepared)
     except (UserError, OSError) as error:
         reason = error.problem if isinstance(error, UserError) else str(error.strerror)
-        unreadable = f"{plan.data.prepared}: {reason}"[-200:]
-    return {
-        "host": platform.node()[:100],
-        "torch": torch.__version__,
-        "bloomery": __version__,
-        "plan": hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
-        "device": device,
-        "shared": seen,
-        "unreadable": unreadable,
-    }
+        return f"{prepared}: {reason}"[-200:]
+    return ""
 
 
-def _named(facts: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank} on {facts[rank]['host']}" for rank in ranks[:3])
+def _named(facts_by_rank: Sequence[RankFacts], ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank} on {facts_by_rank[rank].host}" for rank in ranks[:3])
 
 
-def _shared(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
-    blind = [rank for rank, fact in enumerate(facts) if not fact["shared"]]
-    if not blind:
+def _check_run_folder(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    blind_ranks = [rank for rank, facts in enumerate(facts_by_rank) if not facts.sees_run_folder]
+    if not blind_ranks:
         return None
-    problem = f"{_named(facts, blind)} does not see what rank 0 writes into the run folder"
-    return UserError(problem, where="--run-dir", fix="use a folder that all hosts share")
+    return UserError(
+        f"{_named(facts_by_rank, blind_ranks)} does not see what rank 0 writes into the run folder",
+        where="--run-dir",
+        fix="use a folder that all hosts share",
+    )
 
 
-def _versions(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
-    """The rank whose version is not that of most."""
-    fixes = {
-        "torch": "install the same torch on all hosts",
-        "bloomery": "install the same Bloomery on all hosts",
-        "plan": "use a run folder that all hosts share; then `bloomery resume`",
-    }
-    for key, fix in fixes.items():
-        usual, count = Counter(fact[key] for fact in facts).most_common(1)[0]
-        if count < len(facts):
-            usual = facts[0][key] if 2 * count <= len(facts) else usual
-            others = [rank for rank, fact in enumerate(facts) if fact[key] != usual]
-            name = {"bloomery": "Bloomery", "plan": "another plan,"}.get(key, key)
-            problem = f"{_named(facts, others)} has {name} {facts[others[0]][key]}, and the other ranks have {usual}"
-            return UserError(problem, where="the environment of that rank", fix=fix)
-    return None
-
-
-def _readable(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
-    """Names the ranks that cannot read the prepared dataset; None when all can."""
-    blind = [rank for rank, fact in enumerate(facts) if fact["unreadable"]]
-    if not blind:
-        return None
-    problem = f"{_named(facts, blind)} cannot read the prepared dataset"
-    fix = "mount that folder on all hosts, with permission to read"
-    return UserError(problem, where=str(facts[blind[0]]["unreadable"]), fix=fix)
-
-
-def _own_devices(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, fact in enumerate(facts):
-        if fact["device"]:
-            users.setdefault((fact["host"], fact["device"]), []).append(rank)
-    for ranks in users.values():
-        if len(ranks) > 1:
-            problem = f"{_named(facts, ranks)} use the same GPU"
+def _check_versions(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    """Names the ranks whose version is not that of most, or not that of rank 0 where there is no majority."""
+    versions = (
+        ("torch", [facts.torch for facts in facts_by_rank], "install the same torch on all hosts"),
+        (
+            "Bloomery",
+            [facts.bloomery for facts in facts_by_rank],
+            "install the same Bloomery on all hosts",
+        ),
+        (
+            "another plan,",
+            [facts.plan for facts in facts_by_rank],
+            "use a run folder that all hosts share; then `bloomery resume`",
+        ),
+    )
+    for name, version_by_rank, fix in versions:
+        usual, count = Counter(version_by_rank).most_common(1)[0]
+        if 2 * count <= len(version_by_rank):
+            usual = version_by_rank[0]
+        other_ranks = [rank for rank, version in enumerate(version_by_rank) if version != usual]
+        if other_ranks:
+            other = version_by_rank[other_ranks[0]]
             return UserError(
-                problem, where=str(facts[ranks[0]]["device"]), fix="start one process per GPU"
+                f"{_named(facts_by_rank, other_ranks)} has {name} {other}, and the other ranks have {usual}",
+                where="the environment of that rank",
+                fix=fix,
             )
     return None
 
 
-CHECKS: tuple[Callable[[Sequence[Mapping[str, Any]]], UserError | None], ...] = (
-    _shared,
-    _versions,
-    _readable,
-    _own_devices,
+def _check_dataset(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    blind_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts.unreadable]
+    if not blind_ranks:
+        return None
+    return UserError(
+        f"{_named(facts_by_rank, blind_ranks)} cannot read the prepared dataset",
+        where=facts_by_rank[blind_ranks[0]].unreadable,
+        fix="mount that folder on all hosts, with permission to read",
+    )
+
+
+def _check_devices(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    ranks_by_device: dict[tuple[str, str], list[int]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        if facts.device:
+            ranks_by_device.setdefault((facts.host, facts.device), []).append(rank)
+    for (_, device), ranks in ranks_by_device.items():
+        if len(ranks) > 1:
+            return UserError(
+                f"{_named(facts_by_rank, ranks)} use the same GPU",
+                where=device,
+                fix="start one process per GPU",
+            )
+    return None
+
+
+CHECKS: tuple[Callable[[Sequence[RankFacts]], UserError | None], ...] = (
+    _check_run_folder,
+    _check_versions,
+    _check_dataset,
+    _check_devices,
 )
 
 
-def _all_reduce(mesh: Mesh, facts: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
+def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int, float]:
     """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError for a wrong sum."""
     count = GPU_NUMBERS if mesh.device == "cuda" else CPU_NUMBERS
-    best = float("inf")
+    expected = mesh.world * (mesh.world + 1) / 2
+    best_seconds = float("inf")
     for _ in range(3):
         numbers = torch.full((count,), float(mesh.rank + 1), device=mesh.device)
         mesh.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         mesh.all_reduce(numbers)
-        right = bool((numbers == mesh.world * (mesh.world + 1) / 2).all())  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    wrong = [rank for rank, (good,) in enumerate(mesh.all_gather_floats(right)) if not good]
-    if wrong:
-        problem = f"{_named(facts, wrong)} received a wrong sum of all ranks"
-        fix = "`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1"
-        raise UserError(problem, where="all-reduce before the first step", fix=fix)
-    size = count * 4
-    return size, 2 * (mesh.world - 1) / mesh.world * size / best
+        is_right = bool((numbers == expected).all())  # waits for the device
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+
+    right_by_rank = mesh.all_gather_floats(is_right)
+    wrong_ranks = [rank for rank, (right,) in enumerate(right_by_rank) if not right]
+    if wrong_ranks:
+        raise UserError(
+            f"{_named(facts_by_rank, wrong_ranks)} received a wrong sum of all ranks",
+            where="all-reduce before the first step",
+            fix="`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1",
+        )
+
+    # A ring sends each byte 2 (n - 1) / n times, whatever its size: the bandwidth of a link.
+    reduced_bytes = count * 4
+    return reduced_bytes, 2 * (mesh.world - 1) / mesh.world * reduced_bytes / best_seconds
