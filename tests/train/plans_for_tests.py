@@ -30,8 +30,6 @@ LENGTHS = Lengths(
     decay=None,
     checkpoint=THOUSAND,
     evaluation=Duration(50, "percent"),
-    logging=THOUSAND,
-    sequences_per_epoch=None,
 )
 
 

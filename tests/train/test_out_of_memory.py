@@ -13,7 +13,6 @@ from bloomery.core.units import GIB
 from bloomery.hardware import detect as gpu
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone
-from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train import checkpoint, loop
@@ -225,31 +224,6 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
         "out of memory while sampling after step 3; samples are missing (2.50 GiB allocation failed)"
         in told
     )
-
-
-@pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
-def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
-    prepared, tmp_path, rows
-):
-    sections = {
-        "train": {
-            "steps": None,
-            "seconds": 1.5,
-            "min_steps": 12,
-            "micro_batch_size": 2,
-            "accumulation": 2,
-        },
-        "eval": {"every_steps": 10_000, "micro_batch_size": 8},
-        "sample": {"prompts": ("def f",)},
-        "checkpoint": {"every_steps": 10_000},
-    }
-    plan = tiny_plan(prepared, config=CONFIG, **sections)
-    short = run_short_of_memory(plan, tmp_path / "run", Allocator("evaluation", rows=rows))
-    assert short.outcome == "done"
-    stored = read_plan(tmp_path / "run/plan.json")
-    assert stored.train.steps == short.steps_done() > MEASURED_STEPS
-    assert stored.eval.micro_batch_size == max(1, rows // 2)
-    assert any("while sampling" in event.reason for event in short.warnings())
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):

@@ -12,8 +12,7 @@ from bloomery.plan.types import DatasetFacts, RunPlan
 
 N = TypeVar("N", int, float)
 
-MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
-# provisional, until the first steps of a wall-time run are measured on an unknown device
+# Assumed of a wall-time run on a device of unknown speed, to size its evaluations and its log.
 UNKNOWN_STEPS = 1000
 
 
@@ -191,7 +190,7 @@ def provisional_steps(length: Duration, step_seconds: float | None) -> int | Non
     """Estimated steps of a wall-time length; None when the step time is unknown."""
     if length.unit != "seconds" or step_seconds is None:
         return None
-    return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
+    return max(1, round(length.amount / step_seconds))
 
 
 def evaluation_sequences(
@@ -205,42 +204,3 @@ def evaluation_sequences(
     if tokens is not None:
         return -(-tokens * scale.sequences_per_step // scale.tokens_per_step)
     return max(64, every_steps * scale.sequences_per_step // 10)
-
-
-def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
-    """The plan of a wall-time run once its number of steps is measured: shares of the run become steps.
-
-    The last part of `wsd` becomes a share where it was given in steps: the number of steps is only an estimate.
-    """
-    assert plan.lengths is not None, "the plan has no lengths of a recipe"
-    wanted = plan.lengths
-    scale = Scale(
-        tokens_per_step=plan.train.tokens_per_step,
-        sequences_per_step=plan.train.tokens_per_step // plan.data.sequence_length,
-        sequences_per_epoch=wanted.sequences_per_epoch,
-        steps=steps,
-        step_seconds=step_seconds,
-    )
-    warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
-    decay = (
-        0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
-    )
-    evaluation = (
-        None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
-    )
-    checkpoint = checkpoint_steps(wanted.checkpoint, scale, evaluation=evaluation).value
-    sequences = evaluation_sequences(evaluation, scale, tokens=wanted.evaluation_tokens)
-    logged = steps_of(wanted.logging, scale, key="logging.every")
-    shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
-    update = {
-        "lengths": wanted.model_copy(update={"decay": shared}),
-        "optimizer": plan.optimizer.model_copy(
-            update={"warmup_steps": warmup, "decay_steps": decay}
-        ),
-        "train": plan.train.model_copy(update={"steps": steps}),
-        "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
-        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "sequences": sequences}),
-        "logging": plan.logging.model_copy(update={"every_steps": logged}),
-        "total_tokens": steps * plan.train.tokens_per_step,
-    }
-    return plan.model_copy(update=update)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from bloomery.core import Choice
+from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB, Duration
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.hardware.calibration import threads
@@ -156,7 +157,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         step_seconds=step.seconds,
         total_tokens=None if steps is None else steps * step.tokens.value,
         choices=_decisions(recipe, facts, step),
-        lengths=_lengths(recipe, facts),
+        lengths=_lengths(recipe),
         dataset=facts.dataset,
         environment=profile.environment.value,
         parallel=step.parallel,
@@ -391,6 +392,14 @@ def _evaluates(recipe: Recipe, scale: lengths.Scale) -> int | None:
 def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:
     asked = recipe.optimizer
     decay = _decay(asked.schedule)
+    by_time = recipe.train.length.unit == "seconds"
+    if by_time and decay is not None and decay.unit not in ("percent", "seconds"):
+        raise UserError(
+            f"a decay in {decay.unit} needs a number of steps, which train.max_time does not set",
+            where="optimizer.schedule.decay",
+            fix="write it in % or as a time, such as 20%",
+            code=2,
+        )
     shared = type(asked).model_fields.keys() & OptimizerPlan.model_fields.keys()
     values = {name: getattr(asked, name) for name in shared} | {
         "muon_learning_rate": asked.muon_learning_rate or asked.learning_rate,
@@ -423,16 +432,13 @@ def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
     )
 
 
-def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
+def _lengths(recipe: Recipe) -> Lengths:
     return Lengths(
         train=recipe.train.length,
         warmup=recipe.optimizer.warmup,
         decay=_decay(recipe.optimizer.schedule),
         checkpoint=recipe.checkpoint.every,
         evaluation=None if recipe.eval.every == "none" else recipe.eval.every,
-        evaluation_tokens=_number(recipe.eval.tokens),
-        logging=recipe.logging.every,
-        sequences_per_epoch=facts.dataset.sequences_per_epoch if facts.dataset else None,
     )
 
 

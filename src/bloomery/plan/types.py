@@ -153,31 +153,12 @@ class OptimizerPlan(PlanPart):
     stochastic_rounding: bool = False
 
 
-class ScheduleBlock(PlanPart):
-    """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
-
-    `fraction` of the run is done after `step` steps; from there to step `until` it grows as if the run had
-    `steps` steps. `step_seconds`: measured; None: not measured yet. `ends`: the estimated seconds of the whole run.
-    """
-
-    step: int
-    until: int
-    fraction: float
-    steps: int
-    step_seconds: float | None = None
-    ends: float | None = None
-
-
 class TrainPlan(PlanPart):
-    """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set.
-
-    Later it is the newest estimate. `blocks`: the fixed blocks of a wall-time run so far, repeated by a resumed run.
-    """
+    """`steps` is None for a wall-time length, which sets `seconds`, and while the dataset is not counted."""
 
     steps: int | None
     seconds: float | None
     min_steps: int | None = None  # of a wall-time run, which may then exceed `seconds`
-    blocks: tuple[ScheduleBlock, ...] = ()
     tokens_per_step: PositiveInt
     micro_batch_size: PositiveInt
     accumulation: PositiveInt  # micro-batches per step
@@ -241,16 +222,13 @@ class LoggingPlan(PlanPart):
 
 
 class Lengths(PlanPart):
-    """The recipe's own lengths, kept because shares of a run wait for its number of steps (`plan.lengths.complete`)."""
+    """The recipe's own lengths: a wall-time run takes its shares by the clock, and has no number of steps."""
 
     train: Duration
     warmup: Duration
     decay: Duration | None  # of wsd
     checkpoint: Duration
     evaluation: Duration | None  # None: off
-    evaluation_tokens: int | None = None  # None: auto
-    logging: Duration
-    sequences_per_epoch: int | None
 
 
 class LayoutPlan(PlanPart):
@@ -342,15 +320,10 @@ class RunPlan(PlanPart):
 
     @property
     def seconds(self) -> Estimate | None:
-        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown.
-
-        A wall-time run that has begun: as estimated when its steps were first measured.
-        """
+        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown."""
         step = self.step_seconds
         steps = self.train.steps
         asked = self.train.seconds
-        for known in (block.ends for block in self.train.blocks if block.ends is not None):
-            return Estimate(value=known, low=known, high=known, origin="measured")
         if asked is not None:
             least = step.scaled(self.train.min_steps or 1) if step is not None else None
             ends = (

@@ -581,7 +581,7 @@ class Train(Section):
     max_tokens: Tokens | None = key(None, "Length of the run in tokens.", "10B")
     max_time: WallTime | None = key(
         None,
-        "Length of the run in wall time; the number of steps follows from measured steps.",
+        "Length of the run in wall time; the learning rate follows the elapsed time.",
         "8h",
     )
     min_steps: PositiveInt | None = key(

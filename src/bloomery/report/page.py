@@ -435,10 +435,6 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
     # as on the terminal
     whole = plan.seconds.value if plan.seconds and record.state == "done" else None
-    timed = next(
-        (block.step for block in plan.train.blocks if block.step_seconds is not None), None
-    )
-    when = "" if timed is None else f" (planned at step {timed})"  # from measured steps
     sent = plan.parallel.layout.communication_seconds if plan.parallel else {}
     return [
         ("seconds per step", step, ran),
@@ -457,7 +453,7 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
             plan.train.tokens_per_step / step if step else None,
             record.tokens_per_second,
         ),
-        (f"training time, s{when}", whole, summary.training_seconds),
+        ("training time, s", whole, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),
     ]
 

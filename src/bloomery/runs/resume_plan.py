@@ -190,7 +190,7 @@ def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
         if section in named
     }
     if "train" in named:
-        fields = ("steps", "seconds", "min_steps", "blocks")
+        fields = ("steps", "seconds", "min_steps")
         length = {name: getattr(fresh.train, name) for name in fields}
         update["train"] = stored.train.model_copy(update=length)
         update["optimizer"] = stored.optimizer.model_copy(

@@ -32,7 +32,7 @@ from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, check_attention
 from bloomery.train.evaluation.answers import Prompts, open_prompts
-from bloomery.train.length import Timer
+from bloomery.train.length import Timer, fraction_done
 from bloomery.train.model_folder import restore_best
 from bloomery.train.objectives import (
     Objective,
@@ -74,7 +74,7 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan
 
 @dataclass
 class RunContext:
-    """Mutable state of a running training job. A wall-time schedule and `replan` replace `plan`."""
+    """Mutable state of a running training job. `replan` replaces `plan`."""
 
     plan: RunPlan
     run_dir: Path
@@ -98,6 +98,12 @@ class RunContext:
     stragglers: Stragglers = field(default_factory=Stragglers)
     before_save: Callable[[], None] = lambda: None  # called before each save or rewind
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
+    # How much of a wall-time run is done: now, when evaluations and checkpoints were checked last, and when this
+    # process took its first step, `first_step`.
+    fraction: float = 0.0
+    checked_fraction: float = 0.0
+    first_fraction: float = 0.0
+    first_step: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -114,14 +120,21 @@ class RunContext:
     @property
     def finished(self) -> bool:
         """Whether the planned length is reached, or early stopping ends the run."""
-        return self.stops_early or (
-            self.plan.train.steps is not None and self.step >= self.plan.train.steps
-        )
+        train = self.plan.train
+        if train.seconds is not None:
+            return self.stops_early or self.fraction >= 1.0
+        return self.stops_early or (train.steps is not None and self.step >= train.steps)
 
     @property
     def stops_early(self) -> bool:
         patience = self.plan.eval.early_stopping_patience
         return patience is not None and self.state.progress.evaluations_since_best >= patience
+
+    def read_clock(self) -> None:
+        """Take `fraction` of a wall-time run from the clock of rank 0, so that all ranks take the same steps."""
+        if self.plan.train.seconds is not None:
+            fraction = fraction_done(self.plan.train, step=self.step, seconds=self.timer.elapsed)
+            self.fraction = self.mesh.broadcast_float(fraction)
 
     def emit_step(
         self,

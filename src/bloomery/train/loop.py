@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.data.order import Cursor
-from bloomery.monitor.events import Emit
+from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.context import RunContext, open_context
-from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
-from bloomery.train.length import Timer, due
+from bloomery.train.evaluation.evaluation import evaluate_and_sample
+from bloomery.train.length import Timer, due, estimated_steps, fraction_done, passed
 from bloomery.train.objectives import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
@@ -30,6 +30,7 @@ from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]
+NEWS = 0.02  # of a wall-time run: how often its number of steps is estimated
 
 
 def run(
@@ -57,6 +58,11 @@ def run(
         context = open_context(plan, run_dir, emit, resume_from, stop, mesh, began=timer.began)
         context.timer = timer
         timer.before = context.state.progress.seconds
+        if plan.train.seconds is not None:
+            # What became due after the checkpoint, while the run was stopped, is due after the first step.
+            context.checked_fraction = fraction_done(
+                plan.train, step=context.step, seconds=timer.before
+            )
         context.before_save = before_save
     except Stopped:  # before the first step
         return "stopped"
@@ -76,8 +82,9 @@ def train(
     action: Action = "step"
     try:
         with context.source.steps(context.plan) as steps, closing(context.recorder):
-            context.timer.start()
-            keep_time(context)
+            context.read_clock()
+            context.first_step = context.step
+            context.first_fraction = context.fraction
             if context.state.progress.eval_due and not context.finished:
                 after_step(context, action, save_asked)
             while not context.finished:
@@ -87,9 +94,8 @@ def train(
                     action = take_step(context, steps)
                 if action in ("rewind", "again"):
                     return action
-                context.timer.stepped()
+                context.read_clock()
                 after_step(context, action, save_asked)
-                keep_time(context)
         evaluate_and_sample(context)
     except Stopped:
         return "stopped"
@@ -104,7 +110,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     context.mesh.clock.reset()
     step_batches = next(steps)
     waited = time.perf_counter() - begun
-    lr_scale = planned_lr_scale(context.step, context.plan)
+    lr_scale = planned_lr_scale(context.step, context.plan, fraction_done=context.fraction)
     measured = context.mesh.first_rank and context.health_check.due(
         context.step + 1, context.plan.logging.every_steps
     )
@@ -144,9 +150,20 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
 
 def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:
     """Evaluate and save where due. The weights of the best evaluation so far are always saved."""
-    if due("evaluation", context.plan, step=context.step):
+    fraction_before = context.checked_fraction
+    context.checked_fraction = context.fraction
+    if context.plan.train.seconds is not None and passed(NEWS, fraction_before, context.fraction):
+        announce_length(context)
+    is_due = partial(
+        due,
+        plan=context.plan,
+        step=context.step,
+        fraction_before=fraction_before,
+        fraction=context.fraction,
+    )
+    if context.state.progress.eval_due or is_due("evaluation"):
         evaluate_and_sample(context)
-    context.saving_due |= save_asked() or due("checkpoint", context.plan, step=context.step)
+    context.saving_due |= save_asked() or is_due("checkpoint")
     # The step of a checkpoint that a stop saved in the middle of its evaluation: it is saved again, with the result.
     again = context.best_due and context.step in (context.saved_step, context.restored_step)
     # Not between non-finite steps: a rewind must find the checkpoint before them.
@@ -155,3 +172,14 @@ def after_step(context: RunContext, action: Action, save_asked: Callable[[], boo
     elif context.best_due and not context.finished:
         save_best(context)
     context.saver.poll()
+
+
+def announce_length(context: RunContext) -> None:
+    """Emit how many steps a wall-time run is expected to take."""
+    steps = estimated_steps(
+        step=context.step,
+        fraction=context.fraction,
+        first_step=context.first_step,
+        first_fraction=context.first_fraction,
+    )
+    context.emit(Phase(step=context.step, name="length", done=context.step, total=steps))

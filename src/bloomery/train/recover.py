@@ -130,9 +130,8 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
 
 
 def replan(context: RunContext, plan: RunPlan) -> None:
-    """Continue with another plan of the same training; timings of the old one are dropped."""
+    """Continue with another plan of the same training, and store it."""
     context.plan, context.objective = plan, build_objective(plan, mesh=context.mesh)
-    context.timer.forget()
     write_plan(plan, context.run_dir / "plan.json")
 
 
@@ -237,20 +236,18 @@ def save(context: RunContext) -> None:
         return
     context.saved_step = context.step
     context.saving_due = False
-    seconds = _write(context, context.state.parts)
-    context.timer.note_save(seconds)
+    _write(context, context.state.parts)
 
 
 def save_best(context: RunContext) -> None:
     """Save the weights of this step, the best so far, where no checkpoint is due. Raises Diverged as `_write`."""
-    seconds = _write(context, context.state.model_parts, weights_only=True)
-    context.timer.note_best(seconds)
+    _write(context, context.state.model_parts, weights_only=True)
 
 
 def _write(
     context: RunContext, live_parts: Callable[[], Parts], *, weights_only: bool = False
-) -> float:
-    """Save the parts of this step; seconds that training waited.
+) -> None:
+    """Save the parts of this step.
 
     Raises Diverged for non-finite weights: they are never saved, and older checkpoints stay.
     """
@@ -271,13 +268,12 @@ def _write(
     best = context.best_due
     context.best_due = False
     context.state.progress.seconds = context.timer.elapsed
-    with context.timer.aside() as seconds, context.state.averaged():
+    with context.state.averaged():
         parts = gather_full_tensors(live_parts(), context.mesh, context.state.optimizer.is_split)
         if context.mesh.first_rank:
             state = context.state.scalars()
             context.saver.save(context.step, parts, state, best=best, weights_only=weights_only)
         context.mesh.barrier()
-        return seconds()
 
 
 def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:

@@ -14,24 +14,18 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
-from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
+from bloomery.monitor.events import EvalDone, Recovered, Sampled, Warned
 from bloomery.monitor.summary import MEASURABLE_TOKENS
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.fallback import smaller_evaluation
-from bloomery.plan.store import write_plan
-from bloomery.plan.types import EvalPlan, RunPlan
+from bloomery.plan.types import EvalPlan
 from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
-from bloomery.train.length import Costs, current, measured, with_next_block
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective, Stopped
 from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
-
-# Bytes per second of saving a checkpoint and of copying its tensors, assumed until one is measured.
-WRITTEN_PER_SECOND = 300e6
-COPIED_PER_SECOND = 3e9
 
 
 @dataclass(frozen=True)
@@ -151,15 +145,14 @@ def evaluate_and_sample(context: RunContext) -> None:
             )
 
     try:
-        with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
+        with interruptible(context), context.state.averaged():
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
                 first = context.state.progress.best_step is None
                 context.best_due = context.state.progress.note_evaluation(result.loss)
                 context.emit(result.event(step))
                 warn_of_few_tokens(context, result, first=first and context.best_due)
-            context.timer.note_evaluation(seconds(), context.plan)
-        with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
+        with interruptible(context), context.state.averaged():
             if isinstance(full := attempt(draw, context.state), AllocationFailed):
                 context.emit(
                     Warned(
@@ -167,7 +160,6 @@ def evaluate_and_sample(context: RunContext) -> None:
                         reason=full.at(f"while sampling after step {step}; samples are missing"),
                     )
                 )
-            context.timer.note_samples(seconds())
     except (
         NotFinite
     ) as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
@@ -252,78 +244,3 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             f"; tensors in memory: {result.listed}" if result.listed else ""
         )
         context.emit(Recovered(step=context.step, reason=problem, action=action))
-
-
-def keep_time(context: RunContext) -> None:
-    """In a wall-time run, store the schedule of the next steps in `plan.json`, so that a resume repeats it."""
-    if context.plan.train.seconds is None:
-        return
-    known = current(context.plan, step=context.step)
-    if known is not None:
-        context.plan = known
-        return
-    mesh = context.mesh
-    timer = context.timer
-    with interruptible(context), timer.aside():
-        if mesh.broadcast_bool(
-            timer.costs is None and measured(context.plan, timer, step=context.step) is not None
-        ):
-            timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
-        before = context.plan.train.steps
-        if mesh.first_rank:
-            context.plan = with_next_block(context.plan, timer, step=context.step)
-            write_plan(context.plan, context.run_dir / "plan.json")
-        if mesh.world > 1:  # each rank has a clock of its own
-            context.plan = RunPlan.model_validate_json(
-                mesh.broadcast_str(context.plan.model_dump_json())
-            )
-    if context.plan.train.steps not in (None, before):
-        context.emit(
-            Phase(
-                step=context.step,
-                name="length",
-                done=context.step,
-                total=context.plan.train.steps or 0,
-            )
-        )
-
-
-def measure_costs(context: RunContext) -> Costs:
-    """Time a small evaluation and a few sampled tokens, without changing the training state."""
-    plan = context.plan
-    clock = context.timer.clock
-    evaluate_validation(context, plan.eval.micro_batch_size)  # compiles
-    begun = clock()
-    evaluate_validation(context, plan.eval.micro_batch_size)
-    evaluated = clock()
-    try:
-        sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)
-    except NotFinite:  # the run will not sample
-        sampled = 0.0
-    token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # nor here
-    tensors = (tensor for part in context.state.parts().values() for tensor in part.values())
-    # whole, also where it is sharded
-    written = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    save = written / WRITTEN_PER_SECOND
-    copy = written / COPIED_PER_SECOND
-    return Costs(
-        step=0.0,
-        sequence=(evaluated - begun) / plan.eval.micro_batch_size,
-        sequences=0 if context.validation is None else context.validation.sequences,
-        samples=len(plan.sample.prompts) * plan.sample.max_new_tokens * token_seconds,
-        save=copy if plan.checkpoint.async_save else save,
-        end=save if plan.checkpoint.async_save else 0.0,
-    )
-
-
-def sampling_seconds(context: RunContext, *, tokens: int) -> float:
-    """Seconds to sample `tokens` after the first prompt, measured on the second call."""
-    plan = context.plan.model_copy(
-        update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})}
-    )
-    prompts = replace(context.prompts, asked=context.prompts.asked[:1])
-    draw = partial(samples, context.model, context.tokenizer, prompts, mesh=context.mesh)
-    list(draw(plan=plan))
-    begun = context.timer.clock()
-    list(draw(plan=plan))
-    return context.timer.clock() - begun

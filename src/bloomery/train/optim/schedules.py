@@ -1,18 +1,17 @@
 """Learning-rate schedules: pure functions from the step to a factor of the peak learning rate.
 
-A run with a known number of steps counts steps. A wall-time run counts the fraction of its time, which schedule blocks
-fix before each step, so that a new estimate of the number of steps never makes the learning rate jump.
+A run with a known number of steps counts steps. A wall-time run (`train.max_time`) counts the fraction of its time.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 from bloomery.core.units import Duration
-from bloomery.plan.types import OptimizerPlan, RunPlan, ScheduleBlock
+from bloomery.plan.types import OptimizerPlan, RunPlan
 
 Shape = Literal["cosine", "linear", "constant", "wsd"]
-STEEPEST = 0.1  # of the peak learning rate: the largest rise per step of a warmup in percent
+# The fewest steps of a warmup that is a share of a wall-time run: the first step may compile for all of it.
+FEWEST_WARMUP_STEPS = 10
 
 
 def lr_scale_at(
@@ -47,12 +46,11 @@ def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
     return min_lr_ratio + (1.0 - min_lr_ratio) * left
 
 
-def planned_lr_scale(step: int, plan: RunPlan) -> float:
-    """The factor of the peak learning rate after `step` steps of the plan."""
+def planned_lr_scale(step: int, plan: RunPlan, *, fraction_done: float) -> float:
+    """The factor of the peak learning rate after `step` steps; `fraction_done` is that of a wall-time run."""
     optimizer = plan.optimizer
-    blocks = plan.train.blocks
     shape, min_lr_ratio = _shape(optimizer)
-    if not blocks:
+    if plan.train.seconds is None:
         return lr_scale_at(
             step,
             steps=plan.train.steps,
@@ -61,24 +59,24 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
             min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
         )
-    assert plan.lengths is not None and plan.train.seconds is not None, (
-        "only a wall-time run has blocks"
-    )
-    whole = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
-    if whole is None:
-        warm = _at(optimizer.warmup_steps, blocks, step)
-        rising = min(1.0, (step + 1) / optimizer.warmup_steps) if optimizer.warmup_steps else 1.0
+    assert plan.lengths is not None, "a wall-time run has the lengths of its recipe"
+    warmup = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
+    if warmup is None:
+        # How much of the run a warmup in steps takes is unknown: the decay begins with the run.
+        decay_start = 0.0
+        rising = (step + 1) / optimizer.warmup_steps if optimizer.warmup_steps else 1.0
     else:
-        warm = whole
-        rising = _risen(step + 1, blocks, whole)
-    decay = (
-        None
-        if plan.lengths.decay is None
-        else fraction_of_run(plan.lengths.decay, plan.train.seconds)
-    )
-    start = max(warm, 1.0 - (decay or 0.0)) if shape == "wsd" else warm
-    progress = (fraction_done(step, blocks) - start) / (1.0 - start) if start < 1.0 else 0.0
-    return min(rising, _fallen(progress, shape, min_lr_ratio))
+        decay_start = warmup
+        rising = 1.0
+        if warmup > 0.0:
+            rising = min(fraction_done / warmup, (step + 1) / FEWEST_WARMUP_STEPS)
+    if shape == "wsd":
+        assert plan.lengths.decay is not None, "wsd has a decay"
+        decay = fraction_of_run(plan.lengths.decay, plan.train.seconds)
+        assert decay is not None, "the planner refuses a decay in steps of a wall-time run"
+        decay_start = max(decay_start, 1.0 - decay)
+    progress = (fraction_done - decay_start) / (1.0 - decay_start) if decay_start < 1.0 else 0.0
+    return min(1.0, rising, _fallen(progress, shape, min_lr_ratio))
 
 
 def _shape(optimizer: OptimizerPlan) -> tuple[Shape, float]:
@@ -92,42 +90,3 @@ def fraction_of_run(length: Duration, seconds: float) -> float | None:
     if length.unit == "percent":
         return length.amount / 100
     return length.amount / seconds if length.unit == "seconds" else None
-
-
-def block_at(step: int, blocks: Sequence[ScheduleBlock]) -> ScheduleBlock:
-    """The block of the step after `step`."""
-    return next((block for block in reversed(blocks) if block.step <= step), blocks[0])
-
-
-def fraction_done(step: int, blocks: Sequence[ScheduleBlock]) -> float:
-    """The fraction of a wall-time run that is done after `step` steps."""
-    return _along(step, block_at(step, blocks))
-
-
-def _at(boundary: int, blocks: Sequence[ScheduleBlock], step: int) -> float:
-    """The fraction done after `boundary` steps, as known after `step` steps."""
-    return _along(boundary, block_at(min(boundary, step), blocks))
-
-
-def _along(step: int, block: ScheduleBlock) -> float:
-    left = block.steps - block.step
-    fraction = (
-        block.fraction + (1.0 - block.fraction) * (step - block.step) / left if left > 0 else 1.0
-    )
-    return min(1.0, max(0.0, fraction))
-
-
-def _risen(boundary: int, blocks: Sequence[ScheduleBlock], warm: float) -> float:
-    """The factor after `boundary` steps of a warmup over the first fraction `warm` of a run.
-
-    Rises by at most STEEPEST per step: a warmup in percent has at least ten steps.
-    """
-    if warm <= 0.0:
-        return 1.0
-    reached = min(1.0, blocks[0].fraction / warm)
-    for block, after in zip(blocks, [*(block.step for block in blocks[1:]), boundary], strict=True):
-        end = min(after, boundary)
-        reached = min(1.0, _along(end, block) / warm, reached + STEEPEST * (end - block.step))
-        if end == boundary:
-            break
-    return reached
