@@ -41,10 +41,10 @@ class Kinds(NamedTuple):
     turns: bool
     texts: Texts
 
-    def formatted(self, asked: str | None, config: Mapping[str, Any], *, verbatim: bool) -> bool:
+    def formatted(self, template: str | None, config: Mapping[str, Any], *, verbatim: bool) -> bool:
         """Whether any of it is formatted with the chat template. `verbatim`: texts are not."""
         return self.turns or (
-            self.texts == "prompts" and not verbatim and formats_texts(asked, config)
+            self.texts == "prompts" and not verbatim and formats_texts(template, config)
         )
 
     @property
@@ -74,16 +74,16 @@ def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:
     """Raises UserError for a document of another kind than the ones before it."""
-    own = kind_of(document)
-    if own == kind:
+    document_kind = kind_of(document)
+    if document_kind == kind:
         return
-    if {own, kind} == set(_MIXED):
+    if {document_kind, kind} == set(_MIXED):
         rule = "one source has one kind"
         fix = "list them as separate sources in data.sources"
     else:
         rule = "a run trains on one kind"
         fix = "remove one of them, or set data.format"
-    problem = f"the dataset has {_NAMES[own]} here and {_NAMES[kind]} before: {rule}"
+    problem = f"the dataset has {_NAMES[document_kind]} here and {_NAMES[kind]} before: {rule}"
     raise UserError(problem, where=document.source, fix=fix)
 
 
@@ -92,11 +92,11 @@ def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
     return "all" if recipe.objective.spec.reads_text else recipe.data.chat.train_on
 
 
-def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
+def missing_markup(tokenizer: Tokenizer, template: str | None) -> list[str]:
     """Markup of the chat template without a token of its own in the tokenizer."""
-    if not formats_texts(asked, tokenizer.config):
+    if not formats_texts(template, tokenizer.config):
         return []
-    with Renderer(tokenizer, template=asked, train_on="assistant") as renderer:
+    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         return renderer.missing_tokens()
 
 
@@ -140,12 +140,12 @@ class KtoPairCheck:
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None
         for document in read_documents(self._dataset, on_error=self._on_error, stats=ReadStats()):
-            other = document.example
-            if other is None or other.prompt == example.prompt:
+            candidate = document.example
+            if candidate is None or candidate.prompt == example.prompt:
                 continue
             if self._split_of(document) == split:
-                return other
-            elsewhere = elsewhere or other
+                return candidate
+            elsewhere = elsewhere or candidate
         if elsewhere is not None:
             return elsewhere
         raise UserError(

@@ -115,36 +115,38 @@ def _sha256(file: SourceFile) -> str:
 
 def record_sources(
     datasets: list[Dataset],
-    before: list[FileState],
+    states: list[FileState],
     folder: Path,
     report: Callable[[float, float], None],
 ) -> tuple[SourceRecord, ...]:
     """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `before`."""
     files = [file for dataset in datasets for file in dataset.files]
-    total = sum(state.bytes for state in before)
-    done = 0
+    total = sum(state.bytes for state in states)
+    bytes_done = 0
     sums = []
     with ThreadPoolExecutor(4) as threads:
-        for state, value in zip(before, threads.map(_sha256, files), strict=True):
+        for state, value in zip(states, threads.map(_sha256, files), strict=True):
             sums.append(replace(state, sha256=value))
-            done += state.bytes
-            report(done, total)
-    now = file_states(datasets)
-    if _digest(now) != _digest(before):
-        changed = sorted({state.name for state in set(before) ^ set(now)})
+            bytes_done += state.bytes
+            report(bytes_done, total)
+    current_states = file_states(datasets)
+    if _digest(current_states) != _digest(states):
+        changed_names = sorted({state.name for state in set(states) ^ set(current_states)})
         raise UserError(
             "the dataset changed while it was read",
-            where=changed[0] if changed else "data",
+            where=changed_names[0] if changed_names else "data",
             fix="wait until nothing writes there, then run the same command again",
         )
     write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
     for index, dataset in enumerate(datasets):
-        own = [state for state in sums if state.source == index]
-        lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in own)
+        source_sums = [state for state in sums if state.source == index]
+        lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in source_sums)
         digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
-        size = sum(state.bytes for state in own)
-        records.append(SourceRecord(path=dataset.path, files=len(own), bytes=size, sha256=digest))
+        size = sum(state.bytes for state in source_sums)
+        records.append(
+            SourceRecord(path=dataset.path, files=len(source_sums), bytes=size, sha256=digest)
+        )
     return tuple(records)
 
 
@@ -154,23 +156,25 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
     """
     try:
         lines = (folder / FINGERPRINT).read_text(encoding="utf-8").splitlines()
-        before = [FileState(**json.loads(line)) for line in lines]
+        recorded_states = [FileState(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         fix = f"delete {folder} and prepare again"
         raise UserError(
             "file is missing or damaged", where=str(folder / FINGERPRINT), fix=fix
         ) from error
-    known = {(state.source, state.name): state for state in before}
+    recorded = {(state.source, state.name): state for state in recorded_states}
     files = [file for dataset in datasets for file in dataset.files]
     for state, file in zip(file_states(datasets), files, strict=True):
-        old = known.pop((state.source, state.name), None)
+        recorded_state = recorded.pop((state.source, state.name), None)
         if (
-            old is None
-            or old.bytes != state.bytes
-            or (old.mtime_ns != state.mtime_ns and old.sha256 != _sha256(file))
+            recorded_state is None
+            or recorded_state.bytes != state.bytes
+            or (
+                recorded_state.mtime_ns != state.mtime_ns and recorded_state.sha256 != _sha256(file)
+            )
         ):
             return str(file.path)
-    return next(iter(known))[1] if known else None
+    return next(iter(recorded))[1] if recorded else None
 
 
 MOST_NAMED = 64  # files whose rows repeat in the validation set, each with its number
@@ -202,13 +206,13 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
         return fresh
     if path.is_file():
         try:
-            found = PrepareJournal.model_validate_json(path.read_bytes())
+            journal = PrepareJournal.model_validate_json(path.read_bytes())
         except ValidationError:
-            found = None
-        if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
-            return found
+            journal = None
+        if journal and (journal.identity, journal.sources) == (fresh.identity, fresh.sources):
+            return journal
         # remove an unfinished attempt; the journal last, as it names the recipe of these files
-        written = (
+        patterns = (
             "train-*.bin",
             "validation-*.bin",
             "tokenizer*",
@@ -216,12 +220,12 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
             "special_tokens_map.json",
             JOURNAL,
         )
-        for old in [old for pattern in written for old in sorted(folder.glob(pattern))]:
+        for old in [old for pattern in patterns for old in sorted(folder.glob(pattern))]:
             old.unlink()
-    others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    if others:
+    other_names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    if other_names:
         raise UserError(
-            f"the folder has files that `prepare` did not write: {others[0]}",
+            f"the folder has files that `prepare` did not write: {other_names[0]}",
             where=str(folder),
             fix="set data.prepared to an empty or a new folder",
         )
@@ -266,8 +270,8 @@ def untokenised() -> UserError:
     )
 
 
-def no_documents(datasets: list[Dataset], skipped: int, first: str) -> UserError:
-    rows = f"; {skipped} rows skipped, the first: {first}" if skipped else ""
+def no_documents(datasets: list[Dataset], skipped: int, first_skipped: str) -> UserError:
+    rows = f"; {skipped} rows skipped, the first: {first_skipped}" if skipped else ""
     return UserError(
         f"the dataset is empty{rows}",
         where=f"data: {', '.join(dataset.path for dataset in datasets)}",
@@ -300,8 +304,8 @@ class Preparation:
         )
         self._summary = ReadStats()
         firsts = (
-            read_documents(one, on_error=self._data.on_error, stats=ReadStats())
-            for one in self._datasets
+            read_documents(dataset, on_error=self._data.on_error, stats=ReadStats())
+            for dataset in self._datasets
         )
         self.kinds = kinds_among([next(documents, None) for documents in firsts])
         self.kind = self.kinds.whole
@@ -336,7 +340,7 @@ class Preparation:
             share = count // self._num_train + (source < count % self._num_train)
             start = PrepareJournal(identity="", sources="")
             tasks = self._tasks(start, only=source) if share else ()
-            yield from islice((found for task in tasks for found in task.documents), share)
+            yield from islice((entry for task in tasks for entry in task.documents), share)
 
     def run(self) -> Manifest:
         tokenizer = self.begin()
@@ -376,18 +380,18 @@ class Preparation:
         """The one in the folder; else the recipe's; else a new one, trained on the train documents."""
         if any((self._folder / name).is_file() for name in TOKENIZER_FILES):
             return load_tokenizer(self._folder)
-        found = find_tokenizer(self._recipe)
-        if isinstance(found, Tokenizer):
-            found.save(self._folder)
-            return found
+        tokenizer = find_tokenizer(self._recipe)
+        if isinstance(tokenizer, Tokenizer):
+            tokenizer.save(self._folder)
+            return tokenizer
         self._report("tokenizer", 0, 0)
         return train_tokenizer(
-            self._train_texts(), found, self._folder, partial(self._report, "tokenizer")
+            self._train_texts(), tokenizer, self._folder, partial(self._report, "tokenizer")
         )
 
     def _train_texts(self) -> Iterator[str]:
         """Texts of the train split, up to `tokenizer_bytes`."""
-        taken = 0
+        bytes_taken = 0
         any_tokens = False
         stats = ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
@@ -397,12 +401,12 @@ class Preparation:
                 if document.tokens is not None or self._split_of(source, document) != "train":
                     continue
                 texts = [document.text] if document.example is None else texts_of(document.example)
-                taken += sum(len(text.encode()) for text in texts)
-                if taken > self._limits.tokenizer_bytes:
+                bytes_taken += sum(len(text.encode()) for text in texts)
+                if bytes_taken > self._limits.tokenizer_bytes:
                     return
                 yield from texts
-                self._report("tokenizer", taken, max(limit, taken))
-        if not taken:
+                self._report("tokenizer", bytes_taken, max(limit, bytes_taken))
+        if not bytes_taken:
             raise untokenised() if any_tokens else self._empty(stats)
 
     def _empty(self, stats: ReadStats) -> UserError:
@@ -418,28 +422,28 @@ class Preparation:
         `only`: of one source.
         """
         tokenizer = self._tokenizer
-        empty = start.empty
+        num_empty = start.empty
         held_back = start.held_back
         held_files = dict(start.held_files)
         for source in range(len(self._datasets)) if only is None else (only,):
             batch = list[tuple[SplitName, Document]]()
             size = 0
-            read = 0
-            passed = start.read if source == start.source else 0
+            num_read = 0
+            num_passed = start.read if source == start.source else 0
             dataset = self._datasets[source]
             on_error = self._data.on_error
             kto_pairs = KtoPairCheck(dataset, partial(self._split_of, source), on_error=on_error)
-            for whole in read_documents(dataset, on_error=on_error, stats=self._summary):
-                read += 1
-                refuse_mixture(whole, self.kinds.sources[source])
-                behind = source < start.source or read <= passed
+            for raw_document in read_documents(dataset, on_error=on_error, stats=self._summary):
+                num_read += 1
+                refuse_mixture(raw_document, self.kinds.sources[source])
+                is_behind = source < start.source or num_read <= num_passed
                 document = unpadded(
-                    whole, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id)
+                    raw_document, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id)
                 )
                 self._summary.padding += document.padding or 0
-                if behind and self.kind != "kto":
+                if is_behind and self.kind != "kto":
                     continue
-                name = self._split_of(source, whole) if document.tokens != () else "empty"
+                name = self._split_of(source, raw_document) if document.tokens != () else "empty"
                 if (
                     name in SPLITS
                     and document.example is None
@@ -452,9 +456,9 @@ class Preparation:
                     self._summary.skip(bad_row)
                 if self.kind == "kto" and name in SPLITS:
                     document = kto_pairs.of(document, name)
-                if behind:
+                if is_behind:
                     continue
-                empty += name == "empty"
+                num_empty += name == "empty"
                 if name == "held":
                     held_back += 1
                     file = self._summary.file
@@ -466,11 +470,13 @@ class Preparation:
                         document.tokens or ()
                     )
                 if size >= self._limits.batch_bytes:
-                    yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
+                    yield EncodeTask(
+                        batch, source, num_read, num_empty, held_back, dict(held_files)
+                    )
                     batch = []
                     size = 0
             if source >= start.source:
-                yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
+                yield EncodeTask(batch, source, num_read, num_empty, held_back, dict(held_files))
 
     def _split_of(self, source: int, document: Document) -> str:
         if not document.content and not document.tokens:
@@ -483,14 +489,14 @@ class Preparation:
         return "validation" if self._splitter.keeps(key) else "train"
 
     def _write_all(self, encoded: Iterator[tuple[EncodeTask, EncodedBatch]]) -> None:
-        written = time.monotonic()
-        begun = len(self._journal.train.parts)
+        written_at = time.monotonic()
+        parts_begun = len(self._journal.train.parts)
         for task, batch in encoded:
             self._last = task
             for writer in self._writers.values():
-                for _ in range(begun, task.source + 1):
+                for _ in range(parts_begun, task.source + 1):
                     writer.begin_part()
-            begun = max(begun, task.source + 1)
+            parts_begun = max(parts_begun, task.source + 1)
             for bad_row in batch.bad_rows.values():
                 if self._data.on_error != "skip":
                     raise bad_row
@@ -503,15 +509,15 @@ class Preparation:
             self._report(
                 "tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes
             )
-            if time.monotonic() - written >= self._limits.journal_seconds:
+            if time.monotonic() - written_at >= self._limits.journal_seconds:
                 self._commit()
-                written = time.monotonic()
+                written_at = time.monotonic()
 
     def _add(self, task: EncodeTask, encoded: EncodedBatch) -> None:
         """Append the documents of a batch to their splits, in order. An example has one document per response, a
         refused one none. Pre-tokenized documents keep their tokens.
         """
-        made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {
+        encoded_documents: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {
             name: [] for name in SPLITS
         }
         responses = DOCUMENTS_PER_UNIT[self.kind]
@@ -524,44 +530,53 @@ class Preparation:
                 flags = np.ones(len(ids), np.uint8)
                 if document.loss_mask is not None:
                     flags = np.array(document.loss_mask, np.uint8)
-                made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
+                encoded_documents[name].append(
+                    (document, ids, np.array([len(ids)], np.uint64), flags)
+                )
                 continue
-            first = number * responses
-            last = (number + 1) * responses
+            first_response = number * responses
+            end_response = (number + 1) * responses
             if number not in encoded.bad_rows:
-                place = slice(int(ends[first]), int(ends[last]))
-                flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
-                made[name].append(
-                    (document, encoded.ids[place], encoded.lengths[first:last], flags)
+                token_range = slice(int(ends[first_response]), int(ends[end_response]))
+                flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[token_range]
+                encoded_documents[name].append(
+                    (
+                        document,
+                        encoded.ids[token_range],
+                        encoded.lengths[first_response:end_response],
+                        flags,
+                    )
                 )
             number += 1
-        for name, mine in ((name, mine) for name, mine in made.items() if mine):
-            ids = np.concatenate([part for _, part, _, _ in mine])
-            lengths = np.concatenate([part for _, _, part, _ in mine])
+        for name, entries in (
+            (name, entries) for name, entries in encoded_documents.items() if entries
+        ):
+            ids = np.concatenate([part for _, part, _, _ in entries])
+            lengths = np.concatenate([part for _, _, part, _ in entries])
             if self.kind == "text":
-                size = sum(len(document.text.encode()) for document, *_ in mine)
+                size = sum(len(document.text.encode()) for document, *_ in entries)
                 self._writers[name].add(ids, lengths, size)
                 continue
             desirable = [
                 document.example is not None and document.example.desirable is True
-                for document, *_ in mine
+                for document, *_ in entries
             ]
             kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
             size = int(self._tokenizer.token_bytes()[ids].sum())
             self._writers[name].add(
-                ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels
+                ids, lengths, size, np.concatenate([part for *_, part in entries]), kto_labels
             )
 
     def _commit(self) -> None:
         """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
-        last = self._last
+        last_task = self._last
         splits = {name: writer.sync() for name, writer in self._writers.items()}
         counters = {
-            "source": last.source,
-            "read": last.read,
-            "empty": last.empty,
-            "held_back": last.held_back,
-            "held_files": last.held_files,
+            "source": last_task.source,
+            "read": last_task.read,
+            "empty": last_task.empty,
+            "held_back": last_task.held_back,
+            "held_files": last_task.held_files,
         }
         self._journal = self._journal.model_copy(update=splits | counters)
         write_durably(self._folder / JOURNAL, self._journal.model_dump_json())

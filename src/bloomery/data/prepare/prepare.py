@@ -82,8 +82,8 @@ def identity(loaded: LoadedRecipe) -> str:
 
 def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
     """data.prepared, else `prepared/<recipe>-<hash8>` below `root`."""
-    said = loaded.recipe.data.prepared
-    return Path(said) if said else root / "prepared" / f"{loaded.name}-{identity(loaded)[:8]}"
+    folder = loaded.recipe.data.prepared
+    return Path(folder) if folder else root / "prepared" / f"{loaded.name}-{identity(loaded)[:8]}"
 
 
 def prepare(
@@ -152,9 +152,9 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     if not paths or any(data_place(path).exists() for path in paths):
         if manifest.snapshot is not None:
             check_record(folder, manifest.snapshot)
-        changed = stale(folder, streams(loaded.recipe))
-        if changed is not None:
-            problem = f"the dataset changed after it was prepared: {changed}"
+        changed_file = stale(folder, streams(loaded.recipe))
+        if changed_file is not None:
+            problem = f"the dataset changed after it was prepared: {changed_file}"
             raise UserError(
                 problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}"
             )
@@ -180,16 +180,16 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
         raise UserError(
             problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text"
         )
-    found = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
+    sequence_counts = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
     # plain text does not replace it
     structured = any(part.documents for part in parts if not part.plain)
     if any(
         count
-        for count, part in zip(found.counts, parts, strict=True)
+        for count, part in zip(sequence_counts.counts, parts, strict=True)
         if not (structured and part.plain)
     ):
         return
-    if not any(packed.dropped for packed in found.packed):
+    if not any(packed.dropped for packed in sequence_counts.packed):
         raise UserError(
             "all labels are masked: no row has an assistant turn to train on",
             where="data.chat.train_on",

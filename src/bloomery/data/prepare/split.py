@@ -154,14 +154,14 @@ def file_roles(data: Data, required_format: RequiredFormat = "text") -> FileRole
     if data.builtin or not all(data_place(source.path).exists() for source in sources_of(data)):
         return None
     rows = required_format in ROW_FORMATS
-    share, held = validation_of(data, required_format)
+    share, held_datasets = validation_of(data, required_format)
     train = [file for dataset in open_datasets(data, required_format) for file in dataset.files]
-    validation = [file for dataset in held for file in dataset.files]
-    read = {file.path for file in (*train, *validation)}
+    validation = [file for dataset in held_datasets for file in dataset.files]
+    read_paths = {file.path for file in (*train, *validation)}
     splits = [
         files for source in sources_of(data) for files in other_splits(source, rows=rows).values()
     ]
-    left_out = [file for files in splits for file in files if file.path not in read]
+    left_out = [file for files in splits for file in files if file.path not in read_paths]
     return FileRoles(tuple(train), tuple(validation), tuple(left_out), share)
 
 
@@ -175,10 +175,13 @@ def make_splitter(
     From two different documents on, neither split is empty: the lowest key is always validation, the highest never.
     Memory is constant: the lowest keys of at most MEASURABLE_ROWS documents.
     """
-    share, held = validation_of(data, required_format)
-    if held:
+    share, held_datasets = validation_of(data, required_format)
+    if held_datasets:
         return Splitter(
-            0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held))
+            0,
+            frozenset().union(
+                *(_held_keys(dataset, on_error=data.on_error) for dataset in held_datasets)
+            ),
         )
     threshold = round(share * 2**64)
     sizes: dict[int, int] = {}  # of the documents with the lowest keys
@@ -196,19 +199,19 @@ def make_splitter(
                 sizes[key] = len(document.wire) + 4 * len(document.tokens or ())
                 if len(sizes) > MEASURABLE_ROWS:
                     del sizes[max(sizes)]
-            below = [size for lowest, size in sizes.items() if lowest < threshold]
+            sizes_below = [size for lowest, size in sizes.items() if lowest < threshold]
             if threshold <= highest and (
-                len(below) >= MEASURABLE_ROWS or sum(below) >= MEASURABLE_BYTES
+                len(sizes_below) >= MEASURABLE_ROWS or sum(sizes_below) >= MEASURABLE_BYTES
             ):
                 return Splitter(threshold)
     if len(distinct) < 2:
         return Splitter(0)
     allowed = max(1, len(distinct) // SHARE_OF_SMALL)
     for number, key in enumerate(sorted(sizes), start=1):
-        needed = (
+        is_needed = (
             sum(size for lowest, size in sizes.items() if lowest < threshold) < MEASURABLE_BYTES
         )
-        if key >= threshold and needed and number <= allowed:
+        if key >= threshold and is_needed and number <= allowed:
             threshold = key + 1
     return Splitter(min(threshold, highest))
 
@@ -233,10 +236,10 @@ def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
         yield f"{one_line(file)}: {counted(number, 'rows')} {rest}; not trained on"
 
 
-def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
+def _held_keys(dataset: Dataset, *, on_error: str) -> frozenset[int]:
     """Raises UserError for an empty validation set."""
     stats = ReadStats()
-    documents = read_documents(held, on_error=on_error, stats=stats)
+    documents = read_documents(dataset, on_error=on_error, stats=stats)
     keys = frozenset(
         content_key(document) for document in documents if document.content or document.tokens
     )
@@ -244,7 +247,7 @@ def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
         skipped = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}"
         fix = "set data.validation to another file, to a share such as 1%, or to 0 for no validation set"
         problem = f"the validation set is empty{skipped if stats.skipped else ''}"
-        raise UserError(problem, where=f"data.validation: {held.path}", fix=fix)
+        raise UserError(problem, where=f"data.validation: {dataset.path}", fix=fix)
     return keys
 
 

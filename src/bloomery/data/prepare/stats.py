@@ -52,14 +52,14 @@ def read_stats(prepared: Path) -> DatasetStats:
 def unigram_nats(split: Split) -> float:
     """Shannon entropy of the loss tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample size."""
     total = len(split.tokens)
-    each = min(total, SAMPLE_TOKENS) // STRETCHES or total
+    stretch_tokens = min(total, SAMPLE_TOKENS) // STRETCHES or total
     ids = [np.zeros(0, np.int64)]
-    for start in range(0, total, max(each, total // STRETCHES)) if total else ():
-        stretch = split.tokens[start : start + each]
+    for start in range(0, total, max(stretch_tokens, total // STRETCHES)) if total else ():
+        stretch = split.tokens[start : start + stretch_tokens]
         ids.append(
             stretch
             if split.loss_mask is None
-            else stretch[split.loss_mask[start : start + each] > 0]
+            else stretch[split.loss_mask[start : start + stretch_tokens] > 0]
         )
     loss_mask = np.concatenate(ids)
     counts = np.unique(loss_mask, return_counts=True)[1] / max(1, len(loss_mask))
@@ -70,12 +70,12 @@ def unigram_nats(split: Split) -> float:
 
 def duplicates(split: Split) -> float:
     """Share of the first documents that repeat one before them, token for token."""
-    within = int(np.searchsorted(split.bounds, SAMPLE_TOKENS, side="right"))
-    count = min(len(split), SAMPLE_DOCUMENTS, max(1, within))
-    seen = {
+    num_within = int(np.searchsorted(split.bounds, SAMPLE_TOKENS, side="right"))
+    count = min(len(split), SAMPLE_DOCUMENTS, max(1, num_within))
+    digests = {
         blake2b(split.document(index).tobytes(), digest_size=16).digest() for index in range(count)
     }
-    return 1 - len(seen) / max(1, count)
+    return 1 - len(digests) / max(1, count)
 
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
@@ -133,32 +133,32 @@ class DatasetCheck:
 
 def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> PackingStats | None:
     """None for plain text, and without document masking."""
-    found = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
-    if not found.packed:
+    sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    if not sequences.packed:
         return None
     plain = list[Lengths]()  # per text of a source: the number of labels
-    for part, (_, begin), (_, end) in zip(
+    for part, (_, first_document), (_, end) in zip(
         split.record.parts, split.part_starts, split.part_starts[1:], strict=False
     ):
         if part.plain:
-            bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
+            bounds = np.asarray(split.bounds[first_document : end + 1]).astype(np.int64)
             plain.append(bounds[1:] - bounds[:-1] - 1)
     longer = [np.maximum(labels - sequence_length, 0) for labels in plain if layout == "padded"]
-    cut = sum(int(more.sum()) for more in longer)
+    cut = sum(int(excess.sum()) for excess in longer)
     texts = sum(
         int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0)
         for labels in plain
     )
     return PackingStats(
-        sequences=sum(found.counts),
-        positions=sum(int(packed.lengths[packed.units].sum()) for packed in found.packed)
+        sequences=sum(sequences.counts),
+        positions=sum(int(packed.lengths[packed.units].sum()) for packed in sequences.packed)
         + texts
         - cut,
-        truncated=sum(packed.truncated for packed in found.packed)
-        + sum(int((more > 0).sum()) for more in longer),
-        cut=sum(packed.cut for packed in found.packed) + cut,
-        dropped=sum(packed.dropped for packed in found.packed),
-        all_masked=sum(packed.all_masked for packed in found.packed),
+        truncated=sum(packed.truncated for packed in sequences.packed)
+        + sum(int((excess > 0).sum()) for excess in longer),
+        cut=sum(packed.cut for packed in sequences.packed) + cut,
+        dropped=sum(packed.dropped for packed in sequences.packed),
+        all_masked=sum(packed.all_masked for packed in sequences.packed),
     )
 
 
@@ -242,8 +242,8 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
     keys = array("Q")
     together = DOCUMENTS_PER_UNIT[split.kind]
     double = 0
-    missing = 0
-    other = 0
+    num_missing = 0
+    num_other = 0
     for unit in range(len(split) // together):
         digest = blake2b(digest_size=8)
         for index in range(unit * together, (unit + 1) * together):
@@ -263,12 +263,12 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
                 or (manifest.kind == "kto" and index % 2)
             ):
                 continue
-            ended = bool(ends & loss_mask)
-            other = other + ended
-            missing = missing + (not ended)
+            has_end = bool(ends & loss_mask)
+            num_other = num_other + has_end
+            num_missing = num_missing + (not has_end)
         keys.append(int.from_bytes(digest.digest(), "big"))
     repeated = len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
-    return repeated, double, missing, other
+    return repeated, double, num_missing, num_other
 
 
 def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
@@ -292,9 +292,9 @@ def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
 def _chat_warnings(
     check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]
 ) -> Iterator[str]:
-    asked = sum(part.documents for part in manifest.train.parts if not part.plain)
+    num_rendered = sum(part.documents for part in manifest.train.parts if not part.plain)
     # the response for the KL term does not count
-    texts = asked // (2 if check.kind == "kto" else 1)
+    texts = num_rendered // (2 if check.kind == "kto" else 1)
     units = UNITS[check.kind]
     end = (
         "(the tokenizer has none)"

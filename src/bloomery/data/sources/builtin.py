@@ -70,7 +70,7 @@ def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
     """
     prompts = set[str]()
     responses = set[str]()
-    found = list[tuple[str, str, str]]()
+    rows = list[tuple[str, str, str]]()
     for file in files:
         try:
             text = file.path.read_bytes().decode("utf-8")
@@ -90,19 +90,19 @@ def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
                 prompts.add(does.lower())
                 responses.add(response)
                 arguments = [*node.args.posonlyargs, *node.args.args]
-                what = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
+                kind = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
                 phrase = _PHRASES[crc32(f"{node.name} {does}".encode()) % len(_PHRASES)]
-                prompt = phrase.format(what=what, does=does, name=node.name)
-                found.append((f"{file.name}:{node.lineno}", prompt, response))
-    return found
+                prompt = phrase.format(what=kind, does=does, name=node.name)
+                rows.append((f"{file.name}:{node.lineno}", prompt, response))
+    return rows
 
 
 def _summary(docstring: str) -> str | None:
     """The first sentence in the third person: "Return the sum." becomes "returns the sum"."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     sentence = paragraph.split(". ")[0].rstrip(".:")
-    first, _, rest = sentence.partition(" ")
-    verb = first.lower()
+    first_word, _, rest = sentence.partition(" ")
+    verb = first_word.lower()
     if verb not in _KNOWN:
         verb = next(
             (stem for stem in (verb[:-1], verb[:-2]) if verb.endswith("s") and stem in _KNOWN), ""
@@ -113,14 +113,16 @@ def _summary(docstring: str) -> str | None:
         third_person = (
             f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
         )
-    fits = first[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
-    return f"{third_person} {rest}" if verb and fits and ">>>" not in rest else None
+    is_usable = (
+        first_word[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
+    )
+    return f"{third_person} {rest}" if verb and is_usable and ">>>" not in rest else None
 
 
 def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
     """The source without the docstring, dedented; None when it is empty or too long."""
     docstring, *body = node.body
-    begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     if (
         not body
         or docstring.end_lineno is None
@@ -128,8 +130,10 @@ def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str])
         or body[0].lineno <= docstring.end_lineno
     ):
         return None
-    kept = lines[begin - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
-    response = textwrap.dedent("".join(kept)).strip()
+    source_lines = (
+        lines[first_line - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
+    )
+    response = textwrap.dedent("".join(source_lines)).strip()
     if docstring.lineno == node.lineno or len(response) > MAX_ANSWER or not response.isascii():
         return None
     return response if _is_python(response) else None  # dedenting may have changed a string in it
@@ -171,11 +175,11 @@ def stdlib_files() -> list[SourceFile]:
 
 @functools.cache  # a plan lists them twice
 def _names_below(root: Path) -> tuple[str, ...]:
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return tuple(sorted(path.relative_to(root).as_posix() for path in found))
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return tuple(sorted(path.relative_to(root).as_posix() for path in paths))
 
 
 def identity() -> str:

@@ -114,12 +114,12 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
     """The datasets of the data section, for an objective's required format. Raises UserError when it names none, too
     many, or missing files.
     """
-    given = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
-    if len(given) != 1:
+    named_keys = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
+    if len(named_keys) != 1:
         problem = (
             "names no dataset"
-            if not given
-            else f"names {' and '.join(given)}, which exclude each other"
+            if not named_keys
+            else f"names {' and '.join(named_keys)}, which exclude each other"
         )
         fix = "set one of data.path, data.sources and data.builtin"
         raise UserError(f"the recipe {problem}", where="data", fix=fix)
@@ -137,8 +137,8 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
 
 def sources_of(data: Data) -> list[Source]:
     """The recipe's sources; data.path is one source."""
-    whole = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
-    return [] if data.builtin else data.sources or [whole]
+    source = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
+    return [] if data.builtin else data.sources or [source]
 
 
 def open_dataset(
@@ -172,8 +172,8 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
         for example in (
             builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations
         )(dataset.files):
-            for one in documents_of(example, dataset.required_format):
-                yield Document(one.source, one)
+            for unit in documents_of(example, dataset.required_format):
+                yield Document(unit.source, unit)
         stats.bytes_read += dataset.bytes
         return
     for file in dataset.files:
@@ -196,7 +196,7 @@ _Read = Callable[[Value], Sequence[Document]]  # of a row; raises BadRow
 def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
     """Rows as the first of them, or the columns of a table; other values as texts."""
     columns = list[str]() or None
-    read = None
+    reader = None
     try:
         if file.format in TABLES:
             types = column_types(file.path, file.format)
@@ -205,22 +205,22 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 if dataset.required_format == "text"
                 else columns_of_examples(dataset.columns, types)
             )
-            first = (
+            first_row = (
                 next(read_values(file.path, file.shown, file.format, columns), None)
                 if columns
                 else None
             )
-            read, columns = _reader(first, types, dataset, stats, columns, file.shown)
+            reader, columns = _reader(first_row, types, dataset, stats, columns, file.shown)
         for value in read_values(file.path, file.shown, file.format, columns):
             if isinstance(value, BadRow):
                 yield value
                 continue
             row = isinstance(value.content, dict) or dataset.format in FORMATS
-            if row and read is None:
-                read, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
+            if row and reader is None:
+                reader, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
             try:
                 yield from (
-                    read(value) if row and read is not None else [_document(value, "text", "")]
+                    reader(value) if row and reader is not None else [_document(value, "text", "")]
                 )
             except BadRow as bad_row:
                 yield bad_row
@@ -254,7 +254,7 @@ def _types(row: object) -> dict[str, str]:
 
 
 def _reader(
-    first: Value | BadRow | None,
+    first_row: Value | BadRow | None,
     types: Mapping[str, str],
     dataset: Dataset,
     stats: ReadStats,
@@ -262,15 +262,19 @@ def _reader(
     where: str,
 ) -> tuple[_Read, list[str] | None]:
     """The reader of rows such as `first`, and the columns that it needs; `columns`: those of examples."""
-    found = _format_of(first, dataset, types)
-    if found is not None:
-        format, named = found
+    choice = _format_of(first_row, dataset, types)
+    if choice is not None:
+        format, columns_by_role = choice
         stats.formats.add(
-            format if named == dataset.columns else f"{format} ({describe_columns(named)})"
+            format
+            if columns_by_role == dataset.columns
+            else f"{format} ({describe_columns(columns_by_role)})"
         )
 
         def read(value: Value) -> list[Document]:
-            example = read_example(value.content, format=format, columns=named, where=value.where)
+            example = read_example(
+                value.content, format=format, columns=columns_by_role, where=value.where
+            )
             return [
                 Document(one.source, one) for one in documents_of(example, dataset.required_format)
             ]
@@ -292,20 +296,20 @@ def _reader(
 
 
 def _format_of(
-    first: Value | BadRow | None, dataset: Dataset, types: Mapping[str, str]
+    first_row: Value | BadRow | None, dataset: Dataset, types: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
     """The format of the examples in rows such as `first`, and their columns; None for text and tokens."""
     if dataset.format in FORMATS:
         return dataset.format, dataset.columns
     if (
-        not isinstance(first, Value)
+        not isinstance(first_row, Value)
         or dataset.format == "tokens"
         or {"text", "tokens"} & set(dataset.columns)
     ):
         return None
     plain = any(types.get(name) == "text" for name in TEXT_COLUMNS)
     return format_of_row(
-        first.content, dataset.columns, required_format=dataset.required_format, plain=plain
+        first_row.content, dataset.columns, required_format=dataset.required_format, plain=plain
     )
 
 
@@ -364,7 +368,7 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
         type(item) is int and 0 <= item < 2**32 for item in content
     ):
         raise BadRow(where, f"is {kind_of(content)}, not a list of token ids")
-    found = Document(value.where, tokens=tuple(content))
+    document = Document(value.where, tokens=tuple(content))
     attended = None
     for mask in masks:
         flags = value.content.get(mask)
@@ -377,9 +381,9 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
         if mask == ATTENTION:
             attended = [bool(flag) for flag in flags]
         else:
-            none = _IGNORED if mask == "labels" else 0
-            found = replace(found, loss_mask=tuple(flag != none for flag in flags))
-    return found if attended is None else _kept(found, attended)
+            ignored = _IGNORED if mask == "labels" else 0
+            document = replace(document, loss_mask=tuple(flag != ignored for flag in flags))
+    return document if attended is None else _kept(document, attended)
 
 
 def _kept(document: Document, flags: Sequence[bool]) -> Document:
@@ -408,9 +412,11 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
     size = len(tokens)
     spared = int(pad_id in ends)
     front = next((index for index, token in enumerate(tokens) if token != pad_id), size)
-    back = next((index for index, token in enumerate(reversed(tokens)) if token != pad_id), size)
+    num_trailing = next(
+        (index for index, token in enumerate(reversed(tokens)) if token != pad_id), size
+    )
     start = max(front - spared, 0)
-    stop = size - max(back - spared, 0) if front < size else 0
+    stop = size - max(num_trailing - spared, 0) if front < size else 0
     return _kept(document, [start <= index < stop for index in range(size)])
 
 
@@ -453,54 +459,56 @@ def describe_rows(source: Source, required_format: RequiredFormat) -> str | None
     ):
         parts.append(f"separated by {CHARACTERS[delimiter]}s")
     try:
-        first = next(read_values(file.path, file.shown, file.format), None)
+        first_row = next(read_values(file.path, file.shown, file.format), None)
     except (
         UserError,
         EOFError,
         OSError,
         zlib.error,
     ):  # which reading the dataset reports, of the columns it needs
-        first = None
-    if isinstance(first, Value) and isinstance(first.content, dict):
-        parts += _chosen_columns(first, dataset)
+        first_row = None
+    if isinstance(first_row, Value) and isinstance(first_row.content, dict):
+        parts += _chosen_columns(first_row, dataset)
     return f"{Path(file.shown).name}: {'; '.join(parts)}" if parts else None
 
 
-def _chosen_columns(first: Value, dataset: Dataset) -> list[str]:
+def _chosen_columns(first_row: Value, dataset: Dataset) -> list[str]:
     """The columns that are read of rows such as `first`, unless the recipe names them all."""
-    types = _types(first.content)
-    found = _format_of(first, dataset, types)
-    if found is not None:
-        guessed = [describe_columns(found[1])] if found[1] != dataset.columns else []
+    types = _types(first_row.content)
+    choice = _format_of(first_row, dataset, types)
+    if choice is not None:
+        guessed = [describe_columns(choice[1])] if choice[1] != dataset.columns else []
         every = dataset.required_format in ("text", "any")
         return [*guessed, *(["every token of them is trained on"] if every and guessed else [])]
     try:
-        role, column = _choose(types, dataset, first.where)
+        role, column = _choose(types, dataset, first_row.where)
     except UserError:  # which reading the dataset raises
         return []
-    others = [name for name in first.content if name != column]
+    other_columns = [name for name in first_row.content if name != column]
     if (
         role != "text"
         or "text" in dataset.columns
-        or (column in TEXT_COLUMNS and not like_examples(others))
+        or (column in TEXT_COLUMNS and not like_examples(other_columns))
     ):
         return []
     unread = (
-        f"; not read: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
+        f"; not read: {', '.join(other_columns[:4])}{' ...' if len(other_columns) > 4 else ''}"
+        if other_columns
+        else ""
     )
     lines = [f"column {column!r} is plain text, every token of it is trained on{unread}"]
-    example = format_of_row(first.content, {}, required_format="sft", plain=False)
+    example = format_of_row(first_row.content, {}, required_format="sft", plain=False)
     if example is not None:
-        named = ", ".join(f"{role}: {name}" for role, name in example[1].items())
-        columns = f" data.columns={shlex.quote('{' + named + '}')}" if named else ""
+        roles = ", ".join(f"{role}: {name}" for role, name in example[1].items())
+        columns = f" data.columns={shlex.quote('{' + roles + '}')}" if roles else ""
         lines.append(f"to train on responses: data.format={example[0]}{columns}")
     return lines
 
 
 def describe_columns(columns: dict[str, str]) -> str:
     """ "a is the instruction, b the output"."""
-    first, *rest = (f"{name} is the {role}" for role, name in columns.items())
-    return ", ".join([first, *(words.replace(" is the ", " the ") for words in rest)])
+    first_text, *rest = (f"{name} is the {role}" for role, name in columns.items())
+    return ", ".join([first_text, *(text.replace(" is the ", " the ") for text in rest)])
 
 
 def read_file(path: Path) -> str:

@@ -83,16 +83,16 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
         raise UserError(
             "the path is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix
         )
-    shown = _shown(source.path, root)
+    shown_root = _shown(source.path, root)
     if root.is_file():
-        return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
+        return [SourceFile(root, root.name, _format(root, source.format), str(shown_root))]
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
-        return _saved_dataset(root, shown)
-    found = sorted(_walk(root, source.glob))
-    chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
-    if not chosen:
-        raise _nothing(root, source.glob, found)
-    return [_file(source, root, shown, name) for name in _divided(source, chosen).train]
+        return _saved_dataset(root, shown_root)
+    names = sorted(_walk(root, source.glob))
+    candidates = names if source.glob else _recognized(names, rows=rows or source.format in FORMATS)
+    if not candidates:
+        raise _nothing(root, source.glob, names)
+    return [_file(source, root, shown_root, name) for name in _divided(source, candidates).train]
 
 
 def _divided(source: Source, names: list[str]) -> Division:
@@ -100,10 +100,10 @@ def _divided(source: Source, names: list[str]) -> Division:
     suffixes = {name: suffix_of(Path(name)) for name in names}
     texts = {name for name, suffix in suffixes.items() if suffix in TEXT}
     code = {name for name, suffix in suffixes.items() if suffix not in {*DATA, *TABLES, *TEXT}}
-    named = [name for name in names if name not in code]
-    if not named:
+    counted_names = [name for name in names if name not in code]
+    if not counted_names:
         return Division(names, {})
-    division = divide(named, texts=texts, where=source.path, chosen=source.glob is not None)
+    division = divide(counted_names, texts=texts, where=source.path, chosen=source.glob is not None)
     return Division(sorted({*division.train, *code}), division.others)
 
 
@@ -121,14 +121,16 @@ def _shown(name: str, root: Path) -> Path:
 
 def _near(root: Path) -> str:
     """The fix for a path that does not exist: the closest name in its folder."""
-    others = list(root.parent.iterdir()) if root.parent.is_dir() else []
+    neighbors = list(root.parent.iterdir()) if root.parent.is_dir() else []
     names = {
         path.stem: path
-        for path in sorted(others, key=lambda path: (path.suffix == root.suffix, path.name))
+        for path in sorted(neighbors, key=lambda path: (path.suffix == root.suffix, path.name))
     }
-    near = closest(root.stem, names)  # without the suffix, which would make names similar
+    similar = closest(root.stem, names)  # without the suffix, which would make names similar
     return (
-        f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "set data.path"
+        f"did you mean data.path={shlex.quote(str(names[similar[0]]))}?"
+        if similar
+        else "set data.path"
     )
 
 
@@ -149,12 +151,12 @@ def _walk(root: Path, glob: str | None) -> Iterator[str]:
             name for name in folders if not name.startswith(".") and name != "__pycache__"
         )
         for name in files:
-            below = os.path.relpath(Path(folder, name), root)
+            relative_name = os.path.relpath(Path(folder, name), root)
             matches = glob is None or fnmatch.fnmatch(
-                below if "/" in glob else name, glob.removeprefix("**/")
+                relative_name if "/" in glob else name, glob.removeprefix("**/")
             )
             if matches and not name.startswith(".") and Path(folder, name).is_file():
-                yield below
+                yield relative_name
 
 
 def _recognized(names: list[str], *, rows: bool) -> list[str]:
@@ -176,18 +178,20 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     root = data_place(source.path)
     if not root.is_dir() or (root / "state.json").is_file():
         return {}
-    shown = _shown(source.path, root)
+    shown_root = _shown(source.path, root)
     splits = dict[str, list[SourceFile]]()
     if (root / "dataset_dict.json").is_file():
-        others = [split for split in _names_of_splits(root) if split != "train"]
-        splits = {split: _saved_dataset(root / split, shown / split) for split in others}
+        split_names = [split for split in _names_of_splits(root) if split != "train"]
+        splits = {split: _saved_dataset(root / split, shown_root / split) for split in split_names}
         return {split: files for split, files in splits.items() if files}
-    found = sorted(_walk(root, source.glob))
-    chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
-    named = _divided(source, chosen).others if chosen else {}
+    all_names = sorted(_walk(root, source.glob))
+    candidates = (
+        all_names if source.glob else _recognized(all_names, rows=rows or source.format in FORMATS)
+    )
+    divided = _divided(source, candidates).others if candidates else {}
     return {
-        split: [_file(source, root, shown, name) for name in names]
-        for split, names in named.items()
+        split: [_file(source, root, shown_root, name) for name in names]
+        for split, names in divided.items()
     }
 
 
@@ -207,46 +211,52 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
         or (root / "dataset_dict.json").is_file()
     ):
         return None
-    found = sorted(_walk(root, None))
+    all_names = sorted(_walk(root, None))
     rows = rows or source.format in FORMATS
-    taken = _recognized(found, rows=rows)
-    aside = [
-        name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)
+    read_names = _recognized(all_names, rows=rows)
+    unread_names = [
+        name
+        for name in all_names
+        if name not in set(read_names) and _may_be_data(name, read_names, rows=rows)
     ]
-    if not aside:
+    if not unread_names:
         return None
-    such = f"is not read: {aside[0]}" if len(aside) == 1 else f"are not read, such as {aside[0]}"
-    warning = f"{counted(len(aside), 'files')} that may be data {such}"
-    all_files = {*_divided(source, taken).train, *aside}
+    examples = (
+        f"is not read: {unread_names[0]}"
+        if len(unread_names) == 1
+        else f"are not read, such as {unread_names[0]}"
+    )
+    warning = f"{counted(len(unread_names), 'files')} that may be data {examples}"
+    all_files = {*_divided(source, read_names).train, *unread_names}
     for glob in ("*.json*", "*"):
-        if {name for name in found if fnmatch.fnmatch(Path(name).name, glob)} == all_files:
+        if {name for name in all_names if fnmatch.fnmatch(Path(name).name, glob)} == all_files:
             return f'{warning}; {key}"{glob}" reads all'
-    return f'{warning}; {key}"*{suffix_of(Path(aside[0]))}*" reads such files instead'
+    return f'{warning}; {key}"*{suffix_of(Path(unread_names[0]))}*" reads such files instead'
 
 
-def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
+def _may_be_data(name: str, read_names: list[str], *, rows: bool) -> bool:
     """Whether a file that is not `taken` may be data. Tables next to code are mostly settings; texts have no rows."""
-    if not taken or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
+    if not read_names or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
         return False
     split = split_of(name)
     if split is not None and split.kind != "train":
         return False
     suffix = suffix_of(Path(name))
-    data = suffix_of(Path(taken[0])) in DATA
+    data = suffix_of(Path(read_names[0])) in DATA
     return (suffix in TABLES and (rows or data)) or (suffix in TEXT and data and not rows)
 
 
-def _format(path: Path, asked: str) -> str:
-    if asked == "tokens" or asked in FORMATS:
+def _format(path: Path, format: str) -> str:
+    if format == "tokens" or format in FORMATS:
         return _format(path, "auto")
-    if asked != "auto":
-        return asked
+    if format != "auto":
+        return format
     suffix = suffix_of(path)
-    known = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
-    if path.suffix in COMPRESSED and known in ("parquet", "arrow"):
-        problem = f"a {known} file compressed as {path.suffix} is not supported"
+    format_of_suffix = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
+    if path.suffix in COMPRESSED and format_of_suffix in ("parquet", "arrow"):
+        problem = f"a {format_of_suffix} file compressed as {path.suffix} is not supported"
         raise UserError(problem, where=str(path), fix="decompress it")
-    return known
+    return format_of_suffix
 
 
 def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
@@ -281,9 +291,13 @@ def _saved_dataset(root: Path, shown: Path) -> list[SourceFile]:
         root / "state.json",
         lambda state: [str(entry["filename"]) for entry in state["_data_files"]],
     )
-    missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
-    if missing:
-        raise UserError(f"{missing[0]} is missing", where=str(root), fix="save the dataset again")
+    missing_names = [
+        name for name in names if Path(name).name != name or not (root / name).is_file()
+    ]
+    if missing_names:
+        raise UserError(
+            f"{missing_names[0]} is missing", where=str(root), fix="save the dataset again"
+        )
     return [SourceFile(root / name, name, "arrow", str(shown / name)) for name in names]
 
 

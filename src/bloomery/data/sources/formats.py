@@ -51,8 +51,8 @@ Columns = Mapping[str, str]  # roles to columns of other names
 def plain_json(value: object, where: str) -> Any:
     """A value that JSON can encode: no NaN, no infinity, no half of a surrogate pair. Raises BadRow."""
     try:
-        written = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        written.encode()
+        json_text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        json_text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(where, "holds half of a surrogate pair, which is no character") from error
     except RecursionError as error:
@@ -61,7 +61,7 @@ def plain_json(value: object, where: str) -> Any:
         raise BadRow(where, f"is not valid JSON: {error}") from error
     except ValueError as error:
         raise BadRow(where, "holds NaN or infinity") from error
-    return json.loads(written)
+    return json.loads(json_text)
 
 
 def _parsed(value: object) -> Any:
@@ -95,8 +95,8 @@ def _message(
         raise BadRow(where, f"has no {' or '.join(role_keys)}; it has: {names}")
     name = text_of(turn[role_key], f"{where}.{role_key}").strip().lower()
     if name not in ROLES:
-        known = did_you_mean(name, ROLES, "known are system, user, assistant and tool")
-        raise BadRow(f"{where}.{role_key}", f"is an unknown role, {name[:40]!r}; {known}")
+        suggestion = did_you_mean(name, ROLES, "known are system, user, assistant and tool")
+        raise BadRow(f"{where}.{role_key}", f"is an unknown role, {name[:40]!r}; {suggestion}")
     role = ROLES[name]
     text_key = next((key for key in text_keys if key in turn), text_keys[0])
     calls = (
@@ -105,16 +105,18 @@ def _message(
         else ()
     )
     content = ""
-    place = f"{where}.{text_key}"
+    location = f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
-            raise BadRow(place, "is missing")
-        content = _content(turn[text_key], place)
+            raise BadRow(location, "is missing")
+        content = _content(turn[text_key], location)
     if name in _CALLING:
         parsed = _parsed(content)
         if not isinstance(parsed, dict | list):
-            raise BadRow(place, "is not a call: a function_call is JSON with a name and arguments")
-        calls = _calls(parsed if isinstance(parsed, list) else [parsed], place)
+            raise BadRow(
+                location, "is not a call: a function_call is JSON with a name and arguments"
+            )
+        calls = _calls(parsed if isinstance(parsed, list) else [parsed], location)
         content = ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
     optional = {
@@ -144,19 +146,19 @@ def _content(value: object, where: str) -> str:
         return text_of(value, where)
     texts = list[str]()
     for index, part in enumerate(value):
-        place = f"{where}[{index}]"
+        location = f"{where}[{index}]"
         if not isinstance(part, str | dict):
-            raise BadRow(place, f"is {kind_of(part)}, not a part with a type and a text")
+            raise BadRow(location, f"is {kind_of(part)}, not a part with a type and a text")
         if isinstance(part, dict):
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
                 problem = (
                     f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
                 )
                 raise BadRow(
-                    place, problem, "leave such conversations out, or set data.on_error=skip"
+                    location, problem, "leave such conversations out, or set data.on_error=skip"
                 )
             part = part["text"]
-        texts.append(text_of(part, place))
+        texts.append(text_of(part, location))
     return "".join(texts)
 
 
@@ -168,19 +170,19 @@ def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
         raise BadRow(where, f"is {kind_of(value)}, not a list of calls")
     calls = list[dict[str, Any]]()
     for index, call in enumerate(value):
-        place = f"{where}[{index}]"
-        checked = plain_json(call, place)
+        location = f"{where}[{index}]"
+        checked = plain_json(call, location)
         function = checked.get("function", checked) if isinstance(checked, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(place, "is not a call: a call names a function")
+            raise BadRow(location, "is not a call: a call names a function")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):  # JSON in JSON, not checked so far
-            arguments = plain_json(_parsed(arguments), f"{place}.arguments")
-        kept = {"id": checked["id"]} if isinstance(checked.get("id"), str) else {}
+            arguments = plain_json(_parsed(arguments), f"{location}.arguments")
+        identity = {"id": checked["id"]} if isinstance(checked.get("id"), str) else {}
         calls.append(
             {
                 "type": "function",
-                **kept,
+                **identity,
                 "function": {"name": function["name"], "arguments": arguments},
             }
         )
@@ -254,35 +256,37 @@ class Row:
 
     def side(self, role: str) -> tuple[Turns, str]:
         """A text or messages, and their place."""
-        value, place = self.cell(role)
+        value, location = self.cell(role)
         if isinstance(value, list):
-            return self.turns(value, place), place
-        text = text_of(value, place)
-        refuse_size(len(text), place)
-        return text, place
+            return self.turns(value, location), location
+        text = text_of(value, location)
+        refuse_size(len(text), location)
+        return text, location
 
     def tools(self) -> tuple[dict[str, Any], ...]:
         """The tools, which are a list or JSON text. Raises BadRow."""
-        value, place = self.cell("tools", needed=False)
+        value, location = self.cell("tools", needed=False)
         value = _parsed(value)
         if value is None or value == "" or value == []:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            raise BadRow(place, "is not a list of tools, each an object")
-        return tuple(cast(list[dict[str, Any]], plain_json(value, place)))
+            raise BadRow(location, "is not a list of tools, each an object")
+        return tuple(cast(list[dict[str, Any]], plain_json(value, location)))
 
 
 def _chat(row: Row) -> Example:
     """Lists of turns in the formats of OpenAI and ShareGPT; "system" may be a separate column."""
-    given = [role for role in ("messages", "conversations") if role in row.named]
-    value, place = row.cell(
-        given[0] if given else next((name for name in LISTS if name in row.cells), LISTS[0])
+    named_roles = [role for role in ("messages", "conversations") if role in row.named]
+    value, location = row.cell(
+        named_roles[0]
+        if named_roles
+        else next((name for name in LISTS if name in row.cells), LISTS[0])
     )
-    messages = row.turns(value, place)
+    messages = row.turns(value, location)
     system, system_place = row.cell("system", needed=False)
     if system is not None and text_of(system, system_place).strip():
         messages = (Message("system", system), *messages)
-    check_turns(messages, place, start=len(value) - len(messages))
+    check_turns(messages, location, start=len(value) - len(messages))
     return Example(row.where, "chat", (), (messages,), tools=row.tools())
 
 
@@ -292,26 +296,26 @@ def _alpaca(row: Row) -> Example:
     """
     texts = {role: text_of(*row.cell(role)) for role in ("instruction", "output")}
     for role in ("input", "system"):
-        taken = row.named.get("instruction", "instruction") == role
-        value, place = (None, "") if taken else row.cell(role, needed=False)
-        texts[role] = "" if value is None else text_of(value, place)
+        is_instruction = row.named.get("instruction", "instruction") == role
+        value, location = (None, "") if is_instruction else row.cell(role, needed=False)
+        texts[role] = "" if value is None else text_of(value, location)
     turns = [Message("system", texts["system"])] if texts["system"].strip() else []
-    history, place = row.cell("history", needed=False)
+    history, location = row.cell("history", needed=False)
     if history is not None:
         if not isinstance(history, list) or not all(
             isinstance(pair, list) and len(pair) == 2 for pair in history
         ):
-            raise BadRow(place, "is not a list of pairs of a prompt and its response")
+            raise BadRow(location, "is not a list of pairs of a prompt and its response")
         parts = [
-            text_of(part, f"{place}[{index}]")
+            text_of(part, f"{location}[{index}]")
             for index, pair in enumerate(history)
             for part in pair
         ]
-        before = [
+        earlier_turns = [
             Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)
         ]
-        check_turns(before, place, responses=False)
-        turns += before
+        check_turns(earlier_turns, location, responses=False)
+        turns += earlier_turns
     prompt = "\n".join(part for part in (texts["instruction"], texts["input"]) if part.strip())
     turns += [Message("user", prompt), Message("assistant", texts["output"])]
     for role, value in (("instruction", prompt), ("output", texts["output"])):
@@ -328,15 +332,15 @@ def _completion(row: Row) -> Example:
 
 def _kto(row: Row) -> Example:
     example = _completion(row)
-    label, place = row.cell("label")
+    label, location = row.cell("label")
     if isinstance(label, str):  # tables have only text
         label = {"true": True, "1": True, "false": False, "0": False}.get(
             label.strip().lower(), label
         )
     if isinstance(label, float) and math.isnan(label):
-        raise BadRow(place, "is NaN, not true or false")
+        raise BadRow(location, "is NaN, not true or false")
     if label not in (0, 1) or type(label) not in (bool, int):
-        raise BadRow(place, f"is {kind_of(label)}, not true (desirable) or false")
+        raise BadRow(location, f"is {kind_of(label)}, not true (desirable) or false")
     return replace(example, kind="kto", desirable=bool(label))
 
 
@@ -347,9 +351,9 @@ def _preference(row: Row) -> Example:
     if chosen == rejected:
         raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
     prompt = cast(Turns, "")
-    place = ""
+    prompt_place = ""
     if "prompt" in row.named or row.cells.get("prompt") is not None:
-        prompt, place = row.side("prompt")
+        prompt, prompt_place = row.side("prompt")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow(
             row.where, "has one side as text and one as messages", "use one format for both sides"
@@ -379,20 +383,20 @@ def _preference(row: Row) -> Example:
         if not chosen or not rejected:
             raise BadRow(row.where, "has a side that is the beginning of the other", _PAIR_FIX)
     prompt, responses = _joined(
-        (prompt, place or f"{row.where}, prompt"),
+        (prompt, prompt_place or f"{row.where}, prompt"),
         (chosen, chosen_place),
         (rejected, rejected_place),
     )
     return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
 
 
-def _common(one: Turns, other: Turns) -> int:
+def _common(first: Turns, second: Turns) -> int:
     """The number of equal first turns, or of equal first characters up to white space, so that no word is cut."""
-    shared = num_equal(one, other)
-    if isinstance(one, str):
-        while shared and not one[shared - 1].isspace():
+    shared = num_equal(first, second)
+    if isinstance(first, str):
+        while shared and not first[shared - 1].isspace():
             shared -= 1
-        shared = len(one[:shared].rstrip(" "))  # a space is in one token with the next word
+        shared = len(first[:shared].rstrip(" "))  # a space is in one token with the next word
     return shared
 
 
@@ -404,20 +408,20 @@ def _joined(
     """
     sides = [side for side, _ in (prompt, *responses)]
     if all(isinstance(side, str) for side in sides):
-        for side, place in (prompt, *responses):
+        for side, location in (prompt, *responses):
             if not side:
-                raise BadRow(place, "is empty")
+                raise BadRow(location, "is empty")
         return sides[0], tuple(sides[1:])
     turns, *answers = (
         (Message("assistant" if index else "user", side),) if isinstance(side, str) else side
         for index, side in enumerate(sides)
     )
     check_turns(turns, prompt[1], responses=False)
-    for answer, (_, place) in zip(answers, responses, strict=True):
-        check_turns((*turns, *answer), place, start=-len(turns))
+    for answer, (_, location) in zip(answers, responses, strict=True):
+        check_turns((*turns, *answer), location, start=-len(turns))
         if not any(message.role == "assistant" for message in answer):
-            raise BadRow(place, "has no assistant turn to train on")
-        refuse_size(sum(len(message.content) for message in (*turns, *answer)), place)
+            raise BadRow(location, "has no assistant turn to train on")
+        refuse_size(sum(len(message.content) for message in (*turns, *answer)), location)
     return turns, tuple(answers)
 
 
@@ -527,15 +531,15 @@ def refuse_unknown_roles(source: Source) -> None:
 
 def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
     """The columns of a file that an example may use; None without any."""
-    used = {*columns.values(), *LISTS, *_ALL_ROLES}
-    usual = {name for names in _USUAL.values() for name in names}
-    return [name for name in present if name in used or name.lower() in usual] or None
+    used_columns = {*columns.values(), *LISTS, *_ALL_ROLES}
+    usual_names = {name for names in _USUAL.values() for name in names}
+    return [name for name in present if name in used_columns or name.lower() in usual_names] or None
 
 
 def like_examples(columns: Collection[str]) -> bool:
     """Whether names of columns are those of conversations, of prompts and responses, or of pairs."""
-    usual = {*LISTS, *_ALL_ROLES, *(name for names in _USUAL.values() for name in names)}
-    return any(name.lower() in usual for name in columns)
+    usual_names = {*LISTS, *_ALL_ROLES, *(name for names in _USUAL.values() for name in names)}
+    return any(name.lower() in usual_names for name in columns)
 
 
 def format_of_row(
@@ -563,16 +567,16 @@ def format_of_row(
     texts = {
         str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str)
     }
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
     for role, names in _USUAL.items():
         column = next(
-            (texts[name] for name in names if name in texts and texts[name] not in found.values()),
+            (texts[name] for name in names if name in texts and texts[name] not in roles.values()),
             None,
         )
         if column is not None:
-            found[role] = column
-    guessed = {role: column for role, column in found.items() if role != column}
-    return ("alpaca", guessed) if {"instruction", "output"} <= found.keys() else None
+            roles[role] = column
+    guessed = {role: column for role, column in roles.items() if role != column}
+    return ("alpaca", guessed) if {"instruction", "output"} <= roles.keys() else None
 
 
 def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[Example]:

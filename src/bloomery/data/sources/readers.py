@@ -100,8 +100,8 @@ def decode(data: bytes, where: str, *, of_line: bool = False) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        place = f"at byte {error.start + 1} of the line" if of_line else f"in line {line}"
-        raise _not_utf8(where, data[error.start], place) from error
+        location = f"at byte {error.start + 1} of the line" if of_line else f"in line {line}"
+        raise _not_utf8(where, data[error.start], location) from error
 
 
 def _wide_encoding(data: bytes) -> str | None:
@@ -111,14 +111,18 @@ def _wide_encoding(data: bytes) -> str | None:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16"
     sample = data[:4096]
-    low = sample[0::2].count(0)
-    high = sample[1::2].count(0)
-    if len(sample) >= 8 and max(low, high) > 0.4 * len(sample) and min(low, high) <= 1:
-        return "UTF-16LE" if high > low else "UTF-16BE"
+    even_zeros = sample[0::2].count(0)
+    odd_zeros = sample[1::2].count(0)
+    if (
+        len(sample) >= 8
+        and max(even_zeros, odd_zeros) > 0.4 * len(sample)
+        and min(even_zeros, odd_zeros) <= 1
+    ):
+        return "UTF-16LE" if odd_zeros > even_zeros else "UTF-16BE"
     return None
 
 
-def _not_utf8(where: str, byte: int, place: str) -> BadRow:
+def _not_utf8(where: str, byte: int, location: str) -> BadRow:
     """A byte of another encoding; what Excel and Windows write is named with its letter."""
     letter = bytes([byte]).decode("cp1252", "replace")
     looks = (
@@ -130,7 +134,7 @@ def _not_utf8(where: str, byte: int, place: str) -> BadRow:
         "convert it (iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; in Excel: save as CSV UTF-8), "
         "or set data.on_error=skip"
     )
-    return BadRow(where, f"is not UTF-8: byte 0x{byte:02x} {place}{looks}", fix)
+    return BadRow(where, f"is not UTF-8: byte 0x{byte:02x} {location}{looks}", fix)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -144,13 +148,13 @@ def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
-        ended = error.pos >= len(error.doc.rstrip())
-        end = (
+        at_end = error.pos >= len(error.doc.rstrip())
+        hint = (
             ", where it ends: is a closing brace missing?"
-            if ended and error.doc.lstrip()[:1] in ("{", "[")
+            if at_end and error.doc.lstrip()[:1] in ("{", "[")
             else ""
         )
-        return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}{end}"
+        return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}{hint}"
     return f"is not JSON: {error}".partition(";")[0]  # without Python's advice on long numbers
 
 
@@ -209,9 +213,9 @@ class _Rejoined:
         self._stream = stream
 
     def read(self, size: int) -> bytes:
-        begun = self._head[:size]
+        piece = self._head[:size]
         self._head = self._head[size:]
-        return begun or self._stream.read(size)
+        return piece or self._stream.read(size)
 
     def readline(self, limit: int) -> bytes:
         end = self._head.find(b"\n") + 1
@@ -273,7 +277,7 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     buffer = ""
     line = 1
-    ended = False
+    at_end = False
     run = 0
     brackets = ""
     while True:
@@ -293,21 +297,21 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
         try:
             content, end = _DECODER.raw_decode(buffer) if buffer else (None, 0)
         except (ValueError, RecursionError) as error:
-            if ended or isinstance(error, RecursionError):
+            if at_end or isinstance(error, RecursionError):
                 raise BadRow(where, _reason(error)) from error
             content = None
             end = 0
-        if end and (ended or end < len(buffer)):
+        if end and (at_end or end < len(buffer)):
             yield Value(where, content)
             line += buffer.count("\n", 0, end)
             buffer = buffer[end:]
-        elif ended:
+        elif at_end:
             return
         elif len(buffer) > MAX_BYTES:
             raise too_long(where, "a value")
         else:
             chunk = stream.read(max(MIB, len(buffer)))
-            ended = not chunk
+            at_end = not chunk
             if line == 1 and not buffer and (encoding := _wide_encoding(chunk)) is not None:
                 raise BadRow(
                     name,
@@ -315,7 +319,7 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
                     f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW",
                 )
             try:
-                buffer += decoder.decode(chunk, final=ended)
+                buffer += decoder.decode(chunk, final=at_end)
             except UnicodeDecodeError as error:
                 number = line + buffer.count("\n") + error.object.count(b"\n", 0, error.start)
                 raise _not_utf8(name, error.object[error.start], f"in line {number}") from error
@@ -382,30 +386,39 @@ def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
         size += len(line)
         if size >= _SNIFFED:
             break
-    usual = "\t" if ".tsv" in Path(name).suffixes[-2:] else ","
+    usual_delimiter = "\t" if ".tsv" in Path(name).suffixes[-2:] else ","
     stated = re.fullmatch(r"sep=(.)\s*", head[0]) if head else None
     if stated is not None and stated[1] in DELIMITERS:
         # an empty line keeps the numbers of those below
         return stated[1], chain(["\n"], head[1:], text)
-    return find_delimiter(head, usual, cut=size >= _SNIFFED), chain(head, text)
+    return find_delimiter(head, usual_delimiter, cut=size >= _SNIFFED), chain(head, text)
 
 
-def find_delimiter(head: Sequence[str], usual: str = ",", *, cut: bool = False) -> str:
+def find_delimiter(head: Sequence[str], usual_delimiter: str = ",", *, cut: bool = False) -> str:
     """The delimiter of a table by its first lines: of those that split the header, the one with which most rows have as
     many fields as it. `usual`, unless another does better. `cut`: the last of these rows may be incomplete.
     """
-    best = usual
-    most = 0.0
-    for delimiter in (usual, *(one for one in DELIMITERS if one != usual)):
+    best = usual_delimiter
+    best_score = 0.0
+    for delimiter in (
+        usual_delimiter,
+        *(candidate for candidate in DELIMITERS if candidate != usual_delimiter),
+    ):
         try:
             rows = [row for row in csv.reader(head, delimiter=delimiter) if row]
         except csv.Error:
             continue
-        header, *below = rows[: len(rows) - cut] or [[]]
-        fits = sum(len(row) == len(header) for row in below) / len(below) if below else 1.0
-        if len(header) > 1 and fits > most and (delimiter == usual or fits >= 0.5):
+        header, *data_rows = rows[: len(rows) - cut] or [[]]
+        score = (
+            sum(len(row) == len(header) for row in data_rows) / len(data_rows) if data_rows else 1.0
+        )
+        if (
+            len(header) > 1
+            and score > best_score
+            and (delimiter == usual_delimiter or score >= 0.5)
+        ):
             best = delimiter
-            most = fits
+            best_score = score
     return best
 
 

@@ -53,18 +53,18 @@ def split_of(name: str) -> FileSplit | None:
     if _ANY.search(name) is None:  # of most files in a large folder
         return None
     parts = [stem_of(name), *reversed(PurePath(name).parts[:-1])]
-    found = [split for part in parts if (split := _split_in(part)) is not None]
-    return next((split for split in found if split.plain), found[0] if found else None)
+    splits = [split for part in parts if (split := _split_in(part)) is not None]
+    return next((split for split in splits if split.plain), splits[0] if splits else None)
 
 
 def _split_in(part: str) -> FileSplit | None:
-    words = re.findall("[a-z]+", part.lower())
-    if len(words) == 1 and words[0] in _WORDS:
-        return FileSplit(words[0], _WORDS[words[0]], plain=True)
-    if words and words[0] in _WORDS:  # test_prefs, validation-matched: splits of their own
-        return FileSplit(part, _WORDS[words[0]], plain=False, rest=" ".join(words[1:]))
-    if words and words[-1] in _WORDS:
-        return FileSplit(words[-1], _WORDS[words[-1]], plain=False, rest=" ".join(words[:-1]))
+    terms = re.findall("[a-z]+", part.lower())
+    if len(terms) == 1 and terms[0] in _WORDS:
+        return FileSplit(terms[0], _WORDS[terms[0]], plain=True)
+    if terms and terms[0] in _WORDS:  # test_prefs, validation-matched: splits of their own
+        return FileSplit(part, _WORDS[terms[0]], plain=False, rest=" ".join(terms[1:]))
+    if terms and terms[-1] in _WORDS:
+        return FileSplit(terms[-1], _WORDS[terms[-1]], plain=False, rest=" ".join(terms[:-1]))
     return None
 
 
@@ -111,11 +111,11 @@ def divide(
     if not chosen:
         train, extra = _main_split(train, others, where)
         others |= extra
-    found: dict[str, list[str]] = {}
+    others_by_split: dict[str, list[str]] = {}
     for name in names:
         if name in others:
-            found.setdefault(others[name], []).append(name)
-    return Division(train, found)
+            others_by_split.setdefault(others[name], []).append(name)
+    return Division(train, others_by_split)
 
 
 def _main_split(
@@ -132,7 +132,8 @@ def _main_split(
     if others and len(candidates) > 1 and len(sharded) == len(train):
         every = sorted({*candidates, *others.values()})
         problem = f"none of its splits is called train: {', '.join(every)}"
-        fix = f'name one: data.glob="{next((one for one in candidates if one.startswith("train")), candidates[0])}-*"'
+        likeliest = [name for name in candidates if name.startswith("train")] or candidates
+        fix = f'name one: data.glob="{likeliest[0]}-*"'
         raise UserError(problem, where=f"data.path: {where}", fix=fix)
     return train, {}
 
@@ -141,6 +142,9 @@ def validation_split(splits: Iterable[str]) -> str | None:
     """The name of the validation split among a dataset's splits; "test" is not one."""
     begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
     ranked = [
-        split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual
+        split
+        for usual_name in _VALIDATION
+        for split in (usual_name, *begins)
+        if begins.get(split) == usual_name
     ]
     return ranked[0] if ranked else None
