@@ -48,7 +48,6 @@ def test_a_good_adapter_is_taken_alone_and_beside_its_base(adapter):
     [
         ("generate", "adapter", *GENERATE),
         ("eval", "adapter", "--data", "some.txt"),
-        ("report", "adapter"),
         *(("export", "adapter", "--to", kind, "--out", "copy") for kind in ("adapter", "merged")),
     ],
     ids=" ".join,

@@ -255,7 +255,6 @@ def test_tokenizers(model, case):
         ("generate", "model", "--prompt", "the"),
         ("eval", "model", "--data", "some.txt"),
         ("export", "model", "--to", "hf", "--out", "copy"),
-        ("report", "model"),
     ],
     ids=lambda words: words[0],
 )
