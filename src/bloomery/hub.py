@@ -1,53 +1,84 @@
-"""Download models and datasets from the Hugging Face Hub: safe files only, checked by size, errors with a fix"""
+"""Models and datasets of the Hugging Face Hub: downloads of safe files, uploads of exports, and errors with a fix.
 
-import errno
+Transfers are huggingface_hub's own: it resumes them, compares sizes and fills its cache. Here is decided which files
+are wanted, what is refused before anything is downloaded, and when the network is used at all.
+"""
+
 import fnmatch
 import glob
 import logging
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import expanded, redact_secrets
-from bloomery.core.units import format_bytes
 
 Kind = Literal["model", "dataset"]
-# config: of a model whose weights are needed later
+# "config": a model whose weights are needed later
 Part = Literal["model", "config", "tokenizer", "dataset"]
+
+PREFIX = "hub:"  # before a dataset's id where a path is expected
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md")
+WEIGHT_PATTERNS = ("*.safetensors",)
+SECOND_COPIES = (
+    "*/*",
+    "consolidated*",
+    "*.index.fp*.json",
+    "*.fp16.safetensors",
+    "*.fp32.safetensors",
+)
+TABLE_PATTERNS = (
+    "*.parquet",
+    "*.jsonl",
+    "*.ndjson",
+    "*.json",
+    "*.csv",
+    "*.tsv",
+    "*.arrow",
+    "*.txt",
+)
+COMPRESSED_TABLE_PATTERNS = tuple(
+    f"{pattern}.{suffix}" for pattern in TABLE_PATTERNS for suffix in ("gz", "zst", "xz", "bz2")
+)
+NO_DATA = ("dataset_infos.json", "*/dataset_infos.json", ".*")
+
 # huggingface_hub allows no "--", no ".git" at the end, and no "-" or "." at the end of a part.
 _ID = re.compile(
     r"(?!.*\.\.|[^@]*(--|\.git(@|$)))[A-Za-z0-9]([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(@\w[\w./-]{0,199})?"
 )
 
 
+# Names
+
+
 @final
 @dataclass(frozen=True)
-class Named:
-    """`ORG/NAME` or `ORG/NAME@REVISION`, a branch, tag or commit."""
+class Repository:
+    """`ORG/NAME` or `ORG/NAME@REVISION` on the Hub; the revision is a branch, a tag or a commit."""
 
-    repo: str
+    name: str
     revision: str | None
     kind: Kind
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
     @property
-    def command(self) -> str:
-        """The command that downloads it."""
+    def download_command(self) -> str:
         return f"bloomery download {self}" + (" --dataset" if self.kind == "dataset" else "")
 
     @property
     def page(self) -> str:
         site = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-        return f"{site}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+        return f"{site}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
 
 
 def is_hub_id(name: str) -> bool:
@@ -55,25 +86,31 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def parse(name: str, kind: Kind) -> Named:
-    """Raises UserError for what is neither a path that exists nor an id."""
+def parse_id(name: str, kind: Kind) -> Repository:
+    """Raises UserError for a name that is not an id; the caller has looked for a local path before."""
     if name.startswith("runs/"):
-        fix = "train it first (runs/demo: `bloomery demo`), or name another model"
-        raise UserError("no such run, or no model in this folder of it", where=name, fix=fix)
+        raise UserError(
+            "no such run, or no model in this folder of it",
+            where=name,
+            fix="train it first (runs/demo: `bloomery demo`), or name another model",
+        )
     if not _ID.fullmatch(name):
         if name and expanded(name).exists():
-            problem = "this is a local path: there is nothing to download"
-            raise UserError(problem, where=name, fix="use the path itself as the model or dataset")
+            raise UserError(
+                "this is a local path: there is nothing to download",
+                where=name,
+                fix="use the path itself as the model or dataset",
+            )
         raise UserError(
             f"no such folder, and not a valid Hub {kind} id",
             where=name[:200] or "an empty name",
             fix="correct the path, or write ORG/NAME as on huggingface.co",
         )
-    repo, _, revision = name.partition("@")
-    return Named(repo, revision or None, kind)
+    repository, _, revision = name.partition("@")
+    return Repository(repository, revision or None, kind)
 
 
-def token() -> str | Literal[False]:
+def hub_token() -> str | Literal[False]:
     """HF_TOKEN of the environment; False keeps the library from looking for one in the home folder."""
     return os.environ.get("HF_TOKEN", "").strip() or False
 
@@ -85,181 +122,7 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, int]) -> None:
-    """Raises UserError where the repository lacks what is asked for, or has it only in an unsafe format. A model has a
-    config and safetensors; a dataset has files of a supported format.
-    """
-    held = ", ".join(sorted(listing)[:4]) or "none"
-    problem = ""
-    if part == "tokenizer":
-        if not wanted.keys() & {"tokenizer.json", "tokenizer.model", "spiece.model"}:
-            problem = "the repository has neither tokenizer.json nor tokenizer.model"
-            fix = "name another model of the same family, or a tokenizer.json"
-    elif part == "dataset":
-        script = next((name for name in sorted(listing) if name.endswith(".py")), None)
-        if not wanted and script is not None:
-            problem = f"the dataset is a loading script: {script}; Bloomery does not run code of a repository"
-            fix = f"use the Hub's copy in parquet: {named.repo}@refs/convert/parquet"
-        elif not wanted:
-            problem = f"the dataset has no file of a supported format; its files: {held}"
-            fix = "correct data.glob, or name a dataset of parquet, jsonl, json, csv, arrow or text files"
-    elif "config.json" not in listing and "adapter_config.json" not in listing:
-        problem = f"the repository has no config.json, so it is not a model; its files: {held}"
-        fix = f"check the name; for a dataset: `bloomery download {named} --dataset`"
-        if any(name.endswith(".gguf") for name in listing):
-            fix = "name the repository that the GGUF files were converted from"
-    elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
-        pickled = next((name for name in sorted(listing) if name.endswith(PICKLE_SUFFIXES)), None)
-        problem = "the repository has no weights"
-        fix = "name a repository that has model.safetensors"
-        if pickled is not None:
-            problem = f"the weights are pickle files, which can run code when opened: {pickled}; nothing was downloaded"
-            fix = f"look for a safetensors copy: {named.page}/discussions often has a branch, ID@refs/pr/N"
-    if problem:
-        raise UserError(problem, where=named.page, fix=fix)
-
-
-def refuse_full(named: Named, goal: Path, size: int) -> None:
-    """Raises UserError when the disk is too small for all files, those included that are already downloaded."""
-    place = next(
-        folder for folder in (goal.absolute(), *goal.absolute().parents) if folder.is_dir()
-    )
-    own = goal / f"{named.kind}s--{named.repo.replace('/', '--')}"
-    files = (
-        path
-        for path in (own if own.is_dir() else goal).rglob("*")
-        if path.is_file() and not path.is_symlink()
-    )
-    free = shutil.disk_usage(place).free
-    here = sum(path.stat().st_size for path in files) if goal.is_dir() else 0
-    if free + here < size:
-        raise UserError(
-            f"not enough disk space: {named} takes {format_bytes(size)}, and {format_bytes(free)} are free",
-            where=str(place),
-            fix="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
-        )
-
-
-def checked(folder: Path, wanted: dict[str, int], named: Named) -> Path:
-    """Raises UserError when a file is missing, has another size than on the Hub, or is a link out of the repository."""
-    home = folder.resolve()
-    roots = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
-    for name, size in wanted.items():
-        path = (folder / name).resolve()
-        if not any(path.is_relative_to(root) for root in roots):
-            fix = "delete it, and run the same command again"
-            raise UserError(
-                f"{name} is a link that leads out of the folder", where=str(folder), fix=fix
-            )
-        actual = path.stat().st_size if path.is_file() else None
-        if actual is None or (size and actual != size):
-            difference = (
-                "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            )
-            fix = f"delete {folder if actual is None else path}, and run `{named.command}` again"
-            raise UserError(f"{name} {difference}", where=str(folder), fix=fix)
-    return folder
-
-
-@contextmanager
-def explained(named: Named) -> Iterator[None]:
-    """Turns the library's exceptions into a UserError with a fix; one without a fix passes through."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        explanation = _explanation(named, error)
-        if explanation is None:
-            raise
-        raise explanation from error
-
-
-def _explanation(named: Named, error: Exception) -> UserError | None:
-    from huggingface_hub import errors
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    again = f"`{named.command}` resumes the download"
-    page = named.page
-    known = token()
-    tokens = "a token from https://huggingface.co/settings/tokens"
-    # The library wraps its refusal after a search in the cache.
-    offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
-    # The library's HTTP client changed its name between versions.
-    network = type(error).__module__.split(".")[0] in (
-        "requests",
-        "httpx",
-        "httpx2",
-        "httpcore",
-        "urllib3",
-    )
-    match error:
-        case errors.GatedRepoError() if known:
-            problem = "gated repository: your token has no access yet"
-            return UserError(
-                problem, where=page, fix=f"request access on {page} with the account of your token"
-            )
-        case errors.GatedRepoError():
-            problem = "gated repository: accept its terms before you download it"
-            return UserError(
-                problem, where=page, fix=f"accept on {page}, then `export HF_TOKEN=...` ({tokens})"
-            )
-        case errors.RepositoryNotFoundError():
-            other = "" if named.kind == "dataset" else "for a dataset, add --dataset"
-            private = "" if known else "if it is private, `export HF_TOKEN=...`"
-            fix = "; ".join(part for part in ("correct the name", private, other) if part)
-            return UserError(
-                f"no {named.kind} on the Hub, or it is private: {named.repo}", where=page, fix=fix
-            )
-        case errors.RevisionNotFoundError():
-            fix = f"see {page}/tree/main for its branches and tags"
-            return UserError(f"no such revision: {named.revision}", where=page, fix=fix)
-        case _ if offline or isinstance(error, errors.OfflineModeIsEnabled):
-            problem = f"{named} is not on this machine, and HF_HUB_OFFLINE prevents the download"
-            fix = f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and copy that folder here"
-            return UserError(problem, where="HF_HUB_OFFLINE", fix=fix)
-        case _ if status in (401, 403):
-            refused = (
-                "the Hub refuses the token in HF_TOKEN" if known else "the Hub requires a token"
-            )
-            fix = f"`export HF_TOKEN=...` with {tokens} that has read access"
-            return UserError(f"{refused} ({status})", where=page, fix=fix)
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return UserError(
-                "the disk is full", where=str(cache_folder()), fix=f"free some space; then {again}"
-            )
-        case PermissionError():
-            fix = "set HF_HUB_CACHE to a writable folder, or use --to"
-            where = str(error.filename or cache_folder())
-            return UserError("permission denied: cannot write the folder", where=where, fix=fix)
-        case _ if network or isinstance(
-            error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError
-        ):
-            cause: BaseException = error
-            while isinstance(cause.__cause__, Exception):
-                cause = cause.__cause__
-            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:160]
-            reason = reason if status is None else f"HTTP status {status}"
-            fix = f"check the network; {again}. Without a network, copy the folder here and use its path"
-            return UserError(f"cannot reach the Hub: {reason}", where=page, fix=fix)
-    return None
-
-
-PREFIX = "hub:"  # before a dataset's id where a path is expected
-# a model without its weights
-CONFIG = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md")
-WEIGHTS = ("*.safetensors",)
-# duplicate weights
-ASIDE = ("*/*", "consolidated*", "*.index.fp*.json", "*.fp16.safetensors", "*.fp32.safetensors")
-TABLES = ("*.parquet", "*.jsonl", "*.ndjson", "*.json", "*.csv", "*.tsv", "*.arrow", "*.txt")
-DATA = (
-    *TABLES,
-    *(f"{pattern}.{packed}" for pattern in TABLES for packed in ("gz", "zst", "xz", "bz2")),
-)
-NO_DATA = ("dataset_infos.json", "*/dataset_infos.json", ".*")
+# Folders of models and datasets: local, cached, or downloaded
 
 
 def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
@@ -267,9 +130,9 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
 
     Without `weights` only config and tokenizer are downloaded.
     """
-    found = cached_model(name, weights=weights)
-    if found is not None:
-        return found
+    folder = cached_model(name, weights=weights)
+    if folder is not None:
+        return folder
     try:
         return download(str(name), part="model" if weights else "config")
     except UserError as error:
@@ -282,19 +145,21 @@ def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
     path = expanded(str(name))
     if path.exists():
         return path
-    named = parse(str(name), "model")
-    folder = _cached(named, *_patterns("model" if weights else "config"))
+    repository = parse_id(str(name), "model")
+    folder = _cached(repository, *_patterns("model" if weights else "config"))
     complete = folder is not None and (not weights or _has_weights(folder))
     return folder if complete else None
 
 
 def local_model(name: str | Path) -> Path:
     """The folder of a local or downloaded model. Uses no network. Raises UserError."""
-    found = cached_model(name)
-    if found is None:
-        named = parse(str(name), "model")
-        raise UserError(f"{named} is not downloaded", where=str(name), fix=named.command)
-    return found
+    folder = cached_model(name)
+    if folder is None:
+        repository = parse_id(str(name), "model")
+        raise UserError(
+            f"{repository} is not downloaded", where=str(name), fix=repository.download_command
+        )
+    return folder
 
 
 def fetch_tokenizer(name: str) -> Path:
@@ -302,15 +167,15 @@ def fetch_tokenizer(name: str) -> Path:
     path = expanded(name)
     if path.exists():
         return path
-    named = parse(name, "model")
-    return _cached(named, CONFIG, ASIDE) or download(name, part="tokenizer")
+    repository = parse_id(name, "model")
+    return _cached(repository, *_patterns("tokenizer")) or download(name, part="tokenizer")
 
 
 def fetch_dataset(name: str, *, glob: str | None = None) -> Path:
     """The folder of a dataset, `hub:ORG/NAME` or `ORG/NAME`; with `glob` the files that match. Raises UserError."""
-    named = parse(name.removeprefix(PREFIX), "dataset")
-    found = _cached(named, *_patterns("dataset", glob))
-    return download(str(named), part="dataset", glob=glob) if found is None else found
+    repository = parse_id(name.removeprefix(PREFIX), "dataset")
+    folder = _cached(repository, *_patterns("dataset", glob))
+    return folder or download(str(repository), part="dataset", glob=glob)
 
 
 def data_place(path: str) -> Path:
@@ -319,122 +184,273 @@ def data_place(path: str) -> Path:
     """
     if not path.startswith(PREFIX):
         return Path(path)
-    named = parse(path.removeprefix(PREFIX), "dataset")
-    kept = cache_folder() / f"datasets--{named.repo.replace('/', '--')}"
-    ref = kept / "refs" / (named.revision or "main")
-    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else named.revision or "main"
-    folder = kept / "snapshots" / commit
-    return folder if folder.is_dir() else Path(path)
+    repository = parse_id(path.removeprefix(PREFIX), "dataset")
+    repository_folder = cache_folder() / f"datasets--{repository.name.replace('/', '--')}"
+    revision = repository.revision or "main"
+    reference = repository_folder / "refs" / revision
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    snapshot = repository_folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else Path(path)
 
 
-def download(
-    name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None
-) -> Path:
-    """Download missing files into the Hub's cache, or into `to`; returns the folder. `glob`: of a dataset.
-
-    Resumes an interrupted download: complete files are kept. Within one call a file resumes in the middle after a
-    lost connection. Raises UserError.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    named = parse(name, "dataset" if part == "dataset" else "model")
-    allow, aside = _patterns(part, glob)
-    if to is None and HF_HUB_OFFLINE and (kept := _cached(named, allow, aside)) is not None:
-        return kept
-    with explained(named):
-        api = HfApi(token=token())
-        info: Any = api.repo_info(
-            named.repo, repo_type=named.kind, revision=named.revision, files_metadata=True
-        )
-        listing = {str(entry.rfilename): int(entry.size or 0) for entry in info.siblings or []}
-        for held in listing:
-            path = PurePosixPath(held)
-            if path.is_absolute() or ".." in path.parts or "\\" in held or not held.isprintable():
-                problem = f"the repository has a file name that leads out of its folder: {ascii(held)[:80]}"
-                raise UserError(
-                    problem, where=named.page, fix="use a copy from a source that you trust"
-                )
-        wanted = {
-            held: size
-            for held, size in listing.items()
-            if any(fnmatch.fnmatch(held, pattern) for pattern in allow)
-            and not any(fnmatch.fnmatch(held, pattern) for pattern in aside)
-        }
-        refuse(named, part, listing, wanted)
-        goal = to or cache_folder()
-        size = sum(wanted.values())
-        refuse_full(named, goal, size)
-        print(
-            f"{named}: {len(wanted)} files, {format_bytes(size)}, into {goal}",
-            file=sys.stderr,
-            flush=True,
-        )
-        folder = _snapshot(named, allow, aside, local_dir=to, token=token())
-    _tidy(folder)
-    return checked(folder, wanted, named)
-
-
-def _tidy(folder: Path) -> None:
-    """Delete partial files of killed downloads whose files are complete now: the library never reuses them."""
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
-    rests = (blobs or folder / ".cache" / "huggingface").rglob("*.incomplete")
-    for rest in list(rests):
-        if blobs is None or (blobs / rest.name.split(".")[0]).is_file():
-            rest.unlink(missing_ok=True)
-
-
-def _patterns(part: Part, glob: str | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The patterns to download, and those to leave out. A recipe's glob matches names where it has no slash, and paths
-    in the folder where it has one.
-    """
-    if part != "dataset":
-        return (*CONFIG, *WEIGHTS) if part == "model" else CONFIG, ASIDE
-    plain = (glob or "").removeprefix("**/")
-    return DATA if glob is None else (plain,) if "/" in plain else (plain, f"*/{plain}"), NO_DATA
-
-
-def _snapshot(named: Named, allow: Sequence[str], aside: Sequence[str], **options: Any) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    # its warnings are messages or errors of this module
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    options |= {"allow_patterns": list(allow) or None, "ignore_patterns": list(aside) or None}
-    return Path(
-        str(snapshot_download(named.repo, repo_type=named.kind, revision=named.revision, **options))
-    )
-
-
-def _cached(named: Named, allow: Sequence[str], aside: Sequence[str]) -> Path | None:
+def _cached(repository: Repository, wanted: Sequence[str], unwanted: Sequence[str]) -> Path | None:
     """The snapshot in the cache where it is complete, else None."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = _snapshot(named, allow, aside, local_files_only=True, token=False)
+        folder = _snapshot(repository, wanted, unwanted, local_files_only=True, token=False)
     except LocalEntryNotFoundError:  # also where the snapshot lacks files of its listing
         return None
     return folder if any(path.is_file() for path in folder.rglob("*")) else None
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every shard of the index exists: older versions of the library store no listing."""
+    """Whether every shard of the index exists: a plan downloads the index, and training the shards."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    names = set(
-        re.findall(
-            r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")
+    text = index.read_text(encoding="utf-8", errors="replace")
+    shards = set(re.findall(r'"([^"/\\]+\.safetensors)"', text))
+    return bool(shards) and all((folder / shard).is_file() for shard in shards)
+
+
+# Downloads
+
+
+def download(
+    name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None
+) -> Path:
+    """Downloads missing files into the Hub's cache, or into `to`; returns the folder. `glob`: of a dataset.
+
+    A download that was interrupted resumes. Raises UserError.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    repository = parse_id(name, "dataset" if part == "dataset" else "model")
+    wanted, unwanted = _patterns(part, glob)
+    if to is None and HF_HUB_OFFLINE:
+        folder = _cached(repository, wanted, unwanted)
+        if folder is not None:
+            return folder
+
+    with explained(repository):
+        # The listing alone shows what to refuse: weights that are pickles, a dataset that is a program.
+        api = HfApi(token=hub_token())
+        info: Any = api.repo_info(
+            repository.name, repo_type=repository.kind, revision=repository.revision
         )
+        files = [str(sibling.rfilename) for sibling in info.siblings or []]
+        for file in files:
+            _refuse_escaping_name(repository, file)
+        wanted_files = [
+            file
+            for file in files
+            if any(fnmatch.fnmatch(file, pattern) for pattern in wanted)
+            and not any(fnmatch.fnmatch(file, pattern) for pattern in unwanted)
+        ]
+        _refuse_unusable(repository, part, files, wanted_files)
+
+        place = to or cache_folder()
+        print(f"{repository}: {len(wanted_files)} files, into {place}", file=sys.stderr, flush=True)
+        return _snapshot(repository, wanted, unwanted, local_dir=to, token=hub_token())
+
+
+def _patterns(part: Part, glob: str | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The patterns to download, and those to leave out. A recipe's glob matches names where it has no slash, and paths
+    in the folder where it has one.
+    """
+    if part == "model":
+        return (*CONFIG_PATTERNS, *WEIGHT_PATTERNS), SECOND_COPIES
+    if part != "dataset":
+        return CONFIG_PATTERNS, SECOND_COPIES
+    if glob is None:
+        return (*TABLE_PATTERNS, *COMPRESSED_TABLE_PATTERNS), NO_DATA
+    pattern = glob.removeprefix("**/")
+    return (pattern,) if "/" in pattern else (pattern, f"*/{pattern}"), NO_DATA
+
+
+def _snapshot(
+    repository: Repository, wanted: Sequence[str], unwanted: Sequence[str], **options: Any
+) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    # Its warnings are messages or errors of this module.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    folder = snapshot_download(
+        repository.name,
+        repo_type=repository.kind,
+        revision=repository.revision,
+        allow_patterns=list(wanted),
+        ignore_patterns=list(unwanted),
+        **options,
     )
-    return bool(names) and all((folder / name).is_file() for name in names)
+    return Path(str(folder))
 
 
-LARGEST_TEXT = 2**20
+def _refuse_escaping_name(repository: Repository, file: str) -> None:
+    """Raises UserError for a file name that leads out of the folder it is written to."""
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or "\\" in file or not file.isprintable():
+        raise UserError(
+            f"the repository has a file name that leads out of its folder: {ascii(file)[:80]}",
+            where=repository.page,
+            fix="use a copy from a source that you trust",
+        )
+
+
+def _refuse_unusable(
+    repository: Repository, part: Part, files: Sequence[str], wanted_files: Sequence[str]
+) -> None:
+    """Raises UserError where the repository lacks what is asked for, or has it only in an unsafe format.
+
+    A model has a config and safetensors; a dataset has files of a supported format.
+    """
+    some_files = ", ".join(sorted(files)[:4]) or "none"
+    problem = fix = ""
+    if part == "tokenizer":
+        if not {"tokenizer.json", "tokenizer.model", "spiece.model"}.intersection(wanted_files):
+            problem = "the repository has neither tokenizer.json nor tokenizer.model"
+            fix = "name another model of the same family, or a tokenizer.json"
+    elif part == "dataset":
+        script = next((file for file in sorted(files) if file.endswith(".py")), None)
+        if not wanted_files and script is not None:
+            problem = (
+                f"the dataset is a loading script: {script}; "
+                "Bloomery does not run code of a repository"
+            )
+            fix = f"use the Hub's copy in parquet: {repository.name}@refs/convert/parquet"
+        elif not wanted_files:
+            problem = f"the dataset has no file of a supported format; its files: {some_files}"
+            fix = (
+                "correct data.glob, or name a dataset of parquet, jsonl, json, csv, arrow or "
+                "text files"
+            )
+    elif "config.json" not in files and "adapter_config.json" not in files:
+        problem = (
+            f"the repository has no config.json, so it is not a model; its files: {some_files}"
+        )
+        fix = f"check the name; for a dataset: `bloomery download {repository} --dataset`"
+        if any(file.endswith(".gguf") for file in files):
+            fix = "name the repository that the GGUF files were converted from"
+    elif not any(file.endswith(".safetensors") and "/" not in file for file in files):
+        problem = "the repository has no weights"
+        fix = "name a repository that has model.safetensors"
+        pickle = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)
+        if pickle is not None:
+            problem = (
+                f"the weights are pickle files, which can run code when opened: {pickle}; "
+                "nothing was downloaded"
+            )
+            fix = (
+                f"look for a safetensors copy: {repository.page}/discussions often has a branch, "
+                "ID@refs/pr/N"
+            )
+    if problem:
+        raise UserError(problem, where=repository.page, fix=fix)
+
+
+# Errors
+
+
+@contextmanager
+def explained(repository: Repository) -> Iterator[None]:
+    """Turns the library's exceptions into a UserError with a fix; one without a fix passes through."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        explanation = _explanation(repository, error)
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+def _explanation(repository: Repository, error: Exception) -> UserError | None:
+    """What the library's exception means for the user; None for one that is no error of the network or the disk."""
+    from huggingface_hub import errors
+
+    page = repository.page
+    has_token = bool(hub_token())
+    token_page = "a token from https://huggingface.co/settings/tokens"
+    resume = f"`{repository.download_command}` resumes the download"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    # The library wraps its refusal after a search in the cache.
+    offline = isinstance(error.__cause__ or error, errors.OfflineModeIsEnabled)
+
+    # Refusals of the Hub, the most particular first: each class is one of HTTP errors, too.
+    if isinstance(error, errors.GatedRepoError):
+        fix = f"accept on {page}, then `export HF_TOKEN=...` ({token_page})"
+        if has_token:
+            fix = f"request access on {page} with the account of your token"
+        return UserError("gated repository: you have no access to it yet", where=page, fix=fix)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        fixes = ["correct the name"]
+        if not has_token:
+            fixes.append("if it is private, `export HF_TOKEN=...`")
+        if repository.kind == "model":
+            fixes.append("for a dataset, add --dataset")
+        return UserError(
+            f"no {repository.kind} on the Hub, or it is private: {repository.name}",
+            where=page,
+            fix="; ".join(fixes),
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(
+            f"no such revision: {repository.revision}",
+            where=page,
+            fix=f"see {page}/tree/main for its branches and tags",
+        )
+    if offline:
+        return UserError(
+            f"{repository} is not on this machine, and HF_HUB_OFFLINE prevents the download",
+            where="HF_HUB_OFFLINE",
+            fix=f"unset HF_HUB_OFFLINE, or run `{repository.download_command} --to DIR` elsewhere "
+            "and copy that folder here",
+        )
+    if status in (401, 403):
+        subject = "refuses the token in HF_TOKEN" if has_token else "requires a token"
+        return UserError(
+            f"the Hub {subject} ({status})",
+            where=page,
+            fix=f"`export HF_TOKEN=...` with {token_page} that has read access",
+        )
+
+    # A full disk, a folder that cannot be written.
+    if isinstance(error, OSError) and (system_error := of_the_system(error)) is not None:
+        where = system_error.where or str(cache_folder())
+        return UserError(system_error.problem, where=where, fix=system_error.fix)
+
+    # Everything else that comes from the network; the library's HTTP client changed its name between versions.
+    library = type(error).__module__.split(".")[0]
+    of_network = library in ("requests", "httpx", "httpx2", "httpcore", "urllib3") or isinstance(
+        error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError
+    )
+    if not of_network:
+        return None
+    cause: BaseException = error
+    while isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:160]
+    reason = first_line if status is None else f"HTTP status {status}"
+    return UserError(
+        f"cannot reach the Hub: {reason}",
+        where=page,
+        fix=f"check the network; {resume}. "
+        "Without a network, copy the folder here and use its path",
+    )
+
+
+# Uploads
+
+LARGEST_SEARCHED_TEXT = 2**20  # bytes
+SEARCHED_SUFFIXES = (".md", ".json", ".jinja", ".txt", "Modelfile")
+# Their tokens look like secrets, and are in every copy of the tokenizer.
 VOCABULARIES = ("tokenizer.json", "vocab.json")
-TEXTS = (".md", ".json", ".jinja", ".txt", "Modelfile")  # searched for secrets before an upload
 
 
 @final
@@ -448,52 +464,50 @@ class Pushed:
 
 
 def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False) -> Pushed:
-    """Upload the files of an export to `ORG/NAME` or `ORG/NAME@BRANCH`, which is created, private, if it is missing.
+    """Uploads the files of an export to `ORG/NAME` or `ORG/NAME@BRANCH`, which is created, private, if it is missing.
 
     Nothing is deleted on the Hub. `dry_run`: uses no network. Raises UserError for a folder that is no export, holds
     pickles, links or secrets, without a token, and when the Hub refuses.
     """
-    if not _ID.fullmatch(repo) or ".." in repo:
-        raise UserError(
-            f"not a valid Hub model id: {repo[:200]!r}",
-            where="ORG/NAME",
-            fix="write ORG/NAME",
-            code=2,
-        )
-    files = _to_push(folder)
-    warnings = list[str]()
-    (name, _, revision) = repo.partition("@")
-    named = Named(name, revision or None, "model")
-    card = (
-        (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-        if "README.md" in files
-        else ""
-    )
-    if not re.search(r"^license:", card.partition("\n---")[0], flags=re.MULTILINE):
-        warnings.append(
-            "the model card states no license: add `license: ...` to the head of README.md"
-        )
+    if not _ID.fullmatch(repo):
+        problem = f"not a valid Hub model id: {repo[:200]!r}"
+        raise UserError(problem, where="ORG/NAME", fix="write ORG/NAME", code=2)
+    repository = parse_id(repo, "model")
+    files = _files_to_push(folder)
+    pushed = Pushed(repository.page, files, _card_warnings(folder))
     if dry_run:
-        return Pushed(named.page, files, tuple(warnings))
-    if not (own := token()):
-        fix = "`export HF_TOKEN=...` with a token of https://huggingface.co/settings/tokens that has write access"
-        raise UserError("no token: the Hub asks who uploads", where="HF_TOKEN", fix=fix)
+        return pushed
+    token = hub_token()
+    if not token:
+        raise UserError(
+            "no token: the Hub asks who uploads",
+            where="HF_TOKEN",
+            fix="`export HF_TOKEN=...` with a token of https://huggingface.co/settings/tokens "
+            "that has write access",
+        )
+    _upload(repository, folder, files, token, public=public)
+    return pushed
+
+
+def _upload(
+    repository: Repository, folder: Path, files: Collection[str], token: str, *, public: bool
+) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    api = HfApi(token=own)
-    with explained(named):
+    api = HfApi(token=token)
+    with explained(repository):
         try:
-            api.create_repo(named.repo, private=not public, exist_ok=True)
-            if named.revision is not None:
-                api.create_branch(named.repo, branch=named.revision, exist_ok=True)
+            api.create_repo(repository.name, private=not public, exist_ok=True)
+            if repository.revision is not None:
+                api.create_branch(repository.name, branch=repository.revision, exist_ok=True)
             api.upload_folder(
-                repo_id=named.repo,
+                repo_id=repository.name,
                 folder_path=folder,
-                revision=named.revision,
+                revision=repository.revision,
                 commit_message="Upload with Bloomery",
                 allow_patterns=[glob.escape(name) for name in files],
             )
@@ -501,54 +515,74 @@ def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False
             status = getattr(error.response, "status_code", None)
             if status not in (401, 403, 404):
                 raise
-            problem = f"the Hub refuses the upload: HTTP status {status}"
-            fix = f"use a token that has write access to {named.repo}, or correct the name"
-            raise UserError(problem, where=named.page, fix=fix) from error
-    return Pushed(named.page, files, tuple(warnings))
+            raise UserError(
+                f"the Hub refuses the upload: HTTP status {status}",
+                where=repository.page,
+                fix=f"use a token that has write access to {repository.name}, or correct the name",
+            ) from error
 
 
-def _to_push(folder: Path) -> dict[str, int]:
+def _card_warnings(folder: Path) -> tuple[str, ...]:
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    metadata = text.partition("\n---")[0]
+    if re.search(r"^license:", metadata, flags=re.MULTILINE):
+        return ()
+    return ("the model card states no license: add `license: ...` to the head of README.md",)
+
+
+def _files_to_push(folder: Path) -> dict[str, int]:
     """The files of an export and their sizes, by their path in the folder. Raises UserError."""
-    known = folder.is_dir() and any(
-        any(folder.glob(pattern)) for pattern in ("config.json", "adapter_config.json", "*.gguf")
-    )
-    if not known:
-        problem = "not an export: no config.json, adapter_config.json or .gguf file is here"
-        fix = "`bloomery export MODEL --to hf --out DIR` writes one"
-        raise UserError(problem, where=str(folder), fix=fix)
+    # An export, and no run: a checkpoint holds what training needs to resume.
+    patterns = ("config.json", "adapter_config.json", "*.gguf")
+    if not folder.is_dir() or not any(any(folder.glob(pattern)) for pattern in patterns):
+        raise UserError(
+            "not an export: no config.json, adapter_config.json or .gguf file is here",
+            where=str(folder),
+            fix="`bloomery export MODEL --to hf --out DIR` writes one",
+        )
     if (folder / "state.json").is_file() and (folder / "MANIFEST.json").is_file():
-        problem = "this is the checkpoint of a run: it holds what training needs to resume, such as the optimizer"
-        fix = "`bloomery export RUN --to hf --out DIR` (of a LoRA: --to adapter) writes the model alone"
-        raise UserError(problem, where=str(folder), fix=fix)
+        raise UserError(
+            "this is the checkpoint of a run: it holds what training needs to resume, "
+            "such as the optimizer",
+            where=str(folder),
+            fix="`bloomery export RUN --to hf --out DIR` (of a LoRA: --to adapter) writes the "
+            "model alone",
+        )
+
+    # Hidden files stay here; everything else is uploaded, or a reason to stop.
     files = {}
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if any(part.startswith(".") for part in path.relative_to(folder).parts) or (
-            path.is_dir() and not path.is_symlink()
-        ):
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if is_hidden or (path.is_dir() and not path.is_symlink()):
             continue
-        if path.is_symlink() or not path.is_file():
-            problem = f"{name} is a link, or not a regular file"
-            raise UserError(
-                problem, where=str(folder), fix="put the file itself there, or delete it"
-            )
-        if name.endswith(PICKLE_SUFFIXES):
-            problem = f"{name} is a pickle, which can run code where it is opened"
-            raise UserError(
-                problem,
-                where=str(folder),
-                fix="delete it: the weights are in the safetensors files",
-            )
-        if (
-            name.endswith(TEXTS)
-            and path.name not in VOCABULARIES
-            and path.stat().st_size < LARGEST_TEXT
-        ):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if redact_secrets(text) != text:
-                fix = "remove it from the file; if it was public before, revoke it"
-                raise UserError(
-                    f"{name} seems to hold a secret, such as a token", where=str(folder), fix=fix
-                )
-        files[name] = path.stat().st_size
+        _refuse_to_push(folder, path)
+        files[relative.as_posix()] = path.stat().st_size
     return files
+
+
+def _refuse_to_push(folder: Path, path: Path) -> None:
+    """Raises UserError for a file that must not become public: a link, a pickle, a text with a secret."""
+    name = path.relative_to(folder).as_posix()
+    if path.is_symlink() or not path.is_file():
+        raise UserError(
+            f"{name} is a link, or not a regular file",
+            where=str(folder),
+            fix="put the file itself there, or delete it",
+        )
+    if name.endswith(PICKLE_SUFFIXES):
+        raise UserError(
+            f"{name} is a pickle, which can run code where it is opened",
+            where=str(folder),
+            fix="delete it: the weights are in the safetensors files",
+        )
+    is_searched = name.endswith(SEARCHED_SUFFIXES) and path.name not in VOCABULARIES
+    if is_searched and path.stat().st_size < LARGEST_SEARCHED_TEXT:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if redact_secrets(text) != text:
+            raise UserError(
+                f"{name} seems to hold a secret, such as a token",
+                where=str(folder),
+                fix="remove it from the file; if it was public before, revoke it",
+            )
