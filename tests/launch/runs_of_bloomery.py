@@ -127,6 +127,7 @@ class Bloomery:
         *words: str,
         stdout: int = subprocess.PIPE,
         command: Sequence[str] = (sys.executable, "-m", "bloomery"),
+        **variables: str,
     ) -> "subprocess.Popen[str]":
         return preloaded.Popen(
             [*command, *words],
@@ -135,7 +136,7 @@ class Bloomery:
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"TERM": "xterm"},
+            env=os.environ | {"TERM": "xterm"} | variables,
             start_new_session=True,
         )
 
