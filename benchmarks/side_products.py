@@ -26,7 +26,7 @@ from bloomery.data.order import Cursor
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import product_dtype
+from bloomery.train.forward import matmul_dtype
 
 CHUNK = 256  # loss tokens that the head takes at once; logits of all would not stay in the cache
 
@@ -66,7 +66,7 @@ class Products:
         self, plan: RunPlan, rank: int, targets: list[str], most: int, sequences: int
     ) -> None:
         config = plan.model.config
-        torch.set_default_dtype(product_dtype(plan.train.precision))  # of every matrix below
+        torch.set_default_dtype(matmul_dtype(plan.train.precision))  # of every matrix below
         self.linears = linears(config, rank, targets)
         self.head = torch.randn(config.vocab_size, config.hidden_size)
         widths = {size for linear in self.linears for size in linear.weight.shape} | {rank}

@@ -12,8 +12,10 @@ from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 
+_AUTOCAST_PRECISIONS = ("bfloat16", "float16")  # over float32 weights
 
-def product_dtype(precision: str) -> torch.dtype:
+
+def matmul_dtype(precision: str) -> torch.dtype:
     """The dtype of matmuls, and so of frozen matrices."""
     return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
 
@@ -28,29 +30,30 @@ def prepare_weights(model: Decoder, precision: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if is_adapter(name):
                 continue
-            dtype = product_dtype(precision)
+            # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.
+            is_embedding = parameter is model.model.embed_tokens.weight
+            is_matrix = isinstance(module, nn.Linear) and not is_embedding
             if parameter.requires_grad:
                 dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-            elif precision == "float16" and (
-                parameter is model.model.embed_tokens.weight or not isinstance(module, nn.Linear)
-            ):
+            elif precision == "float16" and not is_matrix:
                 dtype = torch.float32
+            else:
+                dtype = matmul_dtype(precision)
             parameter.data = parameter.data.to(dtype)
 
 
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
     """Autocast over float32 weights; nothing for float32 and `bfloat16-pure`."""
-    if precision not in ("bfloat16", "float16"):
+    if precision not in _AUTOCAST_PRECISIONS:
         return nullcontext()
-    return torch.autocast(device, dtype=product_dtype(precision))
+    return torch.autocast(device, dtype=matmul_dtype(precision))
 
 
-def in_precision(model: Decoder, precision: str) -> None:
-    """In place: every forward of the model runs in that precision."""
-    if precision in ("bfloat16", "float16"):
-        device = next(model.parameters()).device.type
-        whole = torch.autocast(device, dtype=product_dtype(precision))(model.forward)
-        model.forward = whole  # type: ignore[method-assign]
+def autocast_forward(model: Decoder, precision: str) -> None:
+    """Make every forward of the model run inside `precision_context`, in place: for those who call it themselves."""
+    if precision in _AUTOCAST_PRECISIONS:
+        autocast = torch.autocast(next(model.parameters()).device.type, matmul_dtype(precision))
+        model.forward = autocast(model.forward)  # type: ignore[method-assign]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -73,29 +76,34 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
     return output
 
 
-def drops(model: Decoder) -> bool:
+def has_dropout(model: Decoder) -> bool:
     """Whether a forward applies dropout, the model's or an adapter's, or noise on its embeddings."""
+    if not model.training:
+        return False
     config = model.config
-    rates: list[object] = [getattr(model.model, "embedding_noise", 0.0)]
-    rates += [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
-    rates += [
-        each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0)
-        for each in model.modules()
+    rates: list[object] = [
+        getattr(model.model, "embedding_noise", 0.0),
+        config.embedding_dropout,
+        config.residual_dropout,
+        config.attention_dropout,
     ]
-    return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+    # Our modules call their rate `dropout`; those of PEFT and transformers are nn.Dropout.
+    for module in model.modules():
+        rates.append(module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @contextmanager
 def eval_mode(model: Decoder) -> Iterator[None]:
     """No gradients, dropout or random numbers inside the block; the previous mode afterwards."""
-    training = model.training
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        model.train(was_training)
+        # FSDP2 frees the embeddings, the head and the last layer in backward, which did not happen.
         for module in (model, *model.model.layers):
-            # without a backward, embeddings, head and last layer stay gathered
             if isinstance(module, FSDPModule):
                 module.reshard()

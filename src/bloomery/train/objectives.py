@@ -33,7 +33,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, Sft, SimPo
-from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
+from bloomery.train.forward import eval_mode, forward, has_dropout, matmul_dtype, to_device
 from bloomery.train.losses import (
     LossParts,
     PairScores,
@@ -155,7 +155,7 @@ def load_teacher(plan: RunPlan) -> Decoder:
         load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder)
     )
     attention = teacher_attention(read_config(folder), plan, where=str(folder))
-    return _loaded(folder, product_dtype(plan.train.precision), plan.train.device, attention)
+    return _loaded(folder, matmul_dtype(plan.train.precision), plan.train.device, attention)
 
 
 def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
@@ -235,7 +235,7 @@ def meta_teacher(plan: RunPlan) -> Decoder:
     config = read_config(folder)
     attention = teacher_attention(config, plan, where=str(folder))
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(product_dtype(plan.train.precision))
+    torch.set_default_dtype(matmul_dtype(plan.train.precision))
     try:
         return Decoder(config, attention=attention).eval().requires_grad_(False)
     finally:
@@ -397,7 +397,7 @@ def marked(
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
-        if len(batches) == 1 and mesh.data_world == 1 and not drops(model):
+        if len(batches) == 1 and mesh.data_world == 1 and not has_dropout(model):
             return batches
         device = next(model.parameters()).device
         with eval_mode(model):

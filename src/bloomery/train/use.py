@@ -19,7 +19,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
 from bloomery.recipe.schema import Quantize
-from bloomery.train.forward import in_precision, prepare_weights
+from bloomery.train.forward import autocast_forward, prepare_weights
 from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
@@ -171,7 +171,7 @@ def _load(
         base=files.base,
         arrange=arrange,
     )
-    in_precision(decoder, precision or "float32")
+    autocast_forward(decoder, precision or "float32")
     return decoder, context
 
 
