@@ -431,6 +431,18 @@ def test_processes_of_a_launch_see_its_mistakes(
     assert Board(locked_run, ours).assembly.mistake() is None
 
 
+def test_a_second_rank_0_reads_what_a_first_that_is_gone_has_seen(
+    locked_run, sleeper, monkeypatch
+) -> None:
+    board = Board(locked_run, by_hand(0))
+    first = another(locked_run, by_hand(0), sleeper)
+    assert board.assembly.mistake() is None
+    assert first.mistake() is not None
+    monkeypatch.setattr("bloomery.runs.launchers.worked_on", lambda _: False)
+    with pytest.raises(UserError, match="two processes have rank 0"):
+        board.refuse_second_start()
+
+
 def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
@@ -545,6 +557,40 @@ def test_a_wrong_launch_ends_every_process_with_one_sentence(
             and problem in said
         ), said
         assert "Traceback" not in said
+
+
+def test_a_taken_port_is_named_before_data_is_prepared(bloomery, one_thread, tmp_path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ends = ended_ranks(bloomery, variables(0, 2, port), variables(1, 2, port))
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert f"port {port} of 127.0.0.1 is taken" in ends[0][1]
+    assert "by rank 0, which failed" in ends[1][1]
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("bloomery.runs.launchers.GONE_SECONDS", 60.0)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    first = Board(folder, launched(0))
+    first.conclude(1)  # an earlier start of the same launch
+    heard = []
+    waiting = threading.Thread(
+        target=lambda: heard.append(Board(folder, launched(1)).wait(lambda: False))
+    )
+    waiting.start()
+    time.sleep(0.5)
+    assert not heard
+    first.open()
+    first.word = None
+    first.conclude(1)  # the run folder is not locked any more
+    waiting.join(10)
+    assert heard and heard[0].code == 1
 
 
 def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
+from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.parallel import process_group
@@ -95,11 +96,7 @@ def meet(plan: TrainPlan) -> Mesh:
         address = environment.address
         port = environment.port
         if "EADDRINUSE" in reason or "address already in use" in reason:
-            raise UserError(
-                f"port {port} of {address} is taken, so the ranks cannot meet",
-                where=f"MASTER_PORT={port}",
-                fix="unset MASTER_PORT, or set a free one",
-            ) from error
+            raise port_taken(address, port) from error
         if isinstance(error, dist.DistError):
             at_address = f" at {address}:{port}" if address else ""
             first_line = reason.partition("\n")[0][:200]

@@ -18,7 +18,8 @@ from typing import Any, Protocol, final
 from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
-from bloomery.runs.assembly import Assembly
+from bloomery.core.ports import free_port, is_taken, port_taken
+from bloomery.runs.assembly import LOOK_SECONDS, Assembly
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 
 # In this order: who set the variables, and those of rank, number of ranks, rank on this host, ranks on this host.
@@ -299,11 +300,30 @@ class Board:
         Raises UserError where another rank 0 of this launch holds the lock.
         """
         deadline = time.monotonic() + SECOND_START_SECONDS
-        while worked_on(self._folder.path) and time.monotonic() < deadline:
+        # The other rank 0 may see the mistake first, and end: what it has seen is still to be read.
+        last_look = deadline
+        while time.monotonic() < min(deadline, last_look):
             if (mistake := self.assembly.mistake()) is not None:
                 raise mistake
+            if not worked_on(self._folder.path):
+                last_look = min(last_look, time.monotonic() + 2 * LOOK_SECONDS)
             time.sleep(POLL_SECONDS)
         self.assembly.end()
+
+    @property
+    def _address(self) -> str:
+        """Of rank 0's host, for the other ranks."""
+        launch = self.launch
+        return launch.address or ("127.0.0.1" if launch.alone else socket.gethostname())
+
+    def refuse_taken_port(self) -> None:
+        """As rank 0, before it prepares data: the ranks meet after that, which may be hours later.
+
+        Raises UserError.
+        """
+        port = self.launch.port
+        if port is not None and is_taken(port):
+            raise port_taken(self._address, port)
 
     def begin(self, *, resumed: bool) -> None:
         """As rank 0: the others may start."""
@@ -312,8 +332,8 @@ class Board:
         for old in self.path.glob("end-*.json"):
             old.unlink(missing_ok=True)
         launch = self.launch
-        address = launch.address or ("127.0.0.1" if launch.alone else socket.gethostname())
-        port = launch.port if launch.port is not None and not attempt else _free_port()
+        address = self._address
+        port = launch.port if launch.port is not None and not attempt else free_port()
         self._write(Word(launch.start, launch.job, attempt, resumed, address, port))
 
     def conclude(self, code: int) -> None:
@@ -335,6 +355,13 @@ class Board:
         word = word_in(self._folder)
         return word if word is not None and word.start == self.launch.start else None
 
+    def _word_version(self) -> tuple[int, int] | None:
+        """Another one for each word that is written; None where there is no word."""
+        with suppress(OSError):
+            status = (self.path / "word.json").stat()
+            return status.st_ino, status.st_mtime_ns
+        return None
+
     def wait(
         self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None
     ) -> Word | None:
@@ -349,6 +376,7 @@ class Board:
         deadline = began + patience
         said = False
         since_ended: float | None = None
+        first_version = self._word_version()
         while not stopped() and time.monotonic() < deadline:
             if (mistake := self.assembly.mistake()) is not None:
                 raise mistake
@@ -365,7 +393,9 @@ class Board:
             if word is not None and word.code is not None:
                 since_ended = since_ended or time.monotonic()
                 # Of this start, or of one before that had the same variables: rank 0 is then about to begin.
-                if self.word is not None or works or time.monotonic() - since_ended > GONE_SECONDS:
+                is_new = self._word_version() != first_version
+                is_late = time.monotonic() - since_ended > GONE_SECONDS
+                if self.word is not None or works or is_new or is_late:
                     self.word = word
                     return word
             elif word is not None and word.attempt > before and works:
@@ -432,9 +462,3 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
         # a later attempt would find the keys of an earlier one
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     } | ({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if loopback else {})
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

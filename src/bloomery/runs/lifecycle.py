@@ -420,6 +420,8 @@ def _ended(flow: _Flow, work: Callable[[], int]) -> EndedRun:
 
 def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     try:
+        if flow.board is not None:
+            flow.board.refuse_taken_port()
         code = work()
     except _StopRequested:
         code = STOPPED
