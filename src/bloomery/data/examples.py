@@ -62,8 +62,8 @@ def text_of(value: object, where: str) -> str:
     return value
 
 
-def too_long(where: str, what: str) -> BadRow:
-    problem = f"{what} is longer than {format_bytes(MAX_BYTES)}, which is no document"
+def too_long(where: str, kind: str) -> BadRow:
+    problem = f"{kind} is longer than {format_bytes(MAX_BYTES)}, which is no document"
     return BadRow(where, problem, "cut it into smaller documents")
 
 
@@ -129,9 +129,13 @@ _KEYS = {field.name: field.name for field in fields(Message)} | {"trained_on": "
 def _turns(turns: Turns) -> str | list[dict[str, Any]]:
     if isinstance(turns, str):
         return turns
-    named = fields(Message)
+    message_fields = fields(Message)
     return [
-        {_KEYS[f.name]: value for f in named if (value := getattr(turn, f.name)) != f.default}
+        {
+            _KEYS[f.name]: value
+            for f in message_fields
+            if (value := getattr(turn, f.name)) != f.default
+        }
         for turn in turns
     ]
 
@@ -139,8 +143,8 @@ def _turns(turns: Turns) -> str | list[dict[str, Any]]:
 def _read(turns: str | list[dict[str, Any]]) -> Turns:
     if isinstance(turns, str):
         return turns
-    named = ({name: turn[key] for name, key in _KEYS.items() if key in turn} for turn in turns)
-    return tuple(Message(**{**turn, "calls": tuple(turn.get("calls", ()))}) for turn in named)
+    messages = ({name: turn[key] for name, key in _KEYS.items() if key in turn} for turn in turns)
+    return tuple(Message(**{**turn, "calls": tuple(turn.get("calls", ()))}) for turn in messages)
 
 
 def texts_of(example: Example) -> list[str]:
@@ -153,11 +157,12 @@ def texts_of(example: Example) -> list[str]:
     ]
 
 
-def num_equal(one: Sequence[object], other: Sequence[object]) -> int:
+def num_equal(first: Sequence[object], second: Sequence[object]) -> int:
     """The length of the common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
+    pairs = enumerate(zip(first, second, strict=False))
     return next(
-        (index for index, (left, right) in pairs if left != right), min(len(one), len(other))
+        (index for index, (first_item, second_item) in pairs if first_item != second_item),
+        min(len(first), len(second)),
     )
 
 
@@ -168,7 +173,7 @@ def check_turns(
     last turn must be the assistant's.
     """
     for index, message in enumerate(messages):
-        place = f"{where}[{start + index}]"
+        location = f"{where}[{start + index}]"
         if (
             not message.content.strip()
             and not message.calls
@@ -176,15 +181,15 @@ def check_turns(
             and message.role != "tool"
         ):
             fix = "remove it or fill it, or set data.on_error=skip"
-            raise BadRow(place, f"is an empty turn of the {message.role}", fix)
+            raise BadRow(location, f"is an empty turn of the {message.role}", fix)
         if message.role == "system" and index:
-            again = any(earlier.role == "system" for earlier in messages[:index])
+            is_repeated = any(earlier.role == "system" for earlier in messages[:index])
             problem = (
                 "is a second system message"
-                if again
+                if is_repeated
                 else "is a system message after the first turn"
             )
-            raise BadRow(place, problem, "join system messages into one, at the beginning")
+            raise BadRow(location, problem, "join system messages into one, at the beginning")
         if message.role == "tool":  # it follows its call, or results of other calls of that turn
             caller = next(
                 (turn for turn in reversed(messages[:index]) if turn.role != "tool"), None
@@ -194,12 +199,12 @@ def check_turns(
             )
             if caller is None or caller.role != "assistant" or not (caller.calls or signs):
                 fix = "put the assistant's tool_calls before it, or remove it"
-                raise BadRow(place, "is a tool result without a call before it", fix)
+                raise BadRow(location, "is a tool result without a call before it", fix)
             ids = [call["id"] for call in caller.calls if "id" in call]
             if message.call_id is not None and ids and message.call_id not in ids:
                 calls = ", ".join(ids)[:80]
                 problem = f"is the result of an unknown call {message.call_id[:40]!r}; the calls are: {calls}"
-                raise BadRow(place, problem, "set tool_call_id to the id of a call")
+                raise BadRow(location, problem, "set tool_call_id to the id of a call")
     if not responses:
         return
     if not any(message.role == "assistant" for message in messages):

@@ -228,12 +228,12 @@ def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, floa
     """Check all shards at once, which reading checks block by block. `report`: bytes done, total. Raises UserError."""
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     total = sum(record.bytes for record in records)
-    done = 0
+    bytes_done = 0
 
-    def count(more: int) -> None:
-        nonlocal done
-        done += more
-        report(done, total)
+    def count(new_bytes: int) -> None:
+        nonlocal bytes_done
+        bytes_done += new_bytes
+        report(bytes_done, total)
 
     for record in records:
         if digests_of_file(folder / record.name, count) != record.blocks:
@@ -267,9 +267,9 @@ class Tokens:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, place: slice) -> Ids:
+    def __getitem__(self, token_range: slice) -> Ids:
         """int64 [stop - start]."""
-        start, stop, step = place.indices(self._length)
+        start, stop, step = token_range.indices(self._length)
         assert step == 1, "tokens are read in order"
         parts = []
         while start < stop:
@@ -325,13 +325,19 @@ class Split:
 
     def is_plain(self, index: int) -> bool:
         """Whether a document is plain text next to conversations."""
-        return any(first <= index < last for first, last in self._plain)
+        return any(
+            first_document <= index < end_document for first_document, end_document in self._plain
+        )
 
     @cached_property
     def _plain(self) -> list[tuple[int, int]]:
         """Documents [first, last) of each such source."""
         ends = zip(self.record.parts, self.part_starts, self.part_starts[1:], strict=False)
-        return [(first, last) for part, (_, first), (_, last) in ends if part.plain]
+        return [
+            (first_document, end_document)
+            for part, (_, first_document), (_, end_document) in ends
+            if part.plain
+        ]
 
     def document(self, index: int) -> Ids:
         """int64 ids of one document."""
@@ -388,8 +394,8 @@ class SplitWriter:
         self._files: dict[Path, FileIO] = {}
         self.cut_back(progress)
 
-    def _path(self, what: str, shard: int | None = None) -> Path:
-        return self._folder / f"{self._name}-{what}{'' if shard is None else f'{shard:05d}'}.bin"
+    def _path(self, column: str, shard: int | None = None) -> Path:
+        return self._folder / f"{self._name}-{column}{'' if shard is None else f'{shard:05d}'}.bin"
 
     def cut_back(self, progress: SplitProgress) -> None:
         """Remove all that was written after `progress`. Raises Lost when the disk has less than that."""
@@ -443,29 +449,33 @@ class SplitWriter:
         self.progress.parts[-1] = (tokens + len(ids), documents + len(lengths))
         self.progress.bytes += text_bytes
 
-    def _append(self, what: str, values: Array) -> None:
+    def _append(self, column: str, values: Array) -> None:
         """Into as many shards as the values reach; each is full before the next one begins."""
-        values = np.ascontiguousarray(values, dtype=self._sharded[what])
-        done = 0
-        while done < len(values):
-            shard, offset = divmod(self._tokens + done, self._shard_tokens)
-            count = min(len(values) - done, self._shard_tokens - offset)
-            self._write(self._path(what, shard), values[done : done + count].tobytes())
-            done += count
+        values = np.ascontiguousarray(values, dtype=self._sharded[column])
+        num_written = 0
+        while num_written < len(values):
+            shard, offset = divmod(self._tokens + num_written, self._shard_tokens)
+            count = min(len(values) - num_written, self._shard_tokens - offset)
+            self._write(
+                self._path(column, shard), values[num_written : num_written + count].tobytes()
+            )
+            num_written += count
 
     def _write(self, path: Path, content: bytes) -> None:
         if path not in self._files:
             self._files[path] = open_to_append(path)
-        left = memoryview(content)
-        while left:
-            left = left[self._files[path].write(left) :]
+        unwritten = memoryview(content)
+        while unwritten:
+            unwritten = unwritten[self._files[path].write(unwritten) :]
 
     def sync(self) -> SplitProgress:
         """Flush everything added so far to disk."""
         for file in self._files.values():
             os.fsync(file.fileno())
-        full = self._tokens // self._shard_tokens
-        for path in [self._path(what, number) for number in range(full) for what in self._sharded]:
+        num_full = self._tokens // self._shard_tokens
+        for path in [
+            self._path(column, number) for number in range(num_full) for column in self._sharded
+        ]:
             if path in self._files:
                 self._files.pop(path).close()
         return self.progress.model_copy(deep=True)
@@ -487,13 +497,15 @@ class SplitWriter:
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         count = -(-self._tokens // self._shard_tokens)
         shards = dict[str, tuple[FileRecord, ...]]()
-        for what in self._sharded:
-            self._path(what, count).unlink(missing_ok=True)
-            shards[what] = tuple(file_record(self._path(what, number)) for number in range(count))
-        begun = enumerate(zip(self.progress.parts, weights, strict=True))
+        for column in self._sharded:
+            self._path(column, count).unlink(missing_ok=True)
+            shards[column] = tuple(
+                file_record(self._path(column, number)) for number in range(count)
+            )
+        numbered_parts = enumerate(zip(self.progress.parts, weights, strict=True))
         parts = [
             SplitPart(tokens=t, documents=d, weight=w, plain=number in plain)
-            for number, ((t, d), w) in begun
+            for number, ((t, d), w) in numbered_parts
         ]
         return SplitRecord(
             tokens=self._tokens,
@@ -517,13 +529,15 @@ def first_loss_tokens(
     """The place in each document of its first loss token; the document's length where it has none. The first token of a
     document is not a label.
     """
-    places = np.flatnonzero(loss_mask).astype(np.int64)
-    begins = starts.astype(np.int64)
+    positions = np.flatnonzero(loss_mask).astype(np.int64)
+    document_starts = starts.astype(np.int64)
     sizes = lengths.astype(np.int64)
-    index = np.searchsorted(places, begins + 1)
-    after = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
-    first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(after, sizes).astype(np.uint32)
-    return first
+    index = np.searchsorted(positions, document_starts + 1)
+    distance = np.append(positions, np.iinfo(np.int64).max // 2)[index] - document_starts
+    first_positions: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(distance, sizes).astype(
+        np.uint32
+    )
+    return first_positions
 
 
 def open_to_append(path: Path) -> FileIO:

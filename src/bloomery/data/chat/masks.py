@@ -90,11 +90,11 @@ def _pattern(plane: int) -> re.Pattern[str]:
 
 def free_plane(turns: Iterable[Turn], tools: object) -> int:
     """A plane of Unicode that these turns do not use. Raises Unclear when there is none."""
-    whole = json.dumps([*turns, tools], ensure_ascii=False)
-    if whole.isascii():
+    json_text = json.dumps([*turns, tools], ensure_ascii=False)
+    if json_text.isascii():
         return _PLANES[0]
     for plane in _PLANES:
-        if not _pattern(plane).search(whole):
+        if not _pattern(plane).search(json_text):
             return plane
     raise Unclear(
         "the conversation uses both private planes of Unicode, whose characters mark its turns"
@@ -114,26 +114,32 @@ def unmarked(text: str, plane: int) -> Marked:
     return Marked("".join((*parts, text[start:])), tuple(marks))
 
 
-def _with_marks(turns: Sequence[Turn], plane: int, both: bool) -> list[Turn]:
-    return [_with_mark(turn, index, plane, both) for index, turn in enumerate(turns)]
+def _with_marks(turns: Sequence[Turn], plane: int, both_edges: bool) -> list[Turn]:
+    return [_with_mark(turn, index, plane, both_edges) for index, turn in enumerate(turns)]
 
 
-def _with_mark(turn: Turn, index: int, plane: int, both: bool) -> Turn:
+def _with_mark(turn: Turn, index: int, plane: int, both_edges: bool) -> Turn:
     """Marks are inside the white space at the edges, so that templates trim it as without marks."""
     content = turn["content"]
-    first = plane + 3 * index
+    first_mark = plane + 3 * index
     core = content.strip()
     if core:  # an empty content stays empty, as templates test for it
         start = content.index(core)
-        before = content[:start]
-        after = content[start + len(core) :]
-        opened = chr(first + _OPEN) if both else ""
-        turn = {**turn, "content": f"{before}{opened}{core}{chr(first + _CLOSE)}{after}"}
+        leading_space = content[:start]
+        trailing_space = content[start + len(core) :]
+        opened = chr(first_mark + _OPEN) if both_edges else ""
+        turn = {
+            **turn,
+            "content": f"{leading_space}{opened}{core}{chr(first_mark + _CLOSE)}{trailing_space}",
+        }
     if turn.get("tool_calls"):
-        *others, last = turn["tool_calls"]
-        function = last["function"]
-        marked = {**last, "function": {**function, "name": function["name"] + chr(first + _CALL)}}
-        turn = {**turn, "tool_calls": [*others, marked]}
+        *earlier_calls, last_call = turn["tool_calls"]
+        function = last_call["function"]
+        marked = {
+            **last_call,
+            "function": {**function, "name": function["name"] + chr(first_mark + _CALL)},
+        }
+        turn = {**turn, "tool_calls": [*earlier_calls, marked]}
     return turn
 
 
@@ -176,23 +182,23 @@ class RenderedConversation:
             ]
         except Refused as error:
             raise Unclear(f"of the first turns alone, {error}") from error
-        for (_, before), (start, end) in zip([(0, 0), *spans], spans, strict=False):
-            if not before <= start <= end:
+        for (_, previous_end), (start, end) in zip([(0, 0), *spans], spans, strict=False):
+            if not previous_end <= start <= end:
                 raise Unclear("the template changes the order of turns")
         return spans
 
     def _mark(self) -> None:
         # a mark before a content changes templates that test how it begins
-        for both in (True, False):
+        for both_edges in (True, False):
             try:
                 marked = unmarked(
-                    self.render(_with_marks(self.turns, self.plane, both)), self.plane
+                    self.render(_with_marks(self.turns, self.plane, both_edges)), self.plane
                 )
             except Refused:
                 continue
             if marked.text == self.text:
                 self._marked = marked
-                self._both = both
+                self._both = both_edges
                 return
 
     def _prefix(self, count: int, *, prompt: bool) -> Marked:
@@ -212,10 +218,13 @@ class RenderedConversation:
         if self.turns[turn]["content"].strip():
             # some templates omit the content of turns with calls
             self._marked.place(3 * turn + _CLOSE)
-        places = [*self._marked.places(3 * turn + _OPEN), *self._marked.places(3 * turn + _CLOSE)]
+        positions = [
+            *self._marked.places(3 * turn + _OPEN),
+            *self._marked.places(3 * turn + _CLOSE),
+        ]
         if self.turns[turn].get("tool_calls"):
-            places.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
-        if not all(start <= place <= end for place in places):
+            positions.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
+        if not all(start <= position <= end for position in positions):
             raise Unclear(f"turn {turn + 1} is not where the template's generation prompt ends")
         return start, end
 
@@ -228,73 +237,73 @@ class RenderedConversation:
         """The place after the generation prompt."""
         assert self._marked is not None
         key: tuple[str, ...] | None = None
-        before = _last_mark(self.turns[turn - 1], turn - 1) if turn and self._both else None
-        if before is not None and self._marked.once(before):
-            index = self._marked.place(before)
+        previous_mark = _last_mark(self.turns[turn - 1], turn - 1) if turn and self._both else None
+        if previous_mark is not None and self._marked.once(previous_mark):
+            index = self._marked.place(previous_mark)
             key = ("start", self.turns[turn - 1]["role"], self._marked.after(index))
             if key in self.cuts:
                 return self._marked.marks[index][1] + self.cuts[key]
         try:
-            asked = self._prefix(turn, prompt=True)
-            if not asked.marks:
-                return _agreed(asked.text, self.text)
+            prompt = self._prefix(turn, prompt=True)
+            if not prompt.marks:
+                return _agreed(prompt.text, self.text)
         except (Refused, Unclear):
             if turn:
                 raise
             # no turn before it: train on its content alone
             return self._marked.marks[self._marked.place(_OPEN)][1]
-        index = self._marked.last_of(asked)
-        cut = _agreed(asked.after(len(asked.marks) - 1), self._marked.after(index))
-        if key is not None and asked.marks[-1][0] == before:
+        index = self._marked.last_of(prompt)
+        cut = _agreed(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
+        if key is not None and prompt.marks[-1][0] == previous_mark:
             self._keep(key, cut)
         return self._marked.marks[index][1] + cut
 
     def _end(self, turn: int, start: int) -> int:
         """The place after the last special token of the turn; without one, after the template's text."""
         assert self._marked is not None
-        last = turn == len(self.turns) - 1
+        is_last = turn == len(self.turns) - 1
         key: tuple[str, ...] | None = None
         mark = _last_mark(self.turns[turn], turn)
         if mark is not None and self._marked.once(mark):
-            within = self._marked.after(self._marked.place(mark))
+            continuation = self._marked.after(self._marked.place(mark))
             # the template text after the name of a call, without the arguments of the call
-            beyond = within
+            beyond = continuation
             if calls := self.turns[turn].get("tool_calls"):
                 arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
-                beyond = within.replace(arguments, "\0", 1)
-            key = ("last" if last else "end", beyond) if self._both else None
+                beyond = continuation.replace(arguments, "\0", 1)
+            key = ("last" if is_last else "end", beyond) if self._both else None
             if key in self.cuts:  # counted from the end, as the arguments of calls differ in length
-                return self._marked.places(mark)[0] + len(within) - self.cuts[key]
-        whole = self._marked if last else self._prefix(turn + 1, prompt=False)
-        if not whole.marks:
+                return self._marked.places(mark)[0] + len(continuation) - self.cuts[key]
+        rendering = self._marked if is_last else self._prefix(turn + 1, prompt=False)
+        if not rendering.marks:
             raise Unclear("the template does not write the first turns")
-        index = self._marked.last_of(whole)
+        index = self._marked.last_of(rendering)
         # a turn without any mark has none after its header
         header = max(0, start - self._marked.marks[index][1])
-        within = self._marked.after(index)
-        cut = self._ended(whole.after(len(whole.marks) - 1), within, header)
-        if key is not None and whole.marks[-1][0] == mark:
-            self._keep(key, len(within) - cut)
+        continuation = self._marked.after(index)
+        cut = self._ended(rendering.after(len(rendering.marks) - 1), continuation, header)
+        if key is not None and rendering.marks[-1][0] == mark:
+            self._keep(key, len(continuation) - cut)
         return self._marked.marks[index][1] + cut
 
-    def _ended(self, alone: str, within: str, header: int = 0) -> int:
+    def _ended(self, alone: str, continuation: str, header: int = 0) -> int:
         """The end of a turn in `within`, given the end of the last turn, `alone`."""
-        common = _common(alone, within)
+        common = _common(alone, continuation)
         ends = [
             match.end() for match in self.enders.finditer(alone, header) if match.end() <= common
         ]
-        if not ends and common < min(len(alone), len(within)):
+        if not ends and common < min(len(alone), len(continuation)):
             raise Unclear("the template ends the last turn differently")
         return ends[-1] if ends else max(header, len(alone[:common].rstrip()))
 
     def _plain_span(self, turn: int) -> Span:
         """Without marks: the rendering must begin with the rendering of its first turns."""
-        asked = self.render(self.turns[:turn], prompt=True)
-        ended = self.render(self.turns[: turn + 1])
-        start = len(asked)
-        if not self.text.startswith(asked) or _common(ended, self.text) < start:
+        prompt_text = self.render(self.turns[:turn], prompt=True)
+        turn_text = self.render(self.turns[: turn + 1])
+        start = len(prompt_text)
+        if not self.text.startswith(prompt_text) or _common(turn_text, self.text) < start:
             raise Unclear("the template changes earlier turns when a conversation continues")
-        end = start + self._ended(ended[start:], self.text[start:])
+        end = start + self._ended(turn_text[start:], self.text[start:])
         if self.turns[turn]["content"].strip() not in self.text[start:end]:
             raise Unclear(f"the template changes the content of turn {turn + 1}")
         names = [call["function"]["name"] for call in self.turns[turn].get("tool_calls", ())]
@@ -303,25 +312,27 @@ class RenderedConversation:
         return start, end
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """The length of the common beginning."""
-    if other.startswith(one):
-        return len(one)
-    low = 0
-    high = min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    if second.startswith(first):
+        return len(first)
+    shortest = 0
+    longest = min(len(first), len(second))
+    while shortest < longest:
+        middle = (shortest + longest + 1) // 2
+        shortest, longest = (
+            (middle, longest) if first[:middle] == second[:middle] else (shortest, middle - 1)
+        )
+    return shortest
 
 
-def _agreed(asked: str, within: str) -> int:
+def _agreed(prompt: str, continuation: str) -> int:
     """Where a response begins in `within`, given the generation prompt. Thinking markup at its end belongs
     to the response where the template writes the turn without it.
     """
-    header = _THOUGHT.sub("", asked)
-    for beginning in (asked, header, header.rstrip()):
-        if within.startswith(beginning):
+    header = _THOUGHT.sub("", prompt)
+    for beginning in (prompt, header, header.rstrip()):
+        if continuation.startswith(beginning):
             return len(beginning)
     raise Unclear("the template's generation prompt differs from the turns that it writes")
 
@@ -333,9 +344,9 @@ def generation_marks(plane: int) -> tuple[str, str]:
 
 def generated_spans(marked: Marked) -> list[Span]:
     """Characters between the marks of `{% generation %}`. Raises Unclear when they are not in pairs."""
-    places = [(mark, place) for mark, place in marked.marks if mark in (_BEGINS, _ENDS)]
-    begins = places[::2]
-    ends = places[1::2]
+    positions = [(mark, position) for mark, position in marked.marks if mark in (_BEGINS, _ENDS)]
+    begins = positions[::2]
+    ends = positions[1::2]
     if [mark for mark, _ in begins] != [_BEGINS] * len(ends) or any(
         mark != _ENDS for mark, _ in ends
     ):

@@ -106,12 +106,12 @@ class TemplateProcess:
         self._child = Child(
             "bloomery.data.chat.sandbox_worker", settings, environment=environment
         ).start()
-        ready = self._child.next(WALL_SECONDS + CPU_SECONDS)
-        if isinstance(ready, str):
-            raise self.error(self._ended(ready))
-        if "error" in ready:
+        answer = self._child.next(WALL_SECONDS + CPU_SECONDS)
+        if isinstance(answer, str):
+            raise self.error(self._ended(answer))
+        if "error" in answer:
             self.close()
-            raise self.error(ready["error"])
+            raise self.error(answer["error"])
         return self._child
 
     def _ended(self, how: str) -> str:
@@ -210,8 +210,8 @@ class Renderer:
                 encoded[index] = bad_row
         for tools, turned_ones in chats.items():
             for start in range(0, len(turned_ones), BATCH):
-                some = dict(islice(turned_ones.items(), start, start + BATCH))
-                encoded |= zip(some, self._render(list(some.values()), tools), strict=True)
+                chunk = dict(islice(turned_ones.items(), start, start + BATCH))
+                encoded |= zip(chunk, self._render(list(chunk.values()), tools), strict=True)
         return [encoded[index] for index in range(len(examples))]
 
     def _turned(self, example: Example) -> Example:
@@ -242,14 +242,14 @@ class Renderer:
         """Markup that the template writes around turns."""
         text = self.template.text
         control = [name for name in self._tokenizer.control_tokens() if name in text]
-        begin = (
+        bos_names = (
             [_name(self._tokenizer.config["bos_token"])]
             if self._tokenizer.bos_id is not None
             else []
         )
         return list(
             dict.fromkeys(
-                [*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]
+                [*control, *bos_names, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]
             )
         )
 
@@ -298,9 +298,11 @@ class Renderer:
         end = self._tokenizer.eos_id
         encoded = []
         for ids in wholes:
-            whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
+            all_ids = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
             encoded.append(
-                EncodedText(whole, [index >= len(prefix) + start for index in range(len(whole))])
+                EncodedText(
+                    all_ids, [index >= len(prefix) + start for index in range(len(all_ids))]
+                )
             )
         return tuple(encoded)
 
@@ -312,22 +314,22 @@ class Renderer:
         for answer in answers:  # a rendering too large to encode in memory
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"it writes {format_bytes(size)} of text"
-        good = [answer for answer in answers if "error" not in answer]
-        placed = self._tokenizer.encode_places([answer["text"] for answer in good])
-        for answer, (ids, offsets) in zip(good, placed, strict=True):
+        rendered = [answer for answer in answers if "error" not in answer]
+        placed = self._tokenizer.encode_places([answer["text"] for answer in rendered])
+        for answer, (ids, offsets) in zip(rendered, placed, strict=True):
             mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
             answer["encoded"] = EncodedText(ids, mask)
-        left = iter(answers)
+        remaining = iter(answers)
         encoded = list[EncodedExample | BadRow]()
         for example in examples:
-            own = [next(left) for _ in example.responses]
-            if refused := next((answer for answer in own if "error" in answer), None):
+            example_answers = [next(remaining) for _ in example.responses]
+            if refused := next((answer for answer in example_answers if "error" in answer), None):
                 problem = f"cannot be formatted with {self.template.origin}: {refused['error']}"
                 encoded.append(
                     BadRow(example.source, problem, _UNCLEAR if refused.get("unclear") else _FIX)
                 )
             else:
-                encoded.append(tuple(answer["encoded"] for answer in own))
+                encoded.append(tuple(answer["encoded"] for answer in example_answers))
         return encoded
 
     def _job(self, example: Example, response: object) -> Json:
@@ -421,17 +423,22 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         turns = (Message("user", "a"), Message("assistant", "b"))
         tried = [
-            Example("the template", "chat", (), (each,))
-            for each in (turns, (Message("system", "c"), *turns))
+            Example("the template", "chat", (), (turns_tried,))
+            for turns_tried in (turns, (Message("system", "c"), *turns))
         ]
-        whole = next(
-            (each[0] for each in renderer.encode_batch(tried) if not isinstance(each, BadRow)), None
+        encoded = next(
+            (
+                turns_tried[0]
+                for turns_tried in renderer.encode_batch(tried)
+                if not isinstance(turns_tried, BadRow)
+            ),
+            None,
         )
-        if whole is None:
-            (whole,) = renderer.encode(tried[0])  # raises its error
+        if encoded is None:
+            (encoded,) = renderer.encode(tried[0])  # raises its error
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
         response = [
-            token for token, trained in zip(whole.ids, whole.loss_mask, strict=True) if trained
+            token for token, trained in zip(encoded.ids, encoded.loss_mask, strict=True) if trained
         ]
         # after the content
         ends = tuple(token for token in dict.fromkeys(response) if token in control)

@@ -68,16 +68,16 @@ def _tojson(
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers (utils/chat_template_utils.py), so that templates render equally."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],
         cache_size=0,
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return sandbox
 
 
 @final
@@ -106,7 +106,7 @@ class Template:
     ) -> str:
         """Raises Refused with the reason when the template fails."""
         vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
-        given = {
+        variables = {
             **self.names,
             "messages": list(turns),
             "tools": tools,
@@ -116,7 +116,7 @@ class Template:
         pieces = list[str]()
         size = 0
         try:
-            for piece in self._compiled.generate(**given):
+            for piece in self._compiled.generate(**variables):
                 size += len(piece)
                 if size > MAX_OUTPUT:
                     raise Refused(
@@ -148,8 +148,8 @@ class Template:
         self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]
     ) -> Json:
         plane = free_plane(turns, tools)
-        whole = unmarked(self.render(turns, tools, plane=plane), plane)
-        spans = generated_spans(whole)
+        marked = unmarked(self.render(turns, tools, plane=plane), plane)
+        spans = generated_spans(marked)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         # the blocks of a turn are those that the turns before it do not have
         if list(train_on) != answers:
@@ -159,7 +159,7 @@ class Template:
                 for count in (i, i + 1)
             }
             spans = [span for i in train_on for span in spans[counts[i] : counts[i + 1]]]
-        return {"text": whole.text, "spans": spans}
+        return {"text": marked.text, "spans": spans}
 
     def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
         return (
@@ -242,11 +242,14 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
-    made = _compile(job)
-    reply(job, {"error": made} if isinstance(made, str) else {"ready": True})
-    if isinstance(made, Template):
-        for asked in requests(job):
-            reply(job, {"answers": [_answer(made, each) for each in asked["jobs"]]})
+    template = _compile(job)
+    reply(job, {"error": template} if isinstance(template, str) else {"ready": True})
+    if isinstance(template, Template):
+        for request in requests(job):
+            reply(
+                job,
+                {"answers": [_answer(template, conversation) for conversation in request["jobs"]]},
+            )
 
 
 if __name__ == "__main__":

@@ -86,13 +86,13 @@ class LocalEncoder:
                 loss_mask.append(np.ones(len(parts[-1]) // self._dtype.itemsize, np.uint8))
                 continue
             assert self._rendering is not None
-            found = next(rendered)
-            if isinstance(found, BadRow):
-                bad_rows[number] = found
-                found = (EncodedText([], []),) * self._rendering.responses
-            assert len(found) == self._rendering.responses
-            parts += [np.array(sequence.ids, self._dtype).tobytes() for sequence in found]
-            loss_mask += [np.array(sequence.loss_mask, np.uint8) for sequence in found]
+            encoded = next(rendered)
+            if isinstance(encoded, BadRow):
+                bad_rows[number] = encoded
+                encoded = (EncodedText([], []),) * self._rendering.responses
+            assert len(encoded) == self._rendering.responses
+            parts += [np.array(sequence.ids, self._dtype).tobytes() for sequence in encoded]
+            loss_mask += [np.array(sequence.loss_mask, np.uint8) for sequence in encoded]
         ids = np.frombuffer(b"".join(parts), self._dtype)
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
@@ -119,8 +119,8 @@ class _ChildEncoder:
     def encode(self, documents: list[Document]) -> EncodedBatch:
         parts = [document.wire for document in documents]
         sources = [None if document.example is None else document.source for document in documents]
-        asked = {"sizes": [len(part) for part in parts], "sources": sources}
-        response = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
+        request = {"sizes": [len(part) for part in parts], "sources": sources}
+        response = self._child.ask(request, b"".join(parts), seconds=_HOURS)
         if isinstance(response, str):
             raise UserError(
                 f"a tokenizing process died (code {self._child.code})",
@@ -175,19 +175,22 @@ def encode_in_order(
             turn = number % len(using)
             waiting.append((tag, threads[turn].submit(using[turn].encode, documents)))
             if len(waiting) >= 2 * len(using):
-                first, future = waiting.pop(0)
-                yield first, future.result()
+                first_tag, future = waiting.pop(0)
+                yield first_tag, future.result()
         while waiting:
-            first, future = waiting.pop(0)
-            yield first, future.result()
+            first_tag, future = waiting.pop(0)
+            yield first_tag, future.result()
 
 
-def count_workers(asked: int | str, bytes_of_text: float, *, rendered: bool = False) -> int:
+def count_workers(num_proc: int | str, bytes_of_text: float, *, rendered: bool = False) -> int:
     """Processes for a dataset of this size, at most one per core. Starting one costs as much as encoding about 10 MB or
     rendering 1 MB.
     """
-    each = 1_000_000 if rendered else 10_000_000
-    return min(asked if isinstance(asked, int) else max(1, int(bytes_of_text) // each), cores())
+    bytes_per_worker = 1_000_000 if rendered else 10_000_000
+    return min(
+        num_proc if isinstance(num_proc, int) else max(1, int(bytes_of_text) // bytes_per_worker),
+        cores(),
+    )
 
 
 def cores() -> int:
@@ -195,10 +198,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def fewer_workers(asked: int | str) -> str | None:
+def fewer_workers(num_proc: int | str) -> str | None:
     """The warning for a recipe with more processes than the machine has cores."""
-    if isinstance(asked, int) and asked > cores():
-        return f"data.num_proc={asked:,} starts {cores():,} processes, as many as this machine has cores"
+    if isinstance(num_proc, int) and num_proc > cores():
+        return f"data.num_proc={num_proc:,} starts {cores():,} processes, as many as this machine has cores"
     return None
 
 
@@ -207,29 +210,30 @@ def main() -> None:
     job = accept()
     rendering = None if job["rendering"] is None else Rendering(**job["rendering"])
     encoder = LocalEncoder(load_tokenizer(Path(job["folder"])), rendering)
-    for asked in requests(job):
-        content = asked.get("content", b"")
+    for request in requests(job):
+        content = request.get("content", b"")
         documents = list[Document]()
         end = 0
-        for size, source in zip(asked["sizes"], asked["sources"], strict=True):
+        for size, source in zip(request["sizes"], request["sources"], strict=True):
             text = content[end : end + size].decode()
             documents.append(
                 Document("", text) if source is None else Document(source, from_wire(text, source))
             )
             end += size
         try:
-            made = encoder.encode(documents)
+            batch = encoder.encode(documents)
         except UserError as error:
             reply(job, {"refused": [error.problem, error.where, error.fix]})
             continue
-        loss_mask = b"" if made.loss_mask is None else made.loss_mask.tobytes()
+        loss_mask = b"" if batch.loss_mask is None else batch.loss_mask.tobytes()
         bad_rows = {
-            number: (bad.where, bad.reason, bad.fix) for number, bad in made.bad_rows.items()
+            number: (bad_row.where, bad_row.reason, bad_row.fix)
+            for number, bad_row in batch.bad_rows.items()
         }
         reply(
             job,
-            {"lengths": made.lengths.tolist(), "bad_rows": bad_rows},
-            made.ids.tobytes() + loss_mask,
+            {"lengths": batch.lengths.tolist(), "bad_rows": bad_rows},
+            batch.ids.tobytes() + loss_mask,
         )
 
 

@@ -59,7 +59,7 @@ class WordEncoder:
     """Encodes ASCII with `pattern` and its words (byte-level) with `merge`; other text with `whole`."""
 
     def __init__(
-        self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str
+        self, pattern: str, added: list[str], encode: Encode, merge: Encode, dtype: str
     ) -> None:
         expression = re.compile(ascii_pattern(pattern), re.ASCII)
         self._words = expression.findall
@@ -70,7 +70,7 @@ class WordEncoder:
             if added
             else None
         )
-        self._whole = whole
+        self._whole = encode
         self._dtype = dtype
         self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
 
@@ -98,16 +98,16 @@ class WordEncoder:
             )
         # word by word: a list of all words would take ten times the memory
         parts = list[bytes]()
-        at = 0
+        end = 0
         size = 0
         for match in self._each(text):
-            if match.start() != at:
+            if match.start() != end:
                 return self._library(text)
-            at = match.end()
+            end = match.end()
             size = max(size, match.end() - match.start())
             refuse_long(size)
             parts.append(self._merged[match[0]])
-        return b"".join(parts) if at == len(text) else self._library(text)
+        return b"".join(parts) if end == len(text) else self._library(text)
 
     def longest(self, text: str) -> int:
         """The longest word of ASCII text."""
@@ -118,12 +118,12 @@ class WordEncoder:
         return np.array(self._whole(text), dtype=self._dtype).tobytes()
 
 
-def refuse_long(size: int, most: int | None = None) -> None:
+def refuse_long(size: int, limit: int | None = None) -> None:
     """Raises UserError for a piece of text that cannot be split and is above the size limit."""
-    most = LONGEST_PIECE if most is None else most
-    if size > most:
+    limit = LONGEST_PIECE if limit is None else limit
+    if size > limit:
         raise UserError(
-            f"the text holds {format_bytes(size)} in one piece, and {format_bytes(most)} is the limit: "
+            f"the text holds {format_bytes(size)} in one piece, and {format_bytes(limit)} is the limit: "
             "the tokenizer cannot encode parts of it",
             fix="cut it into lines or smaller documents",
         )
@@ -136,12 +136,15 @@ def pieces(text: str, ends: re.Pattern[str] | None) -> Iterator[str]:
     start = 0
     while ends is not None and len(text) - start > PIECE:
         stop = start + PIECE
-        found = next((at for at in _breaks(text, start, stop) if ends.match(text, at)), None)
-        if found is None:
+        cut = next(
+            (position for position in _breaks(text, start, stop) if ends.match(text, position)),
+            None,
+        )
+        if cut is None:
             later = ends.search(text, stop)
-            found = later.start() if later else len(text)
-        yield text[start:found]
-        start = found
+            cut = later.start() if later else len(text)
+        yield text[start:cut]
+        start = cut
     if start < len(text) or not text:
         yield text[start:]
 
@@ -149,10 +152,10 @@ def pieces(text: str, ends: re.Pattern[str] | None) -> Iterator[str]:
 def _breaks(text: str, start: int, stop: int) -> Iterator[int]:
     """Places of newlines and spaces, last first."""
     for sign in "\n ":
-        at = text.rfind(sign, start + 1, stop)
-        while at > start:
-            yield at
-            at = text.rfind(sign, start + 1, at)
+        position = text.rfind(sign, start + 1, stop)
+        while position > start:
+            yield position
+            position = text.rfind(sign, start + 1, position)
 
 
 def word_ends(description: dict[str, Any]) -> re.Pattern[str] | None:
@@ -169,12 +172,12 @@ def word_ends(description: dict[str, Any]) -> re.Pattern[str] | None:
 
 def ascii_pattern(pattern: str) -> str:
     """The pattern for ASCII text in Python's dialect; ValueError when it has no such form."""
-    inside = re.sub(
+    widened = re.sub(
         r"\[[^\]]*\]",
         lambda match: match[0].replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9"),
         pattern,
     )
-    plain = inside.replace(r"\p{L}", "[a-zA-Z]").replace(r"\p{N}", "[0-9]")
+    plain = widened.replace(r"\p{L}", "[a-zA-Z]").replace(r"\p{N}", "[0-9]")
     if re.search(r"\\[pPXbBwWdD]|\[\[|&&|\((?!\?)", plain):
         raise ValueError(f"no ASCII form of {pattern!r} is known")
     return plain
@@ -193,24 +196,24 @@ def _pattern(description: dict[str, Any]) -> str | None:
     if normalizer and normalizer.get("type") not in ("NFC", "NFKC"):
         return None
     steps = cut.get("pretokenizers", [cut])
-    last = steps[-1]
+    last_step = steps[-1]
     if (
-        last.get("type") != "ByteLevel"
-        or last.get("add_prefix_space")
+        last_step.get("type") != "ByteLevel"
+        or last_step.get("add_prefix_space")
         or (normalizer and len(steps) == 1)
     ):
         return None
     if len(steps) == 1:
-        return GPT2_PATTERN if last.get("use_regex", True) else None
-    first = steps[0]
+        return GPT2_PATTERN if last_step.get("use_regex", True) else None
+    first_step = steps[0]
     isolated = (
-        first.get("type") == "Split"
-        and first.get("behavior") == "Isolated"
-        and not first.get("invert")
+        first_step.get("type") == "Split"
+        and first_step.get("behavior") == "Isolated"
+        and not first_step.get("invert")
     )
-    if len(steps) != 2 or not isolated or last.get("use_regex", True):
+    if len(steps) != 2 or not isolated or last_step.get("use_regex", True):
         return None
-    pattern = first.get("pattern", {}).get("Regex")
+    pattern = first_step.get("pattern", {}).get("Regex")
     return pattern if isinstance(pattern, str) else None
 
 

@@ -47,8 +47,8 @@ class Markup:
 
     def broken(self, value: Any) -> tuple[Any, str]:
         """The value with every spelled-out control token broken, and the letter that breaks it."""
-        whole = json.dumps(value, ensure_ascii=False)
-        mark = next((mark for mark in _BREAKS if mark not in whole), None)
+        json_text = json.dumps(value, ensure_ascii=False)
+        mark = next((mark for mark in _BREAKS if mark not in json_text), None)
         if mark is None:
             problem = (
                 "the conversation uses every letter that could tell its text from control tokens"
@@ -77,8 +77,8 @@ class Markup:
         if self._secret is None:
             self._secret = self._renamed()
         names, encode = self._secret
-        whole = self._pattern.sub(lambda match: names[match[0]], text)
-        return encode(whole.replace(mark, "") if mark else whole)
+        secret_text = self._pattern.sub(lambda match: names[match[0]], text)
+        return encode(secret_text.replace(mark, "") if mark else secret_text)
 
     def _renamed(self) -> tuple[dict[str, str], Encode]:
         """Names that no message holds, and the encoder that knows the control tokens by these names alone."""

@@ -89,7 +89,7 @@ def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
 def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
     """Merges from scores: all splits of a piece into two pieces, in the order of their scores."""
     ids = {text: index for index, (text, _, kind) in enumerate(pieces)}
-    whole = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
+    usable_pieces = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
     ranked = sorted(
         ((score, text) for text, score, kind in pieces if kind == NORMAL),
         key=lambda entry: -entry[0],
@@ -98,7 +98,7 @@ def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> 
     for _, text in ranked:
         cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         merges += sorted(
-            (cut for cut in cuts if whole.issuperset(cut)),
+            (cut for cut in cuts if usable_pieces.issuperset(cut)),
             key=lambda cut: (ids[cut[0]], ids[cut[1]]),
         )
     unknown = next(text for text, _, kind in pieces if kind == UNKNOWN)
@@ -242,9 +242,9 @@ class SentencePiece:
     def files(self) -> dict[str, bytes]:
         """The model, and a tokenizer.json for other programs if it gives the same ids for the probes."""
         described = describe(self._content) if self._library(special=True) is not None else None
-        written = (
+        tokenizer_json = (
             {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()}
             if described
             else {}
         )
-        return {**written, MODEL_FILE: self._content}
+        return {**tokenizer_json, MODEL_FILE: self._content}

@@ -31,40 +31,42 @@ def builtin_template(name: str) -> str:
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def formats_texts(asked: str | None, config: Mapping[str, Any]) -> bool:
+def formats_texts(template: str | None, config: Mapping[str, Any]) -> bool:
     """Whether prompts and responses that are texts are formatted as turns: where there is a chat template."""
-    return asked != NONE and (asked is not None or bool(own_templates(config)))
+    return template != NONE and (template is not None or bool(own_templates(config)))
 
 
-def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
+def find_template(name: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     """The template of `data.chat.template` for a tokenizer_config.json. Raises UserError."""
-    own = own_templates(config)
-    if asked is None and "default" in own:
-        return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
-    if asked is None and own:
+    templates = own_templates(config)
+    if name is None and "default" in templates:
+        return ChatTemplate(
+            templates["default"], "the tokenizer's own template", templates.get("tool_use")
+        )
+    if name is None and templates:
         raise UserError(
-            f"the tokenizer has several chat templates and no default: {', '.join(own)}",
+            f"the tokenizer has several chat templates and no default: {', '.join(templates)}",
             where=_WHERE,
             fix=f"set {_WHERE} to one of them",
         )
-    if asked is None:
+    if name is None:
         raise UserError("the tokenizer has no chat template", where=_WHERE, fix=_CHOICES)
-    if asked == NONE:
+    if name == NONE:
         problem = "conversations need a chat template"
         fix = f"{_CHOICES}, or remove the key for the tokenizer's own"
         raise UserError(problem, where=f"{_WHERE}={NONE}", fix=fix, code=2)
-    if asked in own:
-        return ChatTemplate(own[asked], f"the tokenizer's own template {asked!r}")
-    if asked in BUILTIN:
-        return ChatTemplate(builtin_template(asked), f"the built-in template {asked}")
-    if "{%" in asked or "{{" in asked:
-        return ChatTemplate(asked, "the template in the recipe")
-    path = Path(asked)
+    if name in templates:
+        return ChatTemplate(templates[name], f"the tokenizer's own template {name!r}")
+    if name in BUILTIN:
+        return ChatTemplate(builtin_template(name), f"the built-in template {name}")
+    if "{%" in name or "{{" in name:
+        return ChatTemplate(name, "the template in the recipe")
+    path = Path(name)
     if path.is_file():
         return ChatTemplate(_read(path), str(path))
-    near = closest(asked, [*own, *BUILTIN])
-    meant = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"no such chat template or file: {asked!r}{meant}", where=_WHERE, fix=_CHOICES)
+    similar = closest(name, [*templates, *BUILTIN])
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    raise UserError(f"no such chat template or file: {name!r}{meant}", where=_WHERE, fix=_CHOICES)
 
 
 def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
@@ -94,7 +96,7 @@ def _read(path: Path) -> str:
 def templates_in(folder: Path) -> dict[str, str]:
     """Templates in separate files of a tokenizer's folder, as transformers writes them."""
     single = folder / "chat_template.jinja"
-    found = {"default": _read(single)} if single.is_file() else {}
+    templates = {"default": _read(single)} if single.is_file() else {}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _read(path)
-    return found
+        templates[path.stem] = _read(path)
+    return templates

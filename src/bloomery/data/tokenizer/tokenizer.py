@@ -115,20 +115,20 @@ def _growth(step: object) -> float:
         return 1.0
     nested = (step.get(key) for key in ("normalizers", "decoders"))
     parts = [part for steps in nested if isinstance(steps, list) for part in steps]
-    own = 1.0
+    factor = 1.0
     if step.get("type") == "Replace":
         pattern = step.get("pattern")
         content = step.get("content")
         plain = pattern.get("String") if isinstance(pattern, dict) else None
-        written = len(content) if isinstance(content, str) else 0
-        own = (
-            max(1.0, written / len(plain))
+        content_length = len(content) if isinstance(content, str) else 0
+        factor = (
+            max(1.0, content_length / len(plain))
             if plain and isinstance(plain, str)
-            else max(1.0, written + _matches_nothing(pattern))
+            else max(1.0, content_length + _matches_nothing(pattern))
         )
     elif step.get("type") == "Prepend":
-        own = max(1.0, len(str(step.get("prepend"))) / _MOST_PREPENDED)
-    return own * math.prod(map(_growth, parts))
+        factor = max(1.0, len(str(step.get("prepend"))) / _MOST_PREPENDED)
+    return factor * math.prod(map(_growth, parts))
 
 
 def _matches_nothing(pattern: object) -> float:
@@ -147,13 +147,13 @@ def roles(description: Json, config: Json) -> dict[str, str | None]:
     added = description.get("added_tokens") or []
     entries = added if isinstance(added, list) else []  # check_ids refuses malformed entries
     present = {str(entry.get("content")) for entry in entries if isinstance(entry, dict)}
-    named: dict[str, str | None] = {}
-    for role, usual in _ROLES.items():
+    tokens: dict[str, str | None] = {}
+    for role, usual_names in _ROLES.items():
         token = config.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        default = next((name for name in usual if name in present), None)
-        named[role] = (token if isinstance(token, str) else None) if role in config else default
-    return named
+        default = next((name for name in usual_names if name in present), None)
+        tokens[role] = (token if isinstance(token, str) else None) if role in config else default
+    return tokens
 
 
 def configuration(folder: Path) -> Json:
@@ -252,8 +252,10 @@ class JsonBackend:
         return self._loaded(self._text.replace('"trim_offsets": true', '"trim_offsets": false'))
 
     def encode_places(self, texts: list[str]) -> list[Placed]:
-        found = self._guarded(lambda: self._placing.encode_batch(texts, add_special_tokens=False))
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+        encodings = self._guarded(
+            lambda: self._placing.encode_batch(texts, add_special_tokens=False)
+        )
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_rendered(self, text: str) -> list[int]:
         call = getattr(self._library, "encode_batch_fast", self._library.encode_batch)
@@ -423,8 +425,8 @@ class Tokenizer:
     @cached_property
     def markup(self) -> Markup:
         """The control tokens that a chat template writes, and how messages that spell them out stay text."""
-        named = [self.config.get(role) for role in _ROLES]
-        names = [*self._backend.special(), *(name for name in named if isinstance(name, str))]
+        role_tokens = [self.config.get(role) for role in _ROLES]
+        names = [*self._backend.special(), *(name for name in role_tokens if isinstance(name, str))]
         return Markup(
             ids_of(dict.fromkeys(names), self.id_of),
             lambda: self.description,
@@ -480,8 +482,8 @@ class Tokenizer:
 
     def control_tokens(self) -> list[str]:
         """Special tokens by name: what may end a turn. The begin token is one of them only where it ends texts too."""
-        begin = self.bos_id if self.bos_id != self.eos_id else None
-        return [name for name in self._backend.special() if self._backend.id_of(name) != begin]
+        begin_id = self.bos_id if self.bos_id != self.eos_id else None
+        return [name for name in self._backend.special() if self._backend.id_of(name) != begin_id]
 
     def encode_array(self, text: str) -> words.Ids:
         """The ids of `encode` as `dtype`, several times as fast where byte-level BPE allows it."""
@@ -524,8 +526,10 @@ class Tokenizer:
 
     def with_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
         """This tokenizer with the missing special tokens added, whose ids follow. Raises UserError."""
-        new = [token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None]
-        if not new:
+        missing_tokens = [
+            token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None
+        ]
+        if not missing_tokens:
             return self
         if not self._backend.description:
             raise UserError(
@@ -534,7 +538,8 @@ class Tokenizer:
                 fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
             )
         entries: list[Json] = [
-            {"id": self.vocab_size + n, "content": token, **EXACT} for n, token in enumerate(new)
+            {"id": self.vocab_size + n, "content": token, **EXACT}
+            for n, token in enumerate(missing_tokens)
         ]
         description = self._backend.description
         description = {
@@ -543,11 +548,11 @@ class Tokenizer:
         }
         config = dict(self._config)
         # transformers reads both files
-        if isinstance(known := config.get("added_tokens_decoder"), dict):
-            more = {
+        if isinstance(decoder_entries := config.get("added_tokens_decoder"), dict):
+            new_entries = {
                 str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries
             }
-            config["added_tokens_decoder"] = {**known, **more}
+            config["added_tokens_decoder"] = {**decoder_entries, **new_entries}
         control = {name for name in roles(description, config).values() if name}
         return Tokenizer(
             JsonBackend(description, "tokenizer.additional_special_tokens", control), config
@@ -612,14 +617,22 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
             )
         name = recipe.model.from_
     if name:
-        more = section.additional_special_tokens
-        return {"from": name, "additional_special_tokens": more} if more else {"from": name}
+        added_tokens = section.additional_special_tokens
+        return (
+            {"from": name, "additional_special_tokens": added_tokens}
+            if added_tokens
+            else {"from": name}
+        )
     train = section.train or TrainTokenizer(
         vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size
     )
-    own = [*train.special_tokens]
-    own += [token for token in section.additional_special_tokens if token not in own]
-    return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
+    special_tokens = [*train.special_tokens]
+    special_tokens += [
+        token for token in section.additional_special_tokens if token not in special_tokens
+    ]
+    return {
+        "train": train.model_copy(update={"special_tokens": special_tokens}).model_dump(mode="json")
+    }
 
 
 def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
@@ -635,20 +648,26 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
 
 def new_tokens(recipe: Recipe) -> int:
     """How many of `additional_special_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
-    asked = (
+    requested_tokens = (
         set(recipe.tokenizer.additional_special_tokens)
         if "from" in tokenizer_spec(recipe)
         else set()
     )
-    return len(asked) if asked and _grown(recipe) is None else len(new_ids(recipe))
+    return (
+        len(requested_tokens)
+        if requested_tokens and _grown(recipe) is None
+        else len(new_ids(recipe))
+    )
 
 
 def new_ids(recipe: Recipe) -> tuple[int, ...]:
     """The ids of `additional_special_tokens` that the named tokenizer lacks; none where it is not on this disk."""
-    known = _grown(recipe)
-    asked = recipe.tokenizer.additional_special_tokens
+    tokenizer = _grown(recipe)
+    requested_tokens = recipe.tokenizer.additional_special_tokens
     return (
-        () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
+        ()
+        if tokenizer is None
+        else tuple(range(tokenizer.vocab_size, tokenizer.with_tokens(requested_tokens).vocab_size))
     )
 
 

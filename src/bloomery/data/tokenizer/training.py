@@ -43,16 +43,16 @@ def train_tokenizer(
     """
     refuse_few_tokens(spec)
     pieces = chain.from_iterable(bounded(text) for text in texts)
-    first = list[str]()
+    first_pieces = list[str]()
     size = 0
     while size <= _AT_ONCE[spec.kind] and (piece := next(pieces, None)) is not None:
-        first.append(piece)
+        first_pieces.append(piece)
         size += len(piece.encode())
-    small = size <= _AT_ONCE[spec.kind]
+    is_small = size <= _AT_ONCE[spec.kind]
     text = (
-        _trained(iter(first), spec)
-        if small
-        else _trained_in_child(chain(first, pieces), spec, progress)
+        _trained(iter(first_pieces), spec)
+        if is_small
+        else _trained_in_child(chain(first_pieces, pieces), spec, progress)
     )
     config: dict[str, Any] = dict(
         zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True)
@@ -78,7 +78,7 @@ def bounded(text: str) -> Iterator[str]:
 
     # text since the last long word
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    kept = list[str]()
+    segment_parts = list[str]()
     start = 0
     while start < len(text):  # a segment ends where a word always ends, if there is such a place
         stop = start + _SEGMENT
@@ -86,21 +86,23 @@ def bounded(text: str) -> Iterator[str]:
             ends = [match.start() for match in _WORD_ENDS.finditer(text, start + 1, stop)]
             stop = ends[-1] if ends else stop
         segment = text[start:stop]
-        begin = 0
+        unsplit_from = 0
         start = stop
-        for _, (first, last) in words.pre_tokenize_str(segment) if _maybe_long(segment) else ():
-            if last - first > LONGEST_WORD:
-                kept.append(segment[begin:first])
-                yield "".join(kept)
+        for _, (word_start, word_end) in (
+            words.pre_tokenize_str(segment) if _maybe_long(segment) else ()
+        ):
+            if word_end - word_start > LONGEST_WORD:
+                segment_parts.append(segment[unsplit_from:word_start])
+                yield "".join(segment_parts)
                 yield from (
-                    segment[at : min(at + LONGEST_WORD, last)]
-                    for at in range(first, last, LONGEST_WORD)
+                    segment[cut : min(cut + LONGEST_WORD, word_end)]
+                    for cut in range(word_start, word_end, LONGEST_WORD)
                 )
-                kept = []
-                begin = last
-        kept.append(segment[begin:])
-    if kept:
-        yield "".join(kept)
+                segment_parts = []
+                unsplit_from = word_end
+        segment_parts.append(segment[unsplit_from:])
+    if segment_parts:
+        yield "".join(segment_parts)
 
 
 def _maybe_long(text: str) -> bool:
@@ -118,11 +120,12 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, show_progress: bool 
     library = Library(models.BPE() if spec.kind == "bpe" else models.Unigram())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    own = [token for token in dict.fromkeys(spec.special_tokens) if token not in SPECIAL]
+    recipe_tokens = [token for token in dict.fromkeys(spec.special_tokens) if token not in SPECIAL]
     options: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "special_tokens": [
-            AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *own)
+            AddedToken(token, special=True, normalized=False)
+            for token in (*SPECIAL, *recipe_tokens)
         ],
         "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
         "show_progress": False,
@@ -159,9 +162,9 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
             progress(*_progress_of(child.tail))
         if isinstance(message, str):
             code = child.code
-            last = last_words(child.tail)
+            reason = last_words(child.tail)
             raise UserError(
-                f"the process that trained the tokenizer died (code {code}){': ' if last else ''}{last}",
+                f"the process that trained the tokenizer died (code {code}){': ' if reason else ''}{reason}",
                 where="tokenizer.train",
                 fix="if it was out of memory, set tokenizer.train.vocab_size to a smaller number, or use fewer files",
             )
@@ -169,8 +172,8 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
     if "refused" in message:
         problem, where, fix = message["refused"]
         raise UserError(problem, where=where, fix=fix)
-    made: bytes = message["content"]
-    return made.decode()
+    content: bytes = message["content"]
+    return content.decode()
 
 
 def _progress_of(lines: list[str]) -> tuple[float, float]:
@@ -196,13 +199,13 @@ def main() -> None:
         os._exit(1)  # the parent is gone
 
     try:
-        made = _trained(
+        tokenizer_json = _trained(
             received(), TrainTokenizer.model_validate_json(job["spec"]), show_progress=True
         )
     except UserError as error:
         reply(job, {"refused": [error.problem, error.where, error.fix]})
     else:
-        reply(job, {}, made.encode())
+        reply(job, {}, tokenizer_json.encode())
 
 
 if __name__ == "__main__":
