@@ -497,12 +497,12 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     theirs = np.concatenate(parts)
     device = decoder.model.embed_tokens.weight.device
     with torch.no_grad():
-        original = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+        original = decoder(torch.tensor([tokens], device=device)).head[0].float().cpu().numpy()
         if has_method(decoder):
             merge_methods(decoder)
         fill_from_file(decoder, graph.tensors)
         with adapters_disabled(decoder):  # which the file has merged
-            same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+            same = decoder(torch.tensor([tokens], device=device)).head[0].float().cpu().numpy()
     difference = float(np.abs(theirs - same).max())
     scale = float(np.abs(same).max())
     first = log_softmax(original)

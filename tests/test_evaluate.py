@@ -45,7 +45,7 @@ def decoder(tokenizer):
 
 def nats_by_hand(decoder, ids):
     with torch.no_grad():
-        logits = decoder(torch.tensor([ids[:-1]]))[0].double()
+        logits = decoder(torch.tensor([ids[:-1]])).head[0].double()
     return -torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]].sum().item()
 
 

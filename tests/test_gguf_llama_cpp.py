@@ -61,7 +61,7 @@ def measured(
     graph, decoder = Graph(done.folder), load_decoder(folder, dtype=torch.float32)
     probe = [token % decoder.config.vocab_size for token in tokens(48)]
     with torch.no_grad():
-        original = decoder(torch.tensor([probe]))[0].numpy()
+        original = decoder(torch.tensor([probe])).head[0].numpy()
     parity = compare(graph, decoder, probe[:32], greedy=kind == "f32")
     graph.reset()
     graph.context = context

@@ -71,8 +71,8 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
     # float32 rounds the logits by more than 1e-5
     ours = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
-        assert_close(ours(tokens()), theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
-        assert (ours(tokens()) - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
+        assert_close(ours(tokens()).head, theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
+        assert (ours(tokens()).head - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
 
 
 @pytest.mark.sampled(2)
@@ -119,9 +119,9 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     wrapped = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
     again = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
-        logits = ours.double()(tokens())
+        logits = ours.double()(tokens()).head
         assert_close(logits, wrapped.double()(tokens()).logits, atol=1e-5, rtol=0)
-        assert_close(logits, again(tokens()), atol=1e-5, rtol=0)
+        assert_close(logits, again(tokens()).head, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])
@@ -149,7 +149,7 @@ def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
     )
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        values = ours.double()(tokens(), head=Values())
+        values = ours.double()(tokens(), head=Values()).head
         assert_close(again.double()(tokens(), head=Values()), values, atol=1e-5, rtol=0)
         assert_close(values[:, -1:], theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
 
@@ -237,7 +237,7 @@ def test_gradients_and_a_step_of_adamw_are_those_of_peft(kind, tmp_path):
     theirs = trained_by_peft("llama2", tmp_path, use_dora=kind == "dora")
     ours = load_decoder(tmp_path / "adapter")
     batch = tokens()
-    for model, logits in ((theirs, theirs(batch).logits), (ours, ours(batch))):
+    for model, logits in ((theirs, theirs(batch).logits), (ours, ours(batch).head)):
         torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
         ).backward()
@@ -260,10 +260,10 @@ def test_gradients_and_a_step_of_adamw_are_those_of_peft(kind, tmp_path):
 def test_pissa_begins_where_peft_begins(tmp_path):
     reference = saved_reference("llama2", tmp_path)
     ours = load_decoder(tmp_path)
-    before = ours(tokens())
+    before = ours(tokens()).head
     adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, target_modules=["q_proj"]))
     init_adapters(ours, 0)
-    assert_close(ours(tokens()), before, atol=1e-5, rtol=1e-5)
+    assert_close(ours(tokens()).head, before, atol=1e-5, rtol=1e-5)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa"
     )

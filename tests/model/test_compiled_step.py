@@ -55,7 +55,7 @@ def test_logits_equal_those_of_the_decoder(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, row = wide(case, tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
-    expected = decoder(torch.tensor([row]))[0]
+    expected = decoder(torch.tensor([row])).head[0]
     step, cache = CompiledStep(decoder), Cache(decoder.config, capacity=40, slots=2)
     assert_close(
         torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4
@@ -92,7 +92,7 @@ def test_a_text_is_the_same_bits_alone_with_others_and_in_pieces(
     tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]
     with torch.no_grad():
         assert_close(
-            alone[0], decoder(torch.tensor(rows[:1]))[0].float(), atol=tolerance, rtol=0.02
+            alone[0], decoder(torch.tensor(rows[:1])).head[0].float(), atol=tolerance, rtol=0.02
         )
 
 
@@ -106,7 +106,7 @@ def test_adapters_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             torch.nn.init.normal_(parameter, std=0.1)
     step, cache = CompiledStep(decoder), Cache(decoder.config, 40)
     found = torch.cat([step([row[at : at + 20]], 0, cache, every=True) for at in (0, 20)])
-    assert_close(found, decoder(torch.tensor([row]))[0], atol=2e-4, rtol=1e-4)
+    assert_close(found, decoder(torch.tensor([row])).head[0], atol=2e-4, rtol=1e-4)
 
 
 def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_flops_equal_the_counter(case: str, backward: bool) -> None:
     config = config_of(case)
     decoder, tokens = on_meta(config), torch.zeros(2, 24, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        logits = decoder(tokens)
+        logits = decoder(tokens).head
         if backward:
             logits.sum().backward()
     assert counter.get_total_flops() == 2 * 24 * flops_per_token(config, 24, backward=backward)

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bloomery.core.errors import UserError
 from bloomery.model import presets as transformers_config
 from bloomery.model import transformers_backend as transformers_backend
+from bloomery.model.backend_checks import check_rows
 from bloomery.model.cache import Cache
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
@@ -26,7 +27,6 @@ from bloomery.model.io.weights import (
     write_model,
 )
 from bloomery.model.presets import read_config
-from bloomery.model.transformers_backend import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})
@@ -37,7 +37,7 @@ TOKENS = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     theirs = saved_model(kind, tmp_path)
     ours = load_decoder(tmp_path)
-    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", LACKED)
@@ -65,7 +65,7 @@ def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(
     ours = load_decoder(tmp_path)
     labels, weights = TOKENS.roll(-1, 1), torch.ones(TOKENS.shape)
     weights[:, ::3] = 0
-    scores = ours(TOKENS, head=LabelScores(labels, weights, 7, into_grad=True))
+    scores = ours(TOKENS, head=LabelScores(labels, weights, 7, into_grad=True)).head
     (-(scores * weights).sum()).backward()
     nats = F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="none")
     (nats * weights.flatten()).sum().backward()
@@ -84,7 +84,7 @@ def test_documents_of_a_row_do_not_see_each_other(kind: str, tmp_path: Path) -> 
     ours = load_decoder(tmp_path)
     documents = torch.arange(24).ge(10).long().expand(2, 24)
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, 24)
-    together = ours(TOKENS, documents_BT=documents, positions_BT=positions)
+    together = ours(TOKENS, documents_BT=documents, positions_BT=positions).head
     alone = torch.cat((theirs(TOKENS[:, :10]).logits, theirs(TOKENS[:, 10:]).logits), 1)
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
@@ -110,7 +110,7 @@ def test_the_past_is_kept_cut_and_read_on(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         ours(TOKENS[:, :16], cache=cache)
         assert cache.cut(12)
-        last = ours(TOKENS[:, 12:], cache=cache)
+        last = ours(TOKENS[:, 12:], cache=cache).head
         torch.testing.assert_close(last, theirs(TOKENS).logits[:, 12:], atol=1e-4, rtol=0)
 
 
@@ -122,7 +122,7 @@ def test_a_known_family_computes_the_same_through_transformers(tmp_path: Path) -
         through = Decoder(config)
     give_memory(through.to(torch.float32), "cpu")
     read_model(through, tmp_path)
-    torch.testing.assert_close(through.eval()(TOKENS), ours(TOKENS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(through.eval()(TOKENS).head, ours(TOKENS).head, atol=1e-4, rtol=0)
     assert parameter_shapes(config) == parameter_shapes(ours.config)
 
 
@@ -140,7 +140,7 @@ def test_buffers_that_the_config_does_not_tell_are_loaded_by_transformers(
     ours = load_decoder(tmp_path)
     transformers_config._asked.cache_clear()
     assert "does not follow" in ours.config.transformers_backend.safe_reason
-    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
 
 
 def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

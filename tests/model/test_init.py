@@ -42,7 +42,7 @@ def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
         4, config.vocab_size, (2, 97), generator=torch.Generator().manual_seed(0)
     )
     head = LabelScores(tokens[:, 1:].contiguous(), torch.ones(2, 96), 192)
-    loss = -float(decoder(tokens[:, :-1], head=head).mean())
+    loss = -float(decoder(tokens[:, :-1], head=head).head.mean())
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
@@ -102,7 +102,7 @@ def test_the_global_random_stream_is_left_alone() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_starts_finite_and_tied_as_it_says(family: str) -> None:
     decoder = fresh_decoder(fresh_config(family, SIZES), seed=0)
-    assert bool(torch.isfinite(decoder(torch.arange(20)[None])).all())
+    assert bool(torch.isfinite(decoder(torch.arange(20)[None]).head).all())
     tied = decoder.lm_head.weight is decoder.model.embed_tokens.weight
     assert tied == decoder.config.tie_embeddings
 
@@ -121,12 +121,12 @@ def test_dropout_acts_in_training_alone() -> None:
     )
     decoder, tokens = fresh_decoder(config, seed=0), torch.arange(20)[None]
     with torch.no_grad():
-        assert not torch.equal(decoder(tokens), decoder(tokens))
+        assert not torch.equal(decoder(tokens).head, decoder(tokens).head)
         decoder.eval()
-        assert torch.equal(decoder(tokens), decoder(tokens))
+        assert torch.equal(decoder(tokens).head, decoder(tokens).head)
         plain = Decoder(ModelConfig(**SIZES))
         init_weights(plain, 0)
-        assert torch.equal(decoder(tokens), plain(tokens))
+        assert torch.equal(decoder(tokens).head, plain(tokens).head)
 
 
 @pytest.mark.parametrize("kind", ["embedding_dropout", "residual_dropout", "attention_dropout"])
@@ -136,4 +136,4 @@ def test_each_dropout_reaches_the_logits(kind: str) -> None:
         torch.arange(20)[None],
     )
     with torch.no_grad():
-        assert not torch.equal(decoder(tokens), decoder(tokens))
+        assert not torch.equal(decoder(tokens).head, decoder(tokens).head)

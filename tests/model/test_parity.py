@@ -30,14 +30,14 @@ def test_logits_match_transformers_both_ways(case: str, tmp_path: Path) -> None:
     expected = theirs(TOKENS).logits
     assert float(expected.std()) > 0.1, "the reference is too flat to show a difference"
     ours = load_decoder(tmp_path / "theirs")
-    assert_close(ours(TOKENS), expected, atol=1e-4, rtol=0)
+    assert_close(ours(TOKENS).head, expected, atol=1e-4, rtol=0)
     write_model(model_state(ours), ours.config, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     ).eval()
     assert type(again) is type(theirs)
     assert_close(again(TOKENS).logits, expected, atol=0, rtol=0)
-    assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
+    assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS).head, ours(TOKENS).head)
     assert load_decoder(tmp_path / "ours").config == ours.config
 
 
@@ -46,7 +46,7 @@ def test_gradients_match_transformers(case: str, tmp_path: Path) -> None:
     theirs = saved_reference(case, tmp_path)
     ours = load_decoder(tmp_path)
     theirs(TOKENS).logits.square().mean().backward()
-    ours(TOKENS).square().mean().backward()
+    ours(TOKENS).head.square().mean().backward()
     embedding = theirs.get_input_embeddings().weight.grad
     assert_close(ours.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-3)
 
@@ -70,7 +70,7 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     raw_config.pop("layer_types", None)
     raw_config.pop("dtype", None)
     path.write_text(json.dumps(raw_config))
-    assert_close(load_decoder(tmp_path)(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    assert_close(load_decoder(tmp_path)(TOKENS).head, theirs(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama2", "gpt2", "gemma3", "phi4-partial"])
@@ -82,8 +82,8 @@ def test_positions_restart_where_the_caller_says(case: str, tmp_path: Path) -> N
     first, second = TOKENS[:1, :15], TOKENS[:1, 15:]
     positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
     documents = (torch.arange(40) >= 15).long()[None]
-    packed = ours(TOKENS[:1], positions_BT=positions, documents_BT=documents)
-    assert_close(packed, torch.cat((ours(first), ours(second)), 1), atol=1e-5, rtol=1e-5)
+    packed = ours(TOKENS[:1], positions_BT=positions, documents_BT=documents).head
+    assert_close(packed, torch.cat((ours(first).head, ours(second).head), 1), atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -91,19 +91,19 @@ def test_the_base_model_of_transformers_loads_with_a_tied_head(tmp_path: Path) -
     """Files saved without the language-modelling head lack the outermost prefix (GPT-2's on the hub do)."""
     theirs = saved_reference("gpt2", tmp_path)
     theirs.transformer.save_pretrained(tmp_path)
-    assert_close(load_decoder(tmp_path)(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    assert_close(load_decoder(tmp_path)(TOKENS).head, theirs(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
 def test_autocast_stays_near_float32(tmp_path: Path) -> None:
     saved_reference("qwen3", tmp_path)
     ours = load_decoder(tmp_path)
-    exact = ours(TOKENS)
+    exact = ours(TOKENS).head
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = ours(TOKENS)
+        rounded = ours(TOKENS).head
     assert rounded.dtype == torch.bfloat16
     assert float((rounded - exact).abs().mean()) < 0.02 * float(exact.abs().mean())
-    assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+    assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).head.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_blocks_compile_whole(case: str, backend: str, tmp_path: Path) -> None:
     saved_reference(case, tmp_path)
     ours, plain = load_decoder(tmp_path), load_decoder(tmp_path)
     ours.model.layers[1].compile(fullgraph=True, backend=backend)
-    ours(TOKENS).square().mean().backward()
-    plain(TOKENS).square().mean().backward()
+    ours(TOKENS).head.square().mean().backward()
+    plain(TOKENS).head.square().mean().backward()
     for name, parameter in plain.named_parameters():
         assert_close(ours.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)

@@ -45,9 +45,9 @@ def test_the_cache_changes_nothing(case: str, pieces: tuple[int, ...], tmp_path:
     decoder, row = load_decoder(tmp_path, dtype=torch.float64), tokens()
     cache = Cache(decoder.config, capacity=40, slots=2)
     cache.rows = range(2)
-    parts = [decoder(part, cache=cache) for part in row.split(pieces, dim=1)]
+    parts = [decoder(part, cache=cache).head for part in row.split(pieces, dim=1)]
     assert cache.length == 40
-    assert_close(torch.cat(parts, 1), decoder(row), atol=1e-9, rtol=1e-9)
+    assert_close(torch.cat(parts, 1), decoder(row).head, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.sampled(3)
@@ -235,7 +235,7 @@ def test_log_probabilities_are_those_of_the_model_before_any_filter(tmp_path: Pa
     text = batch.add([1, 5, 9], Sampling(max_new_tokens=6, temperature=0.5, top_k=3), logprobs=4)
     drawn = [each for _ in range(6) for each in batch.step()]
     with torch.no_grad():
-        expected = decoder(torch.tensor([[1, 5, 9, *text.new]]))[0, 2:-1].log_softmax(-1)
+        expected = decoder(torch.tensor([[1, 5, 9, *text.new]])).head[0, 2:-1].log_softmax(-1)
     assert_close(
         torch.tensor([each.logprob for each in drawn]),
         expected[range(6), text.new],

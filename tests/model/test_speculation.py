@@ -87,9 +87,9 @@ def test_drawn_tokens_keep_their_distribution(tmp_path: Path) -> None:
     )
     pasts = Past(decoder)
     with torch.no_grad():
-        first = next_distribution(decoder(torch.tensor([AGAIN]))[0, -1], asked)
+        first = next_distribution(decoder(torch.tensor([AGAIN])).head[0, -1], asked)
         second = sum(
-            share * next_distribution(decoder(torch.tensor([[*AGAIN, token]]))[0, -1], asked)
+            share * next_distribution(decoder(torch.tensor([[*AGAIN, token]])).head[0, -1], asked)
             for token, share in enumerate(first.tolist())
             if share
         )

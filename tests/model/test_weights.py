@@ -55,7 +55,7 @@ def test_shards_both_ways(case: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     assert (tmp_path / "theirs" / INDEX).exists()
     ours = load_decoder(tmp_path / "theirs")
-    assert_close(ours(tokens()), theirs(tokens()).logits, atol=1e-4, rtol=0)
+    assert_close(ours(tokens()).head, theirs(tokens()).logits, atol=1e-4, rtol=0)
     (tmp_path / "ours").mkdir()
     write_model(model_state(ours), ours.config, tmp_path / "ours", shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
@@ -93,7 +93,7 @@ def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((6,), float("nan"))}
     save_file(load_file(path) | extra, path)
-    assert bool(torch.isfinite(load_decoder(tmp_path)(tokens())).all())
+    assert bool(torch.isfinite(load_decoder(tmp_path)(tokens()).head).all())
 
 
 PROBE = """

@@ -51,7 +51,7 @@ def gradients(decoder: Decoder, dtype: torch.dtype | None = None) -> dict[str, T
     tokens = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(2))
     torch.manual_seed(3)
     with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        logits = decoder(tokens, documents_BT=torch.zeros_like(tokens))
+        logits = decoder(tokens, documents_BT=torch.zeros_like(tokens)).head
     torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
     return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 

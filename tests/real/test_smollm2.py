@@ -38,7 +38,7 @@ def test_logits_match_transformers(smollm2):
     theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)
     tokens = torch.tensor([ids])
     with torch.no_grad():
-        ours = load_decoder(smollm2 / "model", dtype=torch.float32)(tokens)
+        ours = load_decoder(smollm2 / "model", dtype=torch.float32)(tokens).head
         torch.testing.assert_close(ours, theirs(tokens).logits, atol=2e-4, rtol=0)
 
 

@@ -241,8 +241,8 @@ class TestOpenAI:
             )
         )
         with torch.no_grad():
-            expected = model.decoder(torch.tensor([ids + new]))[0, len(ids) - 1 : -1].log_softmax(
-                -1
+            expected = (
+                model.decoder(torch.tensor([ids + new])).head[0, len(ids) - 1 : -1].log_softmax(-1)
             )
         for at, each in enumerate(content):
             assert each.logprob == pytest.approx(float(expected[at, new[at]]), abs=1e-4)

@@ -46,7 +46,7 @@ def task_file(folder, rows, name="task.jsonl"):
 
 def by_hand(decoder, context, continuation):
     with torch.no_grad():
-        shares = decoder(torch.tensor([context + continuation]))[0].double().log_softmax(-1)
+        shares = decoder(torch.tensor([context + continuation])).head[0].double().log_softmax(-1)
     at = range(len(context) - 1, len(context) + len(continuation) - 1)
     logprob = sum(
         float(shares[place, token]) for place, token in zip(at, continuation, strict=True)
@@ -65,7 +65,7 @@ def test_likelihoods_equal_one_forward_each(loaded, monkeypatch):
     pairs = [(ids[: 3 + n], ids[40 : 41 + n % 4]) for n in range(12)]
     pairs += [(ids[:6], [token]) for token in (5, 6, 7)]  # which share a row
     with torch.no_grad():
-        likeliest = int(decoder(torch.tensor([ids[:6]]))[0, -1].argmax())
+        likeliest = int(decoder(torch.tensor([ids[:6]])).head[0, -1].argmax())
     pairs.append((ids[:6], [likeliest]))
     found = score_continuations(decoder, pairs)
     for pair, one in zip(pairs, found, strict=True):
@@ -81,7 +81,7 @@ def test_a_context_is_cut_at_its_start(loaded):
     (found,) = score_continuations(decoder, [(ids, [7, 8, 9])])
     kept = [*ids, 7, 8, 9][-most - 1 :]
     with torch.no_grad():
-        shares = decoder(torch.tensor([kept[:-1]]))[0].double().log_softmax(-1)
+        shares = decoder(torch.tensor([kept[:-1]])).head[0].double().log_softmax(-1)
     expected = sum(float(shares[most - 3 + n, token]) for n, token in enumerate((7, 8, 9)))
     assert found.logprob == pytest.approx(expected, abs=1e-4)
     with pytest.raises(UserError, match="longer than the context"):

@@ -32,5 +32,5 @@ def assert_opens_in_peft(
     with torch.no_grad():
         expected = theirs(tokens_BT).logits
         assert float((expected - before).abs().max()) > 1e-3, "the adapter changes something"
-        assert_close(ours(tokens_BT), expected, atol=1e-5, rtol=1e-4)
-        assert_close(merged(ours)(tokens_BT), expected, atol=merged_within, rtol=1e-4)
+        assert_close(ours(tokens_BT).head, expected, atol=1e-5, rtol=1e-4)
+        assert_close(merged(ours)(tokens_BT).head, expected, atol=merged_within, rtol=1e-4)

@@ -47,7 +47,7 @@ def tuned(prepared, tmp_path_factory):
 
 def logits(model):
     with torch.no_grad():
-        return model.eval()(TOKENS)
+        return model.eval()(TOKENS).head
 
 
 def test_a_run_is_loaded_with_its_base(tuned):

@@ -72,7 +72,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(
     assert run.losses()[5] < run.losses()[1]
     theirs = AutoModelForCausalLM.from_pretrained(run.checkpoint(5)).eval().float()
     ours = load_decoder(run.checkpoint(5), dtype=torch.float32)
-    assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-4)
+    assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(
     else:
         plain.resize_token_embeddings(303, mean_resizing=False)
         theirs = PeftModel.from_pretrained(plain, run.checkpoint(3))
-    assert_close(ours(TOKENS * 5), theirs.eval()(TOKENS * 5).logits, atol=1e-5, rtol=1e-4)
+    assert_close(ours(TOKENS * 5).head, theirs.eval()(TOKENS * 5).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.sampled(2)

@@ -42,7 +42,7 @@ def test_full_fine_tuning_writes_a_language_model(prepared, base, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(run.checkpoint(5)).eval().float()
     assert isinstance(theirs, Gemma3ForCausalLM)
     ours = load_decoder(run.checkpoint(5), dtype=torch.float32)
-    assert_close(ours(TOKENS).detach(), theirs(TOKENS).logits.detach(), atol=1e-4, rtol=1e-4)
+    assert_close(ours(TOKENS).head.detach(), theirs(TOKENS).logits.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_opens_in_peft_on_the_language_model(prepared, with_tokenizer, tmp_path):
@@ -59,4 +59,6 @@ def test_an_adapter_opens_in_peft_on_the_language_model(prepared, with_tokenizer
     before = plain(TOKENS).logits.detach()
     expected = PeftModel.from_pretrained(plain, run.checkpoint(5)).eval()(TOKENS).logits.detach()
     assert float((expected - before).abs().max()) > 1e-3
-    assert_close(load_decoder(run.checkpoint(5))(TOKENS).detach(), expected, atol=1e-4, rtol=1e-4)
+    assert_close(
+        load_decoder(run.checkpoint(5))(TOKENS).head.detach(), expected, atol=1e-4, rtol=1e-4
+    )

@@ -112,9 +112,9 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
     theirs.resize_token_embeddings(GROWN)
     theirs = PeftModel.from_pretrained(theirs, run.checkpoint(3)).eval()
     with torch.no_grad():
-        assert loaded(TOKENS).shape[-1] == GROWN
-        assert_close(loaded(TOKENS), again(TOKENS), atol=1e-6, rtol=0)
-        assert_close(loaded(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=0)
+        assert loaded(TOKENS).head.shape[-1] == GROWN
+        assert_close(loaded(TOKENS).head, again(TOKENS).head, atol=1e-6, rtol=0)
+        assert_close(loaded(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
 
 
 def test_rows_that_nothing_would_learn_are_refused():
@@ -130,7 +130,7 @@ def test_an_adapter_of_a_fresh_model_keeps_its_base_in_the_run(prepared, tmp_pat
     whole = Run(plan, tmp_path / "whole")
     assert (tmp_path / "whole" / "base" / "config.json").is_file()
     decoder, _ = load_model(whole.checkpoint(4))
-    assert decoder(TOKENS % CONFIG.vocab_size).shape[-1] == CONFIG.vocab_size
+    assert decoder(TOKENS % CONFIG.vocab_size).head.shape[-1] == CONFIG.vocab_size
     Run(plan, tmp_path / "run", stop_after=2)
     resumed = Run(plan, tmp_path / "run", resume_from=tmp_path / "run/checkpoints/step-00000002")
     assert resumed.losses()[4] == whole.losses()[4]

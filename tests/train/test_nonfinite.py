@@ -35,7 +35,7 @@ def poison(plan, monkeypatch):
         bad = [loader.batch(Cursor(0, 4 * (step - 1)), 2).tokens for step in steps]
 
         def loss(output, batch):
-            total, count, _ = clean.loss(output, batch)
+            total, count, *_ = clean.loss(output, batch)
             return LossParts(
                 total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count
             )
@@ -126,7 +126,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(
 
     def loss(output, batch):
         taken.append(1)
-        total, count, _ = clean.loss(output, batch)
+        total, count, *_ = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
     monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
@@ -156,7 +156,7 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(
     clean = pretraining(score_chunk=64)
 
     def loss(output, batch):
-        total, count, _ = clean.loss(output, batch)
+        total, count, *_ = clean.loss(output, batch)
         total.register_hook(lambda gradient: gradient * math.inf)
         return LossParts(total, count)
 

@@ -14,7 +14,7 @@ from bloomery.train.objectives import pretraining
 def test_next_token_loss_is_the_sum_over_learned_labels():
     scores_BT = torch.tensor([[math.log(0.5), math.log(0.25)], [math.log(0.125), math.log(0.1)]])
     loss_mask_BT = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    total, count, _ = next_token_loss(scores_BT, loss_mask_BT)
+    total, count, *_ = next_token_loss(scores_BT, loss_mask_BT)
     assert math.isclose(total, math.log(2) + math.log(4) + math.log(8), rel_tol=1e-6)
     assert count == 3
 
@@ -26,7 +26,7 @@ def test_pretraining_scores_the_labels_of_the_batch_by_hand():
     zeros = torch.zeros(1, 2, dtype=torch.int64)
     batch = Batch(zeros, torch.tensor([[0, 2]]), torch.ones(1, 2), zeros, zeros)
     objective = pretraining(score_chunk=1)
-    total, count, _ = objective.loss(objective.head(batch)(hidden_BTD, output, None), batch)
+    total, count, *_ = objective.loss(objective.head(batch)(hidden_BTD, output, None), batch)
     expected = (math.log(math.e + 2) - 1) + math.log(math.e**2 + 2)
     assert math.isclose(total.item(), expected, rel_tol=1e-6)
     assert count == 2

@@ -89,9 +89,9 @@ def test_transformers_opens_the_reward_model_and_gives_the_same_values(family, t
     text = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs.eval()(text).logits.squeeze(-1)
-        assert_close(ours(text, head=Values())[:, -1], expected, atol=1e-5, rtol=0)
+        assert_close(ours(text, head=Values()).head[:, -1], expected, atol=1e-5, rtol=0)
         assert_close(
-            load_decoder(tmp_path)(text, head=Values())[:, -1], expected, atol=1e-5, rtol=0
+            load_decoder(tmp_path)(text, head=Values()).head[:, -1], expected, atol=1e-5, rtol=0
         )
 
 

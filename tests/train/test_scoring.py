@@ -38,7 +38,7 @@ def nats_one_by_one(decoder, tokens, context):
         end = min(start + context, len(tokens))
         for target in range(scored, end):
             with torch.no_grad():
-                logits = decoder(torch.tensor([tokens[start:target]]))[0, -1]
+                logits = decoder(torch.tensor([tokens[start:target]])).head[0, -1]
             nats.append(-torch.log_softmax(logits.double(), -1)[tokens[target]].item())
         scored = end
         if end == len(tokens):

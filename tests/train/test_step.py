@@ -91,7 +91,9 @@ def test_loss_is_the_mean_over_learned_labels():
     who, plan = model_and_optimizer()
     whole = batch(3)
     with torch.no_grad():
-        logits = who.model(whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents)
+        logits = who.model(
+            whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents
+        ).head
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole.labels, reduction="none")
     expected = (each * whole.loss_mask).sum() / whole.loss_mask.sum()
     assert train_step(who, [whole], OBJECTIVE, plan=plan, lr_scale=1.0).loss == pytest.approx(
@@ -262,3 +264,34 @@ def test_a_step_of_compiled_code_is_one_of_torch() -> None:
     for ours, theirs in zip(*losses, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+def test_an_auxiliary_loss_counts_micro_batches_and_is_not_reported():
+    plain, plan = model_and_optimizer()
+    routed, _ = model_and_optimizer()
+    parts = halves(batch(5))
+
+    def with_squares(model, _inputs, output):
+        return output._replace(auxiliary=sum(p.square().sum() for p in model.parameters()))
+
+    routed.model.register_forward_hook(with_squares)
+    gradients = {}
+
+    def watched(who, name):
+        step = who.optimizer.step
+
+        def kept(scale):
+            gradients[name] = [p.grad.clone() for p in who.model.parameters()]
+            step(scale)
+
+        who.optimizer.step = kept
+
+    watched(plain, "plain")
+    watched(routed, "routed")
+    before = weights(plain)
+    clipless = plan.model_copy(update={"max_grad_norm": None})
+    expected = train_step(plain, parts, OBJECTIVE, plan=clipless, lr_scale=1.0)
+    result = train_step(routed, parts, OBJECTIVE, plan=clipless, lr_scale=1.0)
+    assert result.loss == expected.loss
+    for weight, own, other in zip(before, gradients["plain"], gradients["routed"], strict=True):
+        torch.testing.assert_close(other, own + 2 * weight, atol=1e-5, rtol=1e-5)

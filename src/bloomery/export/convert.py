@@ -215,8 +215,8 @@ def _verified(
 ) -> list[str]:
     """Old tokens have their old logits; then transformers opens the folder."""
     tokens = probe_tokens(config).to(use.device)
-    expected = load_whole(files.weights, use, base=files.base)(tokens).cpu()
-    found = load_whole(draft, use)(tokens).cpu()[..., : config.vocab_size]
+    expected = load_whole(files.weights, use, base=files.base)(tokens).head.cpu()
+    found = load_whole(draft, use)(tokens).head.cpu()[..., : config.vocab_size]
     # rows beyond are spare: new tokens may take them
     old = load_tokenizer(files.tokenizer).vocab_size
     error = float((found - expected)[..., :old].abs().max())

@@ -345,7 +345,7 @@ def probed(
     decoder = load_whole(folder, use, base=base)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
-        logits: Tensor = decoder(probe_tokens(decoder.config).to(device)).cpu()
+        logits: Tensor = decoder(probe_tokens(decoder.config).to(device)).head.cpu()
     if not bool(torch.isfinite(logits).all()):
         problem = "the logits of the exported model are not finite"
         raise UserError(problem, where=str(where), fix="choose an earlier --step")

@@ -140,6 +140,20 @@ class ModelConfig:
         }[self.norm_placement]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The part of a decoder that one stage of a pipeline computes."""
+
+    layers: range  # by their numbers in the whole decoder
+    has_embedding: bool
+    has_head: bool
+
+
+def whole_model(config: ModelConfig) -> Stage:
+    """The only stage of a decoder that is not cut."""
+    return Stage(layers=range(config.num_layers), has_embedding=True, has_head=True)
+
+
 def refuse_values(config: ModelConfig, *, where: str) -> None:
     """Raises UserError for a reward model where text is generated."""
     if config.head == "values":

@@ -1,10 +1,10 @@
-"""The decoder: tokens in, whatever the head makes of them out. Parameter names are those of transformers' Llama.
+"""The decoder: tokens in, what the head makes of them out. Parameter names are those of transformers' Llama.
 
 B batch, T time, D width, H query heads, K key/value heads, E head width, F width inside the MLP, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.attention.attend import Backend, DocumentLayout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.compiled_scores import RowsOf
-from bloomery.model.config import ModelConfig
+from bloomery.model.config import ModelConfig, Stage, whole_model
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
@@ -35,6 +35,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Output(NamedTuple):
+    """What one forward gives."""
+
+    head: Tensor  # what the head made; of a stage without a head, the residual stream [B, T, D]
+    # the model's own loss, such as that of a router: a mean over the micro-batch, already weighted
+    auxiliary: Tensor | None = None
+
+
 def plain_backend(config: ModelConfig) -> str:
     """The backend of `model.attention` that supports the config, with or without a cache."""
     return "sdpa" if config.attention_softcap is None else "math"
@@ -50,17 +58,18 @@ class Attention(nn.Module):
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         )
         width = config.hidden_size
-        queries = config.query_width
-        keys = config.key_width
-        self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
-        if config.qk_norm != "none":
-            self.q_norm = build_norm(
-                config, config.head_dim if config.qk_norm == "head" else queries
-            )
-            self.k_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else keys)
+        query_width = config.query_width
+        key_width = config.key_width
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, width, bias=config.output_bias)
+        if config.qk_norm == "head":
+            self.q_norm = build_norm(config, config.head_dim)
+            self.k_norm = build_norm(config, config.head_dim)
+        elif config.qk_norm == "full":
+            self.q_norm = build_norm(config, query_width)
+            self.k_norm = build_norm(config, key_width)
 
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
@@ -69,19 +78,24 @@ class Attention(nn.Module):
         q = self.q_proj(x_BTD)
         k = self.k_proj(x_BTD)
         v = self.v_proj(x_BTD)
-        # Norm and rotation both compute in float32: nothing is rounded between them.
-        between = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
+
+        # Queries and keys are normed over all heads at once, or each head by itself. Norm and rotation
+        # both compute in float32: nothing is rounded between them.
+        norm_dtype = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
         if config.qk_norm == "full":
-            q = self.q_norm(q, between)
-            k = self.k_norm(k, between)
+            q = self.q_norm(q, norm_dtype)
+            k = self.k_norm(k, norm_dtype)
         q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
         if config.qk_norm == "head":
-            q = self.q_norm(q, between)
-            k = self.k_norm(k, between)
+            q = self.q_norm(q, norm_dtype)
+            k = self.k_norm(k, norm_dtype)
         if rotary is not None:
             q = rotate(q, rotary, v.dtype)
             k = rotate(k, rotary, v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
+
+        # A cache gives the keys of all tokens so far. Where its slots differ in length it says who sees
+        # whom, windows included.
         backend = self.backend
         window = self.window
         if cache is not None:
@@ -90,6 +104,7 @@ class Attention(nn.Module):
             if mask is not None:
                 layout = DocumentLayout(mask_B1TS=mask)
                 window = None
+
         y_BHTE = attend(
             q_BHTE,
             k_BKTE,
@@ -130,7 +145,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Which norms exist follows `norm_placement`; their names are those of transformers for each case."""
+    """One layer. `norm_placement` decides which norms exist; their names are transformers' for each case."""
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -153,37 +168,42 @@ class Block(nn.Module):
         layout: DocumentLayout,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Two additions to the residual stream, with norms before, after or on both sides."""
-        before = self.placement != "after"
-        after = self.placement != "before"
-        y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
+        """Attention and MLP are added to the residual stream, with norms before, after or around each."""
+        norm_before = self.placement != "after"
+        norm_after = self.placement != "before"
+
+        y_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
         y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
-        x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if after else y_BTD)
+        x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
+
+        # Llama calls the norm before its MLP post_attention_layernorm; with norms around each, that
+        # name is taken.
         y_BTD = x_BTD
-        if before:  # Llama calls the norm before its MLP post_attention_layernorm
-            y_BTD = (self.pre_feedforward_layernorm if after else self.post_attention_layernorm)(
-                x_BTD
-            )
+        if norm_before and norm_after:
+            y_BTD = self.pre_feedforward_layernorm(x_BTD)
+        elif norm_before:
+            y_BTD = self.post_attention_layernorm(x_BTD)
         y_BTD = self.drop(self.mlp(y_BTD))
-        return x_BTD + (self.post_feedforward_layernorm(y_BTD) if after else y_BTD)
+        return x_BTD + (self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
 
     def drop(self, x_BTD: Tensor) -> Tensor:
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
 
 
 def blank_embedding(rows: int, width: int) -> nn.Embedding:
-    """Its weight is undefined: drawing one on the meta device would import torch's compiler, which takes a second."""
+    """The weight is undefined: to draw one on the meta device imports torch's compiler, which takes a second."""
     embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
     return embedding
 
 
 class Backbone(nn.Module):
-    """Everything below the head."""
+    """Everything below the head; of a stage of a pipeline, its own layers."""
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         self.config = config
         self.backend = backend
+        self.stage = whole_model(config)
         self.embedding_noise = 0.0  # of NEFTune, in training
         # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
         self.adds_rows = False
@@ -201,42 +221,45 @@ class Backbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
+        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
+        """The last hidden states [B, T, D], normed where the head is here.
+
+        hidden_BTD: the residual stream of the stage before, in place of embedded tokens.
+        """
+        # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
-        x_BTD = self.embed(tokens_BT, positions)
+        x_BTD = self.embed(tokens_BT, positions) if hidden_BTD is None else hidden_BTD
         layout = layout_of(documents_BT, backend=self.backend)
         rotary = self.rotary(positions)
-        for layer, block in enumerate(self.layers):
+
+        for layer, block in zip(self.stage.layers, self.layers, strict=True):
             x_BTD = block(
                 x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer]
             )
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        normed: Tensor = self.norm(x_BTD)
-        return normed
+        if not self.stage.has_head:
+            return x_BTD
+        normed_BTD: Tensor = self.norm(x_BTD)
+        return normed_BTD
 
     def positions(
         self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """[B, T] when given, else [T] from where the cache ends, [B, 1] for several of its slots."""
+        if positions_BT is not None:
+            return positions_BT
         count = tokens_BT.shape[1]
         end = count if cache is None else cache.length + count
-        if (
-            self.config.positions == "learned"
-            and end > self.config.max_positions
-            and positions_BT is None
-        ):
+        if self.config.positions == "learned" and end > self.config.max_positions:
             raise UserError(
                 f"{end:,} tokens exceed the model's {self.config.max_positions:,} learned positions",
                 fix="shorten the text",
             )
-        if positions_BT is not None:
-            return positions_BT
-        return (
-            torch.arange(end, device=tokens_BT.device)
-            if cache is None
-            else cache.positions(count, tokens_BT.device)
-        )
+        if cache is None:
+            return torch.arange(end, device=tokens_BT.device)
+        return cache.positions(count, tokens_BT.device)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         x_BTD: Tensor
@@ -257,37 +280,45 @@ class Backbone(nn.Module):
         return F.dropout(x_BTD, rate) if rate and self.training else x_BTD
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
-        """The tables of every layer; layers share at most two of them."""
+        """The table of every layer of the whole decoder; layers share at most two of them."""
         config = self.config
         if config.positions == "learned":
             return [None] * config.num_layers
-        shared = rotary_tables(positions, config, config.rope_theta, config.rope_scaling)
-        local = shared
+
+        # Layers with a window may rotate by a frequency of their own (Gemma 3).
+        global_table = rotary_tables(positions, config, config.rope_theta, config.rope_scaling)
+        local_table = global_table
         if config.local_rope_theta is not None:
-            local = rotary_tables(positions, config, config.local_rope_theta, None)
-        rotating = config.rotary_layers or (True,) * config.num_layers
+            local_table = rotary_tables(positions, config, config.local_rope_theta, None)
         tables = [
-            shared if config.window(layer) is None else local for layer in range(config.num_layers)
+            global_table if config.window(layer) is None else local_table
+            for layer in range(config.num_layers)
         ]
-        return [table if turns else None for table, turns in zip(tables, rotating, strict=True)]
+
+        # Some layers do not rotate at all (SmolLM3).
+        rotary_layers = config.rotary_layers or (True,) * config.num_layers
+        return [
+            table if rotates else None for table, rotates in zip(tables, rotary_layers, strict=True)
+        ]
 
 
 class Step(Protocol):
     """A forward of few tokens that is computed in another way, such as `model.compiled_step`."""
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
-        """Whether it appends these tokens to the slots from `first` on."""
+        """Whether the step supports these tokens, appended to the slots from `first` on."""
 
     def __call__(
         self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
     ) -> Tensor:
-        """Does so; logits after the last token of each slot, or after `every` token: float32 [N, V]."""
+        """Float32 [N, V]: the logits after the last token of each slot, or after `every` token."""
 
 
 class Decoder(nn.Module):
-    """`attention` is a backend of `model.attention`; None: the plain one. `step` computes steps of decoding, if set.
+    """A language model, or one that gives values; built on the meta device, then given weights (`model.io.weights`).
 
-    Build it on the meta device, then initialize or read the parameters (`model.io.weights`).
+    `attention` names a backend of `model.attention`; None takes the plain one. Where `step` is set, it computes the
+    steps of decoding. `parallel.stage` cuts a decoder into the stages of a pipeline.
     """
 
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
@@ -295,17 +326,22 @@ class Decoder(nn.Module):
         self.config = config
         self.step: Step | None = None
         self.model: Backbone | TransformersBackbone
+        backend = attention or plain_backend(config)
         if config.transformers_backend is not None:
-            self.model = TransformersBackbone(config, attention or plain_backend(config))
-            self.lm_head = output_of(self.model.whole)
-            self.tie()
-            return
-        self.model = Backbone(config, attention or plain_backend(config))
-        if config.head == "values":
+            self.model = TransformersBackbone(config, backend)
+            self.lm_head = output_of(self.model.reference)
+        elif config.head == "values":
+            self.model = Backbone(config, backend)
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         else:
+            self.model = Backbone(config, backend)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
+
+    @property
+    def stage(self) -> Stage:
+        """The part of the model that is here: all of it, unless it was cut."""
+        return self.model.stage
 
     def tie(self) -> None:
         """Tie the head to the embedding if the config does; repeat after replacing parameters.
@@ -314,7 +350,8 @@ class Decoder(nn.Module):
         """
         if isinstance(self.model, TransformersBackbone):
             self.model.restore()
-        if self.config.tie_embeddings and self.config.head == "tokens":
+        both_ends = self.stage.has_embedding and self.stage.has_head
+        if self.config.tie_embeddings and self.config.head == "tokens" and both_ends:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -325,17 +362,17 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
-    ) -> Tensor:
+        hidden_BTD: Tensor | None = None,
+    ) -> Output:
         """`head` of the last hidden states: by default all logits [B, T, V].
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention.
+        hidden_BTD: the residual stream of the stage before; a stage without a head gives its own.
         """
-        hidden_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
-        return self.apply_head(hidden_BTD, head)
-
-    def apply_head(self, hidden_BTD: Tensor, head: Head) -> Tensor:
-        """The head's output for the last hidden states."""
+        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, hidden_BTD)
+        if not self.stage.has_head:
+            return Output(last_BTD)
         if self.config.head == "values":
-            return head(hidden_BTD, self.score, None)
-        return head(hidden_BTD, self.lm_head, self.config.final_softcap)
+            return Output(head(last_BTD, self.score, None))
+        return Output(head(last_BTD, self.lm_head, self.config.final_softcap))

@@ -18,7 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.config import ModelConfig
-from bloomery.model.decoder import ALL_LOGITS, Decoder
+from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
 from bloomery.model.heads import LastLogits
 
 COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
@@ -221,7 +221,7 @@ class Past:
         head = ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
-                read: Tensor = self.decoder(
+                output: Output = self.decoder(
                     torch.tensor(tokens, device=device), head=head, cache=self.cache
                 )
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
@@ -231,7 +231,7 @@ class Past:
         for row, ids, more in zip(rows, past, tokens, strict=True):
             ids.extend(more)
             self.ids[row] = ids
-        return read.flatten(0, -2).float().cpu()
+        return output.head.flatten(0, -2).float().cpu()
 
     def ahead(self, slots: int) -> int:
         """How many guessed tokens of each of the first slots one forward can check, and drop again."""

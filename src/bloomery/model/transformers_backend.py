@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
-from bloomery.model.config import ModelConfig
-
-if TYPE_CHECKING:
-    from bloomery.model.decoder import Decoder
+from bloomery.model.config import ModelConfig, whole_model
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
 
@@ -33,70 +30,72 @@ class _MatricesOnMeta(TorchFunctionMode):
     """Matrices are made by torch.empty and then filled; what is computed, as tables of rotations are, is not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        said = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func is torch.empty:
-            said["device"] = "meta"
-        return func(*args, **said)
+            options["device"] = "meta"
+        return func(*args, **options)
 
 
 def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str]:
     """Transformers' model of a config.json without memory for its matrices, and its attention. Raises ValueError."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    said = json.loads(raw_config)
-    config = CONFIG_MAPPING[said["model_type"]].from_dict(said)
+    settings = json.loads(raw_config)
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     build: Any = AutoModelForCausalLM.from_config
+    candidates = IMPLEMENTATIONS if attention is None else (attention,)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
-        for name in IMPLEMENTATIONS[:-1] if attention is None else ():
+        for implementation in candidates[:-1]:
             try:
-                return build(config, attn_implementation=name, dtype=torch.float32), name
+                model = build(config, attn_implementation=implementation, dtype=torch.float32)
             except ValueError:  # this architecture has no such kernel
                 continue
-        last = attention or IMPLEMENTATIONS[-1]
-        return build(config, attn_implementation=last, dtype=torch.float32), last
+            return model, implementation
+        # The reason why not even the last one can be built is the caller's to report.
+        model = build(config, attn_implementation=candidates[-1], dtype=torch.float32)
+    return model, candidates[-1]
 
 
-def parts(whole: Any, num_layers: int) -> dict[str, nn.Module]:
-    """The modules from tokens to the last hidden states by native names. Raises Unlike for an unsupported structure."""
-    base = whole.base_model
-    embedding = whole.get_input_embeddings()
-    lists = (
+def parts(reference: Any, num_layers: int) -> dict[str, nn.Module]:
+    """The modules of transformers' model from tokens to the last hidden states, by native names.
+
+    Raises Unlike for an unsupported structure.
+    """
+    base = reference.base_model
+    embedding = reference.get_input_embeddings()
+    output = reference.get_output_embeddings()
+    layer_lists = (
         module
         for module in base.modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     )
-    blocks = next(lists, None)
-    if (
-        blocks is None
-        or embedding is None
-        or whole.get_output_embeddings() is None
-        or base is whole
-    ):
+    layers = next(layer_lists, None)
+    if layers is None or embedding is None or output is None or base is reference:
         raise Unlike(
             f"it has no list of {num_layers} layers between an embedding and an output matrix"
         )
-    actual = dict(_flat(base, {id(embedding): "embed_tokens", id(blocks): "layers"}))
-    actual = {"embed_tokens": embedding, "layers": blocks} | actual
-    held = {
-        id(p)
-        for module in (*actual.values(), whole.get_output_embeddings())
-        for p in module.parameters()
+
+    native_names = {id(embedding): "embed_tokens", id(layers): "layers"}
+    modules = {"embed_tokens": embedding, "layers": layers}
+    modules |= dict(_children(base, native_names))
+
+    # A parameter outside of these modules would be neither trained nor saved.
+    covered = {
+        id(parameter) for module in (*modules.values(), output) for parameter in module.parameters()
     }
-    loose = next(
-        (name for name, parameter in whole.named_parameters() if id(parameter) not in held), None
-    )
-    if loose is not None:
-        raise Unlike(f"{loose} is in none of its modules")
-    return actual
+    for name, parameter in reference.named_parameters():
+        if id(parameter) not in covered:
+            raise Unlike(f"{name} is in none of its modules")
+    return modules
 
 
-def _flat(module: nn.Module, named: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
-    """Children, and in place of one around the layers or the embedding its own children."""
+def _children(module: nn.Module, native_names: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
+    """Children, and in place of one around the layers or the embedding that one's children."""
     for name, child in module.named_children():
-        if id(child) in named:
-            yield named[id(child)], child
-        elif any(id(inner) in named for inner in child.modules()):
-            yield from _flat(child, named)
+        if id(child) in native_names:
+            yield native_names[id(child)], child
+        elif any(id(inner) in native_names for inner in child.modules()):
+            yield from _children(child, native_names)
         else:
             yield name, child
 
@@ -107,12 +106,13 @@ def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
 
     Raises Unlike where the two differ or a buffer follows from weights.
     """
-    actual = []
+    builds = []
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            actual.append(dict(blank_model(raw_config, attention)[0].named_buffers()))
-    first, second = actual
+            model, _ = blank_model(raw_config, attention)
+            builds.append(dict(model.named_buffers()))
+    first, second = builds
     for name, value in first.items():
         if value.is_meta or not torch.equal(value, second[name]):
             raise Unlike(f"{name} does not follow from config.json")
@@ -131,23 +131,26 @@ class TransformersBackbone(nn.Module):
         assert config.transformers_backend is not None
         self.config = config
         self.backend = backend
+        self.stage = whole_model(config)
         self.transformers_backend = config.transformers_backend
-        whole, _ = blank_model(
+        reference, _ = blank_model(
             self.transformers_backend.raw_config, self.transformers_backend.attention
         )
-        self._whole = (whole.to("meta"),)  # in a tuple, as only its parts are ours
-        for name, module in parts(whole, config.num_layers).items():
+        # In a tuple, where nn.Module does not see it: only its parts are modules of ours.
+        self._reference = (reference.to("meta"),)
+        for name, module in parts(reference, config.num_layers).items():
             self.add_module(name, module)
-        self._positions = "position_ids" in inspect.signature(whole.base_model.forward).parameters
+        forward_parameters = inspect.signature(reference.base_model.forward).parameters
+        self._takes_positions = "position_ids" in forward_parameters
 
     @property
-    def whole(self) -> Any:
-        """Transformers' model, of the same modules."""
-        return self._whole[0]
+    def reference(self) -> Any:
+        """Transformers' model, which is made of the same modules and has the output matrix, too."""
+        return self._reference[0]
 
     def train(self, mode: bool = True) -> "TransformersBackbone":
         """Reaches the modules around our parts, too."""
-        self.whole.train(mode)
+        self.reference.train(mode)
         return super().train(mode)
 
     def restore(self) -> None:
@@ -165,7 +168,7 @@ class TransformersBackbone(nn.Module):
     def set_buffers(self, values: dict[str, Tensor], device: torch.device) -> None:
         for name, value in values.items():
             owner, _, leaf = name.rpartition(".")
-            self.whole.get_submodule(owner).register_buffer(
+            self.reference.get_submodule(owner).register_buffer(
                 leaf, value.to(device, copy=True), persistent=False
             )
 
@@ -175,37 +178,53 @@ class TransformersBackbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
+        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
+        """The last hidden states [B, T, D]. A model of transformers is never cut into stages."""
+        assert hidden_BTD is None, "the transformers implementation supports one device"
         embedded_BTD = self.embed_tokens(tokens_BT)
-        said: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
-        if self._positions:
+        inputs: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
+        if self._takes_positions:
             first = 0 if cache is None else cache.length
-            places = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
-            said["position_ids"] = (
-                places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
+            position_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
+            inputs["position_ids"] = (
+                position_T.expand(tokens_BT.shape) if positions_BT is None else positions_BT
             )
-        if documents_BT is not None and (
-            self.transformers_backend.attention == "sdpa" or bool(documents_BT.amax() > 0)
-        ):
-            # [B, 1, T, T]: earlier positions of the same document; added to scores where softmax is written out.
-            seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()[:, None]
-            if self.transformers_backend.attention != "sdpa":
-                blank = torch.zeros_like(seen_BTT, dtype=embedded_BTD.dtype)
-                seen_BTT = blank.masked_fill(~seen_BTT, torch.finfo(blank.dtype).min)
-            said["attention_mask"] = seen_BTT
+        if documents_BT is not None:
+            mask = self._document_mask(documents_BT, embedded_BTD.dtype)
+            if mask is not None:
+                inputs["attention_mask"] = mask
+
+        # The cache keeps transformers' own object for the only row that is read.
         if cache is not None:
             from transformers import DynamicCache
 
             (row,) = cache.rows
-            said["past_key_values"] = cache.pasts[row] = cache.pasts[row] or DynamicCache()
-        hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
+            cache.pasts[row] = cache.pasts[row] or DynamicCache()
+            inputs["past_key_values"] = cache.pasts[row]
+        last_BTD: Tensor = self.reference.base_model(**inputs).last_hidden_state
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        return (
-            hidden_BTD
-            if self.transformers_backend.factor == 1.0
-            else hidden_BTD * self.transformers_backend.factor
-        )
+
+        factor = self.transformers_backend.factor
+        return last_BTD if factor == 1.0 else last_BTD * factor
+
+    def _document_mask(self, documents_BT: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """[B, 1, T, T], earlier positions of the same document: True for sdpa, which masks by itself.
+
+        "eager" adds the mask to its scores; there it is None where each row is one document.
+        """
+        if self.transformers_backend.attention == "sdpa":
+            return _same_document(documents_BT)
+        if not bool(documents_BT.amax() > 0):
+            return None
+        seen_B1TT = _same_document(documents_BT)
+        zeros_B1TT = torch.zeros_like(seen_B1TT, dtype=dtype)
+        return zeros_B1TT.masked_fill(~seen_B1TT, torch.finfo(dtype).min)
+
+
+def _same_document(documents_BT: Tensor) -> Tensor:
+    return (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()[:, None]
 
 
 @torch.no_grad()
@@ -215,7 +234,7 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
 
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        theirs = load(
+        reference = load(
             str(folder),
             use_safetensors=True,
             trust_remote_code=False,
@@ -227,151 +246,84 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
         raise UserError(
             problem, where=str(folder), fix="save or download the model again"
         ) from error
-    backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
-    actual = {
-        f"model.{name}": module
-        for name, module in parts(theirs, backbone.config.num_layers).items()
-    }
+    device = backbone.embed_tokens.weight.device
+    backbone.set_buffers(dict(reference.named_buffers()), device)
     return {
-        f"{part}.{name}": parameter.data
-        for part, module in {**actual, "lm_head": theirs.get_output_embeddings()}.items()
+        f"{prefix}.{name}": parameter.data
+        for prefix, module in _named_parts(reference, backbone.config.num_layers)
         for name, parameter in module.named_parameters()
     }
 
 
-def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
-    """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
-    actual = parts(whole, num_layers)
-    saved = _saved_names(whole)
-    seen = set[int]()
+def _named_parts(reference: Any, num_layers: int) -> list[tuple[str, nn.Module]]:
+    """The modules of a whole model, output matrix included, by the names that they have in a decoder."""
+    modules = parts(reference, num_layers)
+    return [
+        *((f"model.{name}", module) for name, module in modules.items()),
+        ("lm_head", reference.get_output_embeddings()),
+    ]
+
+
+def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
+    """`parameters` and `matrices` of `config.TransformersBackend`. Raises Unlike."""
+    named_parts = _named_parts(reference, num_layers)
+
+    # A file must hold each parameter as it is computed with, or weights could not be read and written.
+    saved_names = _saved_names(reference)
+    output_of(reference)
+    listed = set[int]()
     parameters = []
-    for part, module in {
-        **{f"model.{name}": m for name, m in actual.items()},
-        "lm_head": output_of(whole),
-    }.items():
+    for prefix, module in named_parts:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in seen:
+            if id(parameter) in listed:
                 continue
-            seen.add(id(parameter))
-            if id(parameter) not in saved:
+            listed.add(id(parameter))
+            if id(parameter) not in saved_names:
                 raise Unlike(
-                    f"files keep {part}.{name} in another shape than transformers computes with"
+                    f"files keep {prefix}.{name} in another shape than transformers computes with"
                 )
-            parameters.append((f"{part}.{name}", saved[id(parameter)], tuple(parameter.shape)))
-    kinds = {
+            stored_name = saved_names[id(parameter)]
+            parameters.append((f"{prefix}.{name}", stored_name, tuple(parameter.shape)))
+
+    # Estimates multiply one layer by their number.
+    layers = parts(reference, num_layers)["layers"]
+    layer_matrices = {
         tuple(
             (name, module.out_features, module.in_features, module.bias is not None)
-            for name, module in block.named_modules()
+            for name, module in layer.named_modules()
             if isinstance(module, nn.Linear)
         )
-        for block in actual["layers"].children()
+        for layer in layers.children()
     }
-    if len(kinds) > 1:
+    if len(layer_matrices) > 1:
         raise Unlike("its layers differ from each other")
-    if deep := next(
-        (name for name, _, shape in parameters if ".layers." in name and len(shape) > 2), None
-    ):
-        raise Unlike(f"{deep} has three dimensions: experts and convolutions are not counted here")
-    return {"parameters": tuple(parameters), "matrices": kinds.pop()}
+    for name, _, shape in parameters:
+        if ".layers." in name and len(shape) > 2:
+            raise Unlike(
+                f"{name} has three dimensions: experts and convolutions are not counted here"
+            )
+    return {"parameters": tuple(parameters), "matrices": layer_matrices.pop()}
 
 
-def output_of(whole: Any) -> nn.Linear:
+def output_of(reference: Any) -> nn.Linear:
     """The matrix that makes logits. Raises Unlike where it is none."""
-    head = whole.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    output = reference.get_output_embeddings()
+    if not isinstance(output, nn.Linear):
         raise Unlike("its output is not one matrix")
-    return head
+    return output
 
 
-def _saved_names(whole: Any) -> dict[int, str]:
+def _saved_names(reference: Any) -> dict[int, str]:
     """By the identity of a parameter, the name that transformers saves it under."""
-    kept = dict(whole.named_parameters())
-    known = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
-    persistent = [name for name in whole.state_dict() if name not in known]
-    if persistent:
-        raise Unlike(f"files keep {persistent[0]}, which is no parameter")
+    parameters = dict(reference.named_parameters())
+    parameter_names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
+    for name in reference.state_dict():
+        if name not in parameter_names:
+            raise Unlike(f"files keep {name}, which is no parameter")
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 a model computes with the names of its files
-        return {id(parameter): name for name, parameter in kept.items()}
-    return {
-        id(parameter): name for name, parameter in revert_weight_conversion(whole, kept).items()
-    }
-
-
-TOKENS = 24
-# Greatest difference that rounding explains, as a share of the largest logit.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 4e-2}
-OTHER = "choose another model, or one of the families of docs/reference/models.md"
-
-
-@torch.no_grad()
-def check_head(model: "Decoder", limit: float) -> None:
-    """Compares logits with those of transformers' own forward. Raises UserError; the model is in evaluation mode."""
-    assert isinstance(model.model, TransformersBackbone) and not model.training
-    tokens_BT = _trial_tokens(model)
-    theirs: Tensor = model.model.whole(input_ids=tokens_BT, use_cache=False).logits
-    error = _difference(model(tokens_BT), theirs)
-    if not error <= limit:
-        problem = f"its logits are more than a matrix of its last hidden states (they differ by {error:.2g})"
-        raise UserError(
-            problem, where=f"a {model.config.family} model through transformers", fix=OTHER
-        )
-
-
-@torch.no_grad()
-def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
-    """No token may see a later one, nor, in `packed` rows, one of another document. Raises UserError."""
-    assert not model.training
-    tokens_BT = _trial_tokens(model)
-    where = f"a {model.config.family} model through transformers"
-    first = tokens_BT[:, : TOKENS // 3]
-    second = tokens_BT[:, TOKENS // 3 :]
-    error = _difference(model(tokens_BT)[:, : first.shape[1]], model(first))
-    if not error <= limit:
-        problem = (
-            f"its tokens see later ones, so that it cannot be trained to predict them ({error:.2g})"
-        )
-        raise UserError(problem, where=where, fix=OTHER)
-    if not packed:
-        return
-    numbers = torch.arange(TOKENS)
-    device = tokens_BT.device
-    documents = numbers.ge(first.shape[1]).long()
-    positions = numbers - documents * first.shape[1]
-    rows = (
-        documents.to(device).expand(tokens_BT.shape),
-        positions.to(device).expand(tokens_BT.shape),
-    )
-    apart = "set data.packing=false: then each row is one document"
-    try:
-        together = model(tokens_BT, documents_BT=rows[0], positions_BT=rows[1])
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        problem = f"this architecture takes no mask of documents ({str(error).partition(chr(10))[0][:120]})"
-        raise UserError(problem, where="data.packing=true", fix=apart) from error
-    errors = [
-        _difference(a, model(b))
-        for a, b in (
-            (together[:, : first.shape[1]], first),
-            (together[:, first.shape[1] :], second),
-        )
-    ]
-    if not max(errors) <= limit:
-        problem = (
-            f"no document masking in this architecture ({max(errors):.2g} of the largest logit)"
-        )
-        raise UserError(problem, where="data.packing=true", fix=apart)
-
-
-def _trial_tokens(model: "Decoder") -> Tensor:
-    draw = torch.Generator().manual_seed(0)
-    device = model.model.embed_tokens.weight.device
-    return torch.randint(model.config.vocab_size, (2, TOKENS), generator=draw).to(device)
-
-
-def _difference(actual: Tensor, exact: Tensor) -> float:
-    """NaN when a value is none."""
-    share = (actual.float() - exact.float()).abs().max() / exact.float().abs().max().clamp_min(
-        1e-30
-    )
-    return float(share)
+        saved = parameters
+    else:
+        saved = revert_weight_conversion(reference, parameters)
+    return {id(parameter): name for name, parameter in saved.items()}

@@ -65,7 +65,7 @@ class Embedding:
         with torch.no_grad():
             hidden_TD = decoder(
                 torch.tensor([list(piece)], device=device), head=_HIDDEN, cache=self._cache
-            )[0]
+            ).head[0]
         summed = hidden_TD[-1] if self.pooling == "last" else hidden_TD.sum(0)
         self._sum = summed if self._sum is None or self.pooling == "last" else self._sum + summed
         self._read += len(piece)

@@ -9,12 +9,13 @@ torch.distributed._tools.MemTracker counts the same (a test compares them); its 
 of compiled blocks, and forbid a second micro-batch.
 """
 
+import math
 import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,14 +41,16 @@ from bloomery.model.attention.blockwise import (
     like_projection,
     sums_like,
 )
-from bloomery.model.decoder import Backbone, Block, Decoder
+from bloomery.model.config import ModelConfig, Stage
+from bloomery.model.decoder import Block
 from bloomery.model.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.norms import RMSNormFunction, widened
 from bloomery.model.rope import Rotary
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages, stage_config
+from bloomery.parallel.stage import cut, stage_of
+from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
 from bloomery.train.forward import forward
@@ -517,6 +520,13 @@ class StagePosition:
         """Micro-batches that wait for their backward while one more goes forward."""
         return self.stages - self.index - 1
 
+    def stage(self, config: ModelConfig) -> Stage:
+        """The part of the decoder that is here, with as many layers as the fullest stage has."""
+        stage = stage_of(config, self.index, self.stages)
+        most_layers = math.ceil(config.num_layers / self.stages)
+        first = min(stage.layers.start, config.num_layers - most_layers)
+        return replace(stage, layers=range(first, first + most_layers))
+
     def under_way(self, plan: RunPlan) -> int:
         """Micro-batches that the stage holds at most."""
         return min(self.ahead + 1, plan.train.accumulation)
@@ -538,18 +548,18 @@ def simulated_stage(
 
     One micro-batch after the first backward stands for all that follow: from then on gradients are added to gradients.
     """
-    config = stage_config(plan.model.config, place.stages)
-    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
     last = place.ahead == 0
 
     def sent() -> Tensor:
-        shape = plan.train.micro_batch_size, plan.data.sequence_length, config.hidden_size
+        shape = (
+            plan.train.micro_batch_size,
+            plan.data.sequence_length,
+            plan.model.config.hidden_size,
+        )
         return torch.empty(shape, dtype=next(model_and_optimizer.model.parameters()).dtype)
 
     with _fake_tensors(plan) as tracker:
         model_and_optimizer = _model_and_optimizer(plan, tracker, place=place, fused=fused)
-        if place.index:
-            model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]  # stands for the stage before
         objective = build_objective(plan, meta_teacher)
         scale = model_and_optimizer.loss_scale
         factor = 1.0 if scale is None else scale.value
@@ -561,10 +571,11 @@ def simulated_stage(
                 batch,
                 objective.head(batch),
                 precision=plan.train.precision,
+                hidden_BTD=sent().requires_grad_() if place.index else None,
             )
-            return (
-                objective.loss(output, batch).total * factor if last else get_gradient_edge(output)
-            )
+            if not last:
+                return get_gradient_edge(output.head)
+            return objective.loss(output.head, batch).total * factor
 
         def step(count: int) -> None:
             under_way = deque[Tensor | GradientEdge]()
@@ -632,6 +643,8 @@ def _model_and_optimizer(
 ) -> ModelAndOptimizer:
     """As `train.state.build_state`, with fake tensors; a compiled block is its graphs, run op by op."""
     model = empty_model(plan)
+    if place is not None:
+        cut(model, place.stage(plan.model.config))
     train = plan.train
     attention = plan.model.attention
     for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
@@ -641,8 +654,6 @@ def _model_and_optimizer(
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
     model.tie()
-    if place is not None:
-        _keep_stage(model, place)
     blocks = [block for block in model.model.layers if isinstance(block, Block)]
     for block in blocks if train.device != "cpu" else ():
         if attention in FLASH_LIKE and fused:
@@ -663,19 +674,6 @@ def _model_and_optimizer(
     tracker.call("weights", weights(model))
     scale = LossScale() if train.precision == "float16" else None
     return ModelAndOptimizer(model, optimizer, scale, average=average_of(model, train.ema_decay))
-
-
-def _keep_stage(model: Decoder, place: StagePosition) -> None:
-    """In place: the first stage has the embeddings, the last one the head."""
-    assert isinstance(model.model, Backbone), "the transformers implementation supports one device"
-    if place.index:
-        del model.model.embed_tokens
-        if model.config.positions == "learned":
-            del model.model.embed_positions
-    if place.ahead:
-        model.model.norm = nn.Identity()
-        delattr(model, "score" if model.config.head == "values" else "lm_head")
-        model.apply_head = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005 (a seam of Decoder)
 
 
 def _fake_mesh(split: MeshSplit) -> DeviceMesh:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bloomery.data.batch import Batch
 from bloomery.model.adapters.lora import is_adapter
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import Head
 
 _AUTOCAST_PRECISIONS = ("bfloat16", "float16")  # over float32 weights
@@ -63,15 +63,26 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tensor:
-    """The head's output for a batch on the model's device, with document masking unless the backend is `sdpa`."""
+def forward(
+    model: Decoder,
+    batch: Batch,
+    head: Head,
+    *,
+    precision: str,
+    hidden_BTD: Tensor | None = None,
+) -> Output:
+    """The output for a batch on the model's device, with document masking unless the backend is `sdpa`.
+
+    hidden_BTD: what the stage before gave, for a model that is a later stage of a pipeline.
+    """
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
-        output: Tensor = model(
+        output: Output = model(
             batch.tokens,
             positions_BT=batch.positions,
             documents_BT=batch.documents if isolated else None,
             head=head,
+            hidden_BTD=hidden_BTD,
         )
     return output
 

@@ -22,6 +22,9 @@ class LossParts(NamedTuple):
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # loss tokens, pairs or responses; hides tuple.count
     metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: sum and count
+    auxiliary: Tensor | None = (
+        None  # `model.decoder.Output.auxiliary`, no part of the reported loss
+    )
 
 
 def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:

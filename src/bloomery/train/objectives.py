@@ -125,7 +125,7 @@ def precompute(
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
     head = LabelScores(batch.labels, batch.loss_mask, score_chunk)
-    return forward(model, batch, head, precision=precision)
+    return forward(model, batch, head, precision=precision).head
 
 
 def without_adapters(
@@ -403,7 +403,7 @@ def marked(
         with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
             sums = [
-                kl(forward(model, batch, mismatched(batch), precision=precision), batch)
+                kl(forward(model, batch, mismatched(batch), precision=precision).head, batch)
                 for batch in there
             ]
         baseline = _at_least_0(mesh.all_reduce(sum(sums[1:], start=sums[0])))

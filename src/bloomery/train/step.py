@@ -121,6 +121,7 @@ class StepPasses:
     lr_scale: float
     scale_factor: float  # of float16 gradients; 1 otherwise
     num_targets: float  # of the whole step
+    num_micro_batches: int  # of the whole step, on all data ranks
     # The norm over all gradients, which an optimizer fused into backward frees as it goes.
     fused_norm: float | None = None
 
@@ -149,6 +150,11 @@ class StepPasses:
     def backward(self, parts: LossParts) -> None:
         """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
         scaled_loss = parts.total * (self.scale_factor / self.num_targets)
+        # The model's own loss is a mean over its micro-batch, whatever the objective counts.
+        if parts.auxiliary is not None:
+            scaled_loss = scaled_loss + parts.auxiliary * (
+                self.scale_factor / self.num_micro_batches
+            )
         if self.model_and_optimizer.optimizer.fused_backward:
             assert self.fused_norm is None, "the plan refuses to accumulate gradients here"
             self.fused_norm = self._fused_backward(scaled_loss)
@@ -179,7 +185,8 @@ def compute_loss(
     model: Decoder, batch: Batch, objective: Objective, *, precision: str
 ) -> LossParts:
     """Forward of one micro-batch on the model's device."""
-    return objective.loss(forward(model, batch, objective.head(batch), precision=precision), batch)
+    output = forward(model, batch, objective.head(batch), precision=precision)
+    return objective.loss(output.head, batch)._replace(auxiliary=output.auxiliary)
 
 
 def train_step(
@@ -223,6 +230,7 @@ def train_step(
         lr_scale=lr_scale,
         scale_factor=scale_factor,
         num_targets=num_targets,
+        num_micro_batches=len(batches) * mesh.data_world,
     )
     total, metric_sums = model_and_optimizer.runner.run(batches, passes)
     if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:

@@ -190,7 +190,7 @@ def open_method(model: Decoder, folder: Path) -> None:
 
 def _named_as_files(model: Decoder) -> Any:
     """The module that PEFT changes; for transformers' layers, transformers' own model."""
-    return model.model.whole if isinstance(model.model, TransformersBackbone) else model
+    return model.model.reference if isinstance(model.model, TransformersBackbone) else model
 
 
 @torch.no_grad()

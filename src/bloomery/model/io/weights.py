@@ -20,6 +20,7 @@ from bloomery.model.adapters.settings import (
     read_settings,
     refuse_other_base,
 )
+from bloomery.model.backend_checks import TOLERANCE, check_head
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
@@ -35,12 +36,7 @@ from bloomery.model.io.safetensors import (
 )
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
 from bloomery.model.presets import grown, read_config
-from bloomery.model.transformers_backend import (
-    TOLERANCE,
-    TransformersBackbone,
-    check_head,
-    loaded_safely,
-)
+from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
 from bloomery.recipe.schema import Quantize
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
 from bloomery.model.attention.attend import attend, layout_of
+from bloomery.model.backend_checks import check_head, check_rows
 from bloomery.model.decoder import Attention, Decoder
 from bloomery.model.heads import Divergence, LabelScores
 from bloomery.model.io.parameters import local
-from bloomery.model.transformers_backend import check_head, check_rows
 from bloomery.monitor.events import StepHealth
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import LabelScores, Values, capped
 from bloomery.model.norms import widened
 from bloomery.train.forward import eval_mode
@@ -99,11 +99,11 @@ def _score(
         loss_mask_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     with eval_mode(decoder):
-        scores: Tensor = decoder(
+        output: Output = decoder(
             tokens_BT.to(device),
             head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), chunk),
         )
-    scores_BT = scores.float().cpu().numpy()
+    scores_BT = output.head.float().cpu().numpy()
     return [
         -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start]
         for row, piece in enumerate(batch)
@@ -180,9 +180,9 @@ def score_continuations(
             head = _ScoresAt(
                 torch.tensor(places, device=device), torch.tensor(labels, device=device), chunk
             )
-            found: Tensor = decoder(tokens_BT.to(device), head=head)
+            output: Output = decoder(tokens_BT.to(device), head=head)
             for (_, number), each_2C in zip(
-                numbers, found.float().cpu().split(sizes, 1), strict=True
+                numbers, output.head.float().cpu().split(sizes, 1), strict=True
             ):
                 scores[number] = Likelihood(
                     float(each_2C[0].double().sum()), bool(each_2C[1].all())
@@ -227,7 +227,7 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
                 tokens_BT[row, : len(texts[number])] = torch.tensor(
                     texts[number], dtype=torch.int64
                 )
-            values_BT: Tensor = decoder(tokens_BT.to(device), head=Values())
+            values_BT: Tensor = decoder(tokens_BT.to(device), head=Values()).head
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
             values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
             begin += len(numbers)
