@@ -114,7 +114,6 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
 @pytest.mark.parametrize(
     ("said", "fix"),
     [
-        ({"method": "adalora", "traget_r": 4}, "did you mean target_r?"),
         ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
         ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "did you mean o_proj? known: "),
         (

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
@@ -29,7 +29,11 @@ from bloomery.runs.supervisor import STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.run import Diverged, OutOfMemory, Unsound
 
+if TYPE_CHECKING:
+    from bloomery.recipe.schema import Recipe
+
 LEAST_SECONDS = 120.0
+MANY_STEPS = 2**31
 STEPS = 20  # of the median time: a longer step hangs
 MEET_SECONDS = (
     900.0  # until all ranks have arrived (`process_group.JOIN_SECONDS`) and are connected
@@ -182,10 +186,28 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
         from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
+    _check_peft_settings(loaded.recipe)
     if (warning := fewer_workers(loaded.recipe.data.num_proc)) is not None:
         emit(Warned(reason=warning))
     prepare(loaded, data, report=throttle(emit))
     return DONE
+
+
+def _check_peft_settings(recipe: "Recipe") -> None:
+    """Raises UserError where PEFT refuses the adapter's settings, before hours may go into the dataset.
+
+    PEFT imports torch, so that plans do not ask it.
+    """
+    if recipe.adapter.kind != "peft":
+        return
+    from bloomery.model.adapters.peft_methods import method_config
+    from bloomery.model.presets import build_config
+    from bloomery.plan.gather import planned_vocabulary
+
+    config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
+    # Epochs are no number of steps before the dataset is counted: AdaLoRA's schedule is then taken to be long.
+    steps = recipe.train.max_steps or MANY_STEPS
+    method_config(recipe.adapter, config, steps=steps)
 
 
 def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], None]:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
 from bloomery.model.adapters.peft_files import adapter_tensors
 from bloomery.model.adapters.settings import (
-    constructed,
     method_settings,
     named,
     read_settings,
     refuse_stored_otherwise,
     right_base,
-    unknown_key,
 )
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
@@ -165,7 +164,7 @@ class PeftAdapter:
 def open_method(model: Decoder, folder: Path) -> None:
     """Puts the adapter of a folder into the decoder. Raises UserError when PEFT cannot read it or it does not fit."""
     said = read_settings(folder)
-    _kind(said["peft_type"])
+    _config_class(said["peft_type"])
     refuse_stored_otherwise(model.config)
     from peft import PeftConfig, PeftModel
 
@@ -218,23 +217,34 @@ def has_method(model: Decoder) -> bool:
 
 
 def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
-    """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not support."""
-    kind = _kind(adapter.method)
-    said = method_settings(adapter, config, steps=steps)
-    known = {field.name for field in fields(kind)}
-    for name in said:
-        if name not in known:
-            raise unknown_key(adapter.method, name, known)
-    if "total_step" in known and not said["total_step"]:
-        problem = (
-            "AdaLoRA's ranks follow the number of steps, which a wall-time length does not set"
-        )
-        fix = "set a number of steps instead: train.max_steps=500"
-        raise UserError(problem, where="train.max_time", fix=fix, code=2)
-    return constructed(kind, said, adapter.method)
+    """PEFT's config for the recipe's section. Raises UserError with what this decoder or PEFT refuses."""
+    config_class = _config_class(adapter.method)
+    settings = method_settings(adapter, config, steps=steps)
+    known_names = {field.name for field in fields(config_class)}
+    for name in settings:
+        if name not in known_names:
+            keys = f"its keys are those of PEFT's {adapter.method}"
+            raise UserError(
+                f"{adapter.method} has no key {name}",
+                where=f"adapter.{name}",
+                fix=did_you_mean(name, sorted(known_names), keys),
+                code=2,
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return config_class(**settings)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(
+            f"PEFT refuses these settings of {adapter.method}: {reason}",
+            where="adapter",
+            fix=f"correct them: they are fields of {config_class.__name__}",
+            code=2,
+        ) from error
 
 
-def _kind(method: str) -> Any:
+def _config_class(method: str) -> Any:
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:

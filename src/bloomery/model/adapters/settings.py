@@ -1,30 +1,19 @@
-"""Modules that an adapter changes, the model that it adapts, and checks of a PEFT method's settings. No torch.
+"""Modules that an adapter changes, the model that it adapts, and the settings of PEFT's methods. No torch."""
 
-PEFT imports torch, so it is not imported: the source of its config class runs with stubs for its imports. If that
-fails, nothing is refused here.
-"""
-
-import builtins
-import dataclasses
 import json
 import math
 import re
 import shlex
-import types
-import typing
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
-from importlib import import_module
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file
-from bloomery.core.text import closest, did_you_mean
+from bloomery.core.text import closest
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
@@ -303,11 +292,6 @@ def named(method: str) -> str:
     return name
 
 
-def unknown_key(method: str, name: str, known: Iterable[str]) -> UserError:
-    fix = did_you_mean(name, sorted(known), f"its keys are those of PEFT's {method}")
-    return UserError(f"{method} has no key {name}", where=f"adapter.{name}", fix=fix, code=2)
-
-
 def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     """`target_modules` as PEFT takes them: names or their ends from a dot on, or a regular expression over full names.
 
@@ -348,22 +332,6 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     return list(asked)
 
 
-# as methods call it; some have 0 where another key decides
-RANKS = ("r", "rank", "init_r", "target_r")
-_TORCH_FREE = frozenset(
-    {"__future__", "abc", "collections", "dataclasses", "enum", "typing", "warnings"}
-)
-_KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    list: "a list",
-    tuple: "a list",
-    set: "a list",
-    dict: "keys with values",
-}
 # PeftConfig's own fields, and why a recipe does not set them.
 NATIVE_ONLY = {
     "peft_type": "adapter.method names the method",
@@ -379,54 +347,30 @@ NATIVE_ONLY = {
 def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) -> dict[str, Any]:
     """The arguments of PEFT's config class: the recipe's keys, with defaults for this decoder.
 
-    `steps`: of the run; None: not known. Raises UserError for what PEFT or this decoder does not support.
+    `steps`: of the run, None where they are not known. Raises UserError for keys that a run sets itself, and for
+    modules that the decoder does not have. Everything else is PEFT's to refuse (`peft_methods.method_config`).
     """
-    kind = config_class(named(adapter.method))
-    given = dict(adapter.model_extra or {})
-    known = (
-        None
-        if kind is None
-        else {field.name for field in dataclasses.fields(kind)} | NATIVE_ONLY.keys()
-    )
-    for name in given:
+    method = named(adapter.method)
+    settings = dict(adapter.model_extra or {})
+    for name in settings:
         if name in NATIVE_ONLY:
             problem = f"{name} is not a recipe's to set: {NATIVE_ONLY[name]}"
             raise UserError(problem, where=f"adapter.{name}", fix="take it out", code=2)
-        if known is not None and name not in known:
-            raise unknown_key(adapter.method, name, known)
-    if kind is not None:
-        _refuse_values(given, kind)
-    if known is None or "target_modules" in known:
-        given["target_modules"] = targets_of(adapter, config)
-        refuse_stored_otherwise(config)
-    # whose inputs IA3 scales; PEFT has no default for ours
-    if known is not None and "feedforward_modules" in known:
-        given.setdefault(
-            "feedforward_modules",
-            [one for one in given["target_modules"] if one.endswith("down_proj")],
-        )
-    if known is not None and "total_step" in known:  # AdaLoRA: its schedule ends with the run
-        given.setdefault("total_step", steps)
-        if not given["total_step"]:
-            return given
-        given.setdefault("tinit", round(0.1 * given["total_step"]))
-        given.setdefault("tfinal", round(0.5 * given["total_step"]))
-        given.setdefault("deltaT", max(1, given["total_step"] // 100))
-    if kind is not None:
-        constructed(kind, given, adapter.method)
-    return given
-
-
-def constructed(kind: Any, given: Mapping[str, Any], method: str) -> Any:
-    """PEFT's config, or what stands for it. Raises UserError with PEFT's reason."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return kind(**given)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        problem = f"PEFT refuses these settings of {method}: {str(error).splitlines()[0][:200]}"
-        fix = f"correct them: they are fields of {kind.__name__}"
-        raise UserError(problem, where="adapter", fix=fix, code=2) from error
+    settings["target_modules"] = targets_of(adapter, config)
+    refuse_stored_otherwise(config)
+    if method == "IA3":
+        # Modules whose inputs are scaled instead of their outputs. PEFT has no default for this decoder.
+        targets = settings["target_modules"]
+        names = targets if isinstance(targets, list) else []
+        settings.setdefault("feedforward_modules", [n for n in names if n.endswith("down_proj")])
+    if method == "ADALORA":
+        # The schedule of its ranks ends with the run.
+        total_steps = settings.setdefault("total_step", steps)
+        if total_steps:
+            settings.setdefault("tinit", round(0.1 * total_steps))
+            settings.setdefault("tfinal", round(0.5 * total_steps))
+            settings.setdefault("deltaT", max(1, total_steps // 100))
+    return settings
 
 
 def refuse_stored_otherwise(config: ModelConfig) -> None:
@@ -439,151 +383,6 @@ def refuse_stored_otherwise(config: ModelConfig) -> None:
             fix="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
             code=2,
         )
-
-
-def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
-    """By the types that PEFT's fields state, which its dataclasses do not check themselves."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name, value in given.items():
-        where = f"adapter.{name}"
-        default = fields[name].default
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(
-                f"{name} must be a finite number", where=where, fix="write a number", code=2
-            )
-        raw_config = kind.raw_config[name]
-        if value != default and not _fits(raw_config, value):
-            problem = f"{name} must be {_described(raw_config)}, not {str(value)[:40]!r}"
-            raise UserError(
-                problem, where=where, fix=f"correct it: it is a field of {kind.__name__}", code=2
-            )
-        if name in RANKS and isinstance(value, int) and value <= 0 and value != default:
-            raise UserError(
-                f"{name} must be above 0, not {value}", where=where, fix="give a rank: 8", code=2
-            )
-
-
-def _fits(raw_config: Any, value: object) -> bool:
-    """Whether a recipe's value fits a field of that type; True for an unknown type."""
-    origin = typing.get_origin(raw_config)
-    inner = typing.get_args(raw_config)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(one, value) for one in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if (origin or raw_config) in (list, tuple, set):
-        return isinstance(value, list) and all(
-            any(_fits(one, item) for one in inner or (Any,)) for item in value
-        )
-    if (origin or raw_config) is dict:
-        return isinstance(value, dict)
-    if raw_config in (int, float):
-        return not isinstance(value, bool) and isinstance(
-            value, int if raw_config is int else (int, float)
-        )
-    return isinstance(value, raw_config) if raw_config in (bool, str, type(None)) else True
-
-
-def _described(raw_config: Any) -> str:
-    """The types or literals of an annotation, without None, as an error lists them."""
-    origin = typing.get_origin(raw_config)
-    inner = typing.get_args(raw_config)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None)))
-    if origin is typing.Literal:
-        return " or ".join(map(str, inner))
-    return _KINDS.get(origin or raw_config, str(raw_config))
-
-
-# The source of PEFT's config classes
-
-
-@dataclasses.dataclass
-class _Base:
-    """For peft.config.PeftConfig, whose own fields are in OURS."""
-
-    raw_config: typing.ClassVar[dict[str, Any]] = {}
-
-    def __post_init__(self) -> None:
-        pass
-
-
-@final
-class _Anything:
-    """For what a config class imports and its checks do not ask: any attribute of it is its own name."""
-
-    def __getattr__(self, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[()]:
-        """As the base of a class, nothing."""
-        del bases
-        return ()
-
-
-@cache
-def config_class(method: str) -> Any:
-    """The dataclass of a method in the installed PEFT, and in `raw_config` the type of each field; None without any."""
-    found = find_spec("peft")
-    if found is None or found.origin is None:
-        return None
-    home = Path(found.origin).parent
-    try:
-        defined = _executed(home, home / "tuners" / method.lower() / "config.py")
-        name = next(
-            name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config"
-        )
-        return defined[name]
-    except Exception:  # another version of PEFT: it checks when it is imported
-        return None
-
-
-def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
-    try:
-        return eval(raw_config, dict(defined)) if isinstance(raw_config, str) else raw_config
-    except (NameError, TypeError, AttributeError):  # of what stands for a class
-        return Any
-
-
-def _executed(home: Path, path: Path) -> dict[str, Any]:
-    """The names of a file that was run without its imports, but for the config classes that its own derive from."""
-
-    def imported(
-        name: str, _: Any = None, __: Any = None, names: Sequence[str] | None = (), level: int = 0
-    ) -> Any:
-        if name in _TORCH_FREE and level == 0:
-            return import_module(name)
-        below = home.joinpath(*name.split(".")[1:])
-        source = below / "config.py" if below.is_dir() else below.with_suffix(".py")
-        known: dict[str, Any] = {"PeftConfig": _Base} if name == "peft.config" else {}
-        if name.startswith("peft.tuners.") and level == 0 and source != path:
-            known = _executed(home, source)
-        return (
-            types.SimpleNamespace(**{each: known.get(each, _Anything()) for each in names})
-            if names
-            else _Anything()
-        )
-
-    # A name of a module that dataclasses finds.
-    space: dict[str, Any] = {
-        "__name__": __name__,
-        "__builtins__": vars(builtins) | {"__import__": imported},
-    }
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), space)
-    for kind in list(space.values()):
-        if (
-            isinstance(kind, type)
-            and dataclasses.is_dataclass(kind)
-            and "raw_config" not in vars(kind)
-        ):
-            own = {
-                name: _type_of(each, space)
-                for name, each in vars(kind).get("__annotations__", {}).items()
-            }
-            kind.raw_config = getattr(kind, "raw_config", {}) | own  # type: ignore[attr-defined]
-    return space
 
 
 CONFIG = "adapter_config.json"
