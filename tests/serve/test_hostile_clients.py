@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -282,6 +283,52 @@ class TestAnswers:
         connection.close()
         assert '"invalid_request_error"' in text and "server_error" not in text
         assert answer.status == 400 or stream
+
+    @pytest.mark.parametrize(
+        ("schema", "reason"),
+        [
+            pytest.param({"const": "a" * 500_000}, "longer than 262,144 bytes", id="long"),
+            pytest.param(
+                {
+                    "type": "string",
+                    "allOf": [{"pattern": f"^[ab]*a[ab]{{{count}}}$"} for count in range(80)],
+                },
+                "takes longer than 2 seconds",
+                id="minutes",
+            ),
+            pytest.param(
+                {
+                    "$defs": {
+                        f"d{number}": {
+                            "anyOf": [
+                                {"type": "array", "items": {"$ref": f"#/$defs/d{number + 1}"}},
+                                {
+                                    "type": "object",
+                                    "properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}},
+                                },
+                            ]
+                        }
+                        for number in range(1000)
+                    }
+                    | {"d1000": {"type": "null"}},
+                    "$ref": "#/$defs/d0",
+                },
+                "too complex to compile",
+                id="overflow of the stack",
+            ),
+        ],
+    )
+    def test_a_schema_that_would_harm_the_server_is_refused(
+        self, server: Running, schema: dict[str, Any], reason: str
+    ) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"prompt": "a", "max_tokens": 4, "response_format": form}
+        began = time.monotonic()
+        status, answer = post(server, TEXT, body)
+        assert status == 400 and reason in answer["error"]["message"]
+        assert time.monotonic() - began < 10
+        form["json_schema"]["schema"] = {"type": "boolean"}
+        assert post(server, TEXT, {**body, "max_tokens": 40})[0] == 200
 
     @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/other"])
     def test_models_that_are_not_there(self, server: Running, path: str) -> None:

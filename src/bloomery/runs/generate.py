@@ -173,6 +173,18 @@ def speculation_of(
     return Speculation(DraftModel(smaller, decoder))
 
 
+def grammar_of(schema: dict[str, Any]) -> str:
+    """In llguidance's own form. Raises UserError for a schema that is not text."""
+    from llguidance import LLMatcher
+
+    # Free white space is where small models never end.
+    form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=form))
+    except ValueError as error:  # half a character
+        raise _unsupported(str(error)) from error
+
+
 @final
 class JsonGrammars:
     """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits."""
@@ -190,15 +202,7 @@ class JsonGrammars:
 
     def start(self, schema: dict[str, Any]) -> "JsonText":
         """For one text. Raises UserError for a schema that is not valid or not supported."""
-        from llguidance import LLMatcher
-
-        # Free white space is where small models never end.
-        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
-        except ValueError as error:  # half a character
-            raise _unsupported(str(error)) from error
-        return self.follow(grammar)
+        return self.follow(grammar_of(schema))
 
     def follow(self, grammar: str) -> "JsonText":
         """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""

@@ -18,7 +18,8 @@ from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Past, RunningBatch, known_ids
-from bloomery.runs.generate import JsonGrammars, JsonText
+from bloomery.runs.generate import JsonGrammars, JsonText, grammar_of
+from bloomery.serve.grammars import GrammarTrials
 from bloomery.serve.limits import Limits
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.serve.tools import Json, ToolFormat, tool_format, tool_grammar
@@ -76,14 +77,19 @@ class Served:
 
     def json_text(self, schema: Json) -> JsonText:
         """What keeps a text to JSON of the schema. Raises UserError. For the thread of grammars."""
-        return self._grammars.start(schema)
+        return self._followed(grammar_of(schema))
 
     def tool_text(self, tools: Sequence[Json], *, required: bool, parallel: bool) -> JsonText:
         """What keeps calls to the schemas of the tools. Raises UserError. For the thread of grammars."""
         grammar = tool_grammar(
             self.tools, self.tokenizer, tools, required=required, parallel=parallel
         )
-        return self._grammars.follow(grammar)
+        return self._followed(grammar)
+
+    def _followed(self, grammar: str) -> JsonText:
+        grammars = self._grammars
+        self._trials.refuse_too_complex(grammar)
+        return grammars.follow(grammar)
 
     @cached_property
     def tools(self) -> ToolFormat:
@@ -95,6 +101,17 @@ class Served:
     @cached_property
     def _grammars(self) -> JsonGrammars:
         return JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, self.grammar_ends)
+
+    @cached_property
+    def _trials(self) -> GrammarTrials:
+        content = self.tokenizer.json
+        assert content is not None  # else there are no grammars
+        return GrammarTrials(content, self.decoder.config.vocab_size, self.grammar_ends)
+
+    def close(self) -> None:
+        """Ends the child process that tries grammars, if there is one."""
+        if "_trials" in self.__dict__:
+            self._trials.close()
 
     def encode_chat(
         self, messages: Sequence[Message], tools: tuple[Json, ...] = (), lane: Lane = "short"
@@ -120,8 +137,8 @@ def load_served(
     parts: int = 1,
     on_load: Callable[[str], None],
 ) -> Served:
-    """A model ready to be served. `stack`: closes the child process of its template. `parts`: how many models share the
-    memory. Raises UserError.
+    """A model ready to be served. `stack`: closes the child processes of its template and grammars. `parts`: how many
+    models share the memory. Raises UserError.
     """
     found = find_model(model, step)
     use = use or Use.local()
@@ -160,6 +177,8 @@ def serve_loaded(
     def open_form() -> ChatFormat:
         return stack.enter_context(chat_format(tokenizer, template))
 
-    return Served(
+    served = Served(
         name, decoder, tokenizer, open_form() if chats else None, limits, adapters, open_form
     )
+    stack.callback(served.close)
+    return served

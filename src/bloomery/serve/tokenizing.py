@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
 
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.serve.grammars import STACK_BYTES
 from bloomery.serve.limits import Refused
 
 SHORT_BYTES = 32 * 1024  # of text that is tokenized in some milliseconds
@@ -46,6 +47,7 @@ class Tokenizing:
         self._futures = set[asyncio.Future[Any]]()
         several = max(1, (os.cpu_count() or 1) // 2)
         lanes: dict[Lane, int] = {"short": several, "long": several, "grammar": 1}
+        usual_stack = threading.stack_size(2 * STACK_BYTES)
         for lane, threads in lanes.items():
             self._calls[lane] = queue.SimpleQueue()
             self._pending[lane] = 0
@@ -53,6 +55,7 @@ class Tokenizing:
                 threading.Thread(
                     target=self._serve, args=(lane,), name=f"{lane} requests", daemon=True
                 ).start()
+        threading.stack_size(usual_stack)
 
     def _serve(self, lane: Lane) -> None:
         while True:

@@ -1,0 +1,106 @@
+"""Grammars of clients, compiled in a child process first: a small schema can need minutes, all memory, or crash.
+
+The library that compiles them cannot be interrupted, and a stack that overflows in it ends the process. What the child
+has compiled within its limits is then compiled by the server, which can decode with it. Both threads that compile have
+a stack of a known size, and that of the server is larger.
+"""
+
+import hashlib
+import os
+import resource
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from bloomery.core.child import Child, accept, reply, requests
+from bloomery.core.errors import UserError
+
+MODULE = "bloomery.serve.grammars"
+MOST_BYTES = 256 * 1024  # of a grammar
+CPU_SECONDS = 2
+WALL_SECONDS = 5.0  # on a machine that is busy
+START_SECONDS = 60.0  # until the child has read a tokenizer of many tokens
+MEMORY_BYTES = 2**29
+STACK_BYTES = 8 * 2**20  # in the child; in the server twice as much
+MOST_REMEMBERED = 256  # grammars that need no second trial
+
+
+def too_complex(reason: str) -> UserError:
+    return UserError(
+        f"JSON schema not supported: {reason}", where="the JSON schema", fix="simplify the schema"
+    )
+
+
+@final
+class GrammarTrials:
+    """For the thread of grammars. `ends`: tokens that end a text; `vocab_size`: of the logits."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, ends: Sequence[int]) -> None:
+        self._job = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "ends": list(ends)}
+        self._child: Child | None = None
+        self._compiled = set[bytes]()  # digests
+
+    def refuse_too_complex(self, grammar: str) -> None:
+        """Raises UserError for a grammar that does not compile within the limits; not for one that is wrong."""
+        content = grammar.encode(errors="replace")
+        if len(content) > MOST_BYTES:
+            raise too_complex(f"it is longer than {MOST_BYTES:,} bytes")
+        digest = hashlib.sha256(content).digest()
+        if digest in self._compiled:
+            return
+        child = self._child or self._start()
+        answer = child.ask({"grammar": grammar}, seconds=WALL_SECONDS)
+        if isinstance(answer, str):
+            too_slow = answer == "silent" or child.code == -signal.SIGPROF
+            self.close()
+            if too_slow:
+                raise too_complex(f"compiling it takes longer than {CPU_SECONDS} seconds")
+            raise too_complex("it is too complex to compile")
+        if len(self._compiled) == MOST_REMEMBERED:
+            self._compiled.clear()
+        self._compiled.add(digest)
+
+    def _start(self) -> Child:
+        child = self._child = Child(MODULE, self._job, environment=os.environ).start()
+        ready = child.next(START_SECONDS)
+        if isinstance(ready, str):
+            reason = child.ending() if ready == "ended" else "it does not start"
+            self.close()
+            raise too_complex(f"the process that compiles grammars failed: {reason}")
+        return child
+
+    def close(self) -> None:
+        child = self._child
+        self._child = None
+        if child is not None:
+            child.close()
+
+
+def _serve() -> None:
+    """In the child: answers each grammar once it is compiled."""
+    job = accept()
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokens = LLTokenizer(job["tokenizer"], n_vocab=job["vocab_size"], eos_token=job["ends"])
+    sizes = Path("/proc/self/statm")
+    if sizes.exists():  # elsewhere the limit would have no effect
+        used_bytes = int(sizes.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    reply(job, {"ready": True})
+    for request in requests(job):
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends this process
+        matcher = LLMatcher(tokens, request["grammar"], log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        reply(job, {"compiled": True})
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    serving = threading.Thread(target=_serve)
+    serving.start()
+    serving.join()
