@@ -71,13 +71,13 @@ class KnownRange:
 
 
 def compare_claims(
-    expected: Claims, known: Callable[[Claim, ClaimedRange], KnownRange | str]
+    expected: Claims, figure_of: Callable[[Claim, ClaimedRange], KnownRange | str]
 ) -> tuple[Verdict, ...]:
     """Every claim of a recipe in the order of its keys. `known` gives a reason where a claim cannot be checked yet."""
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
-        low, high = (write(end) for end in claimed)
-        return low if low == high else f"{low} to {high}"
+        low_text, high_text = (write(end) for end in claimed)
+        return low_text if low_text == high_text else f"{low_text} to {high_text}"
 
     def plain(value: float) -> str:
         return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
@@ -101,17 +101,19 @@ def compare_claims(
 
     verdicts = []
     for claim, (low, high), text in claims:
-        found = known(claim, (low, high))
-        if isinstance(found, str):
-            verdicts.append(Verdict(claim=text, verdict="unknown", reason=found))
+        figure = figure_of(claim, (low, high))
+        if isinstance(figure, str):
+            verdicts.append(Verdict(claim=text, verdict="unknown", reason=figure))
             continue
         verdict: Literal["ok", "low", "high", "wrong"] = "wrong"
-        if high * (1 + found.slack) >= found.low and low * (1 - found.slack) <= found.high:
+        if high * (1 + figure.slack) >= figure.low and low * (1 - figure.slack) <= figure.high:
             verdict = "ok"
-        elif high * found.near >= found.low and low <= found.high * found.near:
-            verdict = "low" if high < found.low else "high"
+        elif high * figure.near >= figure.low and low <= figure.high * figure.near:
+            verdict = "low" if high < figure.low else "high"
         reason = (
-            found.reason if verdict == "ok" or found.otherwise is None else found.otherwise(verdict)
+            figure.reason
+            if verdict == "ok" or figure.otherwise is None
+            else figure.otherwise(verdict)
         )
         verdicts.append(Verdict(claim=text, verdict=verdict, reason=reason))
     return tuple(verdicts)
@@ -124,7 +126,7 @@ def check_claims(
     timed = "known once the first steps are measured"
     open_length = timed if plan.train.seconds is not None else "known once the dataset is prepared"
 
-    def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
+    def figure_of(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
             case "tokens":
                 unknown = plan.total_tokens is None or plan.train.steps is None
@@ -138,12 +140,12 @@ def check_claims(
                     return "the step time of this device is unknown"
                 low = plan.seconds.low
                 high = plan.seconds.high
-                where = "within" if claimed[0] >= low and claimed[1] <= high else "overlaps"
+                relation = "within" if claimed[0] >= low and claimed[1] <= high else "overlaps"
                 planned = span((low, high))
                 return KnownRange(
                     low,
                     high,
-                    f"{where} {planned}",
+                    f"{relation} {planned}",
                     lambda _: f"the run takes {planned}",
                     slack=0.0,
                     near=1e30,
@@ -172,31 +174,31 @@ def check_claims(
             return KnownRange(math.inf, math.inf, f"the run ends at step {steps:,}")
         return "only a run can measure this; its report shows it"
 
-    return compare_claims(expected, known)
+    return compare_claims(expected, figure_of)
 
 
 def _tokens(claimed: ClaimedRange, plan: RunPlan) -> KnownRange:
     assert plan.total_tokens is not None
     tokens = plan.total_tokens
     length = plan.data.sequence_length
-    each = plan.train.tokens_per_step
-    product = f"{plan.train.steps:,} x {each // length:,} x {length:,} = {format_count(tokens)}"
-    steps = -(-int(claimed[0]) // each)
-    needed = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
+    tokens_per_step = plan.train.tokens_per_step
+    product = f"{plan.train.steps:,} x {tokens_per_step // length:,} x {length:,} = {format_count(tokens)}"
+    steps = -(-int(claimed[0]) // tokens_per_step)
+    remark = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
     if plan.step_seconds is not None:
-        needed += f", {format_seconds(plan.step_seconds.value * steps)}"
-    return KnownRange(tokens, tokens, product, lambda _: needed)
+        remark += f", {format_seconds(plan.step_seconds.value * steps)}"
+    return KnownRange(tokens, tokens, product, lambda _: remark)
 
 
 def _epochs(
     claimed: ClaimedRange, plan: RunPlan, dataset: DatasetFacts | None, open_length: str
 ) -> KnownRange | str:
     if plan.total_tokens is None:
-        wanted = plan.lengths.train if plan.lengths is not None else None
-        if wanted is None or wanted.unit != "epochs":
+        length = plan.lengths.train if plan.lengths is not None else None
+        if length is None or length.unit != "epochs":
             return open_length
         return KnownRange(
-            wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0
+            length.amount, length.amount, f"train.epochs is {length.amount:g}", slack=0.0
         )
     if dataset is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
@@ -252,7 +254,7 @@ TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
 REFERENCE_BYTES = 4  # of a token: data.reference
 PlanOf = Callable[[str], RunPlan | None]
 WORTH = 0.9  # of the time: an edit that saves less than a tenth is not suggested
-# of the memory: shorter sequences that save less and are not enough are not suggested
+# Share of the memory: shorter sequences that save less and are not enough are not suggested.
 LITTLE = 0.05
 NO_DROPOUT = "model.dropout=0"
 SHORTEST = 256  # tokens of a sequence that a plan suggests
@@ -269,13 +271,15 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     def plan_of(edit: str) -> RunPlan | None:
         """None where the edit contradicts the rest of the recipe."""
         try:
-            other = edited(loaded, edit)
+            changed_recipe = edited(loaded, edit)
             config = facts.config
             if edit == NO_DROPOUT:
                 config = replace(
                     config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0
                 )
-            return resolve(other, facts.edited(other.recipe, config), gpus=gpus, nodes=nodes)
+            return resolve(
+                changed_recipe, facts.edited(changed_recipe.recipe, config), gpus=gpus, nodes=nodes
+            )
         except UserError:
             return None
 
@@ -402,11 +406,14 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     tokens = None if dataset is None else dataset.tokens
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
-    each = checkpoint_bytes(plan, step.model)
+    one_checkpoint = checkpoint_bytes(plan, step.model)
     weights = step.model.learning_bytes(step.precision)
-    wide = 1 if config.vocab_size <= 65536 else 2
-    disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
-    disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
+    bytes_factor = 1 if config.vocab_size <= 65536 else 2
+    disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * bytes_factor)}
+    disk |= {
+        "checkpoint": one_checkpoint,
+        "checkpoints": one_checkpoint * (recipe.checkpoint.keep + 2),
+    }
     evaluates = plan.eval.every_steps
     saves = plan.checkpoint.every_steps
     if evaluates is not None and evaluates % saves != 0:  # some evaluations have no checkpoint
@@ -439,60 +446,68 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
 
 def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """Edits that each make the plan fit, shorter sequences last; or every edit, and the fewest that fit together."""
-    # by key: the first edit that fits, else the one that saves most
+    # By key: the first edit that fits, else the one that saves most.
     best: dict[str, tuple[str, str, RunPlan]] = {}
     for edit, cost in _ladder(recipe, plan):
-        after = plan_of(edit)
+        changed_plan = plan_of(edit)
         key = edit.partition("=")[0]
-        if after is None:
+        if changed_plan is None:
             continue
-        left = after.memory.total / plan.memory.total
-        little = key == "data.sequence_length" and left > 1 - LITTLE and not after.fits
-        if left >= 1 or little:
+        remaining_share = changed_plan.memory.total / plan.memory.total
+        saves_little = (
+            key == "data.sequence_length" and remaining_share > 1 - LITTLE and not changed_plan.fits
+        )
+        if remaining_share >= 1 or saves_little:
             continue
-        held = best[key][2] if key in best else None
-        if held is None or (not held.fits and after.memory.total < held.memory.total):
-            best[key] = edit, cost, after
-    enough = {key: found for key, found in best.items() if found[2].fits}
-    others = {key: found for key, found in enough.items() if key != "data.sequence_length"}
-    # in fine-tuning the length is your choice too
-    shown = enough if recipe.model.from_ is not None else others
-    for edit, cost, after in (shown or enough or best).values():
-        yield Suggestion(edit=edit, saves=_saved(plan, after, cost))
+        previous = best[key][2] if key in best else None
+        if previous is None or (
+            not previous.fits and changed_plan.memory.total < previous.memory.total
+        ):
+            best[key] = edit, cost, changed_plan
+    sufficient = {key: suggestion for key, suggestion in best.items() if suggestion[2].fits}
+    other_edits = {
+        key: suggestion for key, suggestion in sufficient.items() if key != "data.sequence_length"
+    }
+    # Shorter sequences are another training, so they come last; in fine-tuning the length is your choice too.
+    suggested = sufficient if recipe.model.from_ is not None else other_edits
+    for edit, cost, changed_plan in (suggested or sufficient or best).values():
+        yield Suggestion(edit=edit, saves=_saved(plan, changed_plan, cost))
     edits = [edit for edit, _, _ in best.values()]
-    for count in range(2, 0 if enough else len(edits) + 1):
-        together = " ".join(edits[:count])
-        tried = plan_of(together)
-        if tried is not None and tried.fits:
-            yield Suggestion(edit=together, saves=_saved(plan, tried, "all of these together"))
+    for count in range(2, 0 if sufficient else len(edits) + 1):
+        combined_edit = " ".join(edits[:count])
+        combined_plan = plan_of(combined_edit)
+        if combined_plan is not None and combined_plan.fits:
+            yield Suggestion(
+                edit=combined_edit, saves=_saved(plan, combined_plan, "all of these together")
+            )
             return
 
 
-def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
-    saved = format_bytes(before.memory.total - after.memory.total)
-    verdict = "fits" if after.fits else "still does not fit"
-    return f"{saved}: {format_bytes(after.memory.total)} in total, {verdict}; {cost}"
+def _saved(plan: RunPlan, changed_plan: RunPlan, cost: str) -> str:
+    saved = format_bytes(plan.memory.total - changed_plan.memory.total)
+    verdict = "fits" if changed_plan.fits else "still does not fit"
+    return f"{saved}: {format_bytes(changed_plan.memory.total)} in total, {verdict}; {cost}"
 
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits from cheap to expensive, each with its cost."""
     train = plan.train
-    asked = recipe.train
+    settings = recipe.train
     optimizer = recipe.optimizer
     adapter = recipe.adapter.kind
     sequences = train.micro_batch_size
     gpu = train.device != "cpu"
-    while asked.micro_batch_size != "auto" and sequences % 2 == 0:
+    while settings.micro_batch_size != "auto" and sequences % 2 == 0:
         sequences //= 2
         yield f"train.micro_batch_size={sequences}", "same training"
     if train.activation_checkpointing not in ("full", "selective"):
         yield "train.activation_checkpointing=selective", "costs a sixth more compute"
     if train.activation_checkpointing != "full":
         yield "train.activation_checkpointing=full", "costs a third more compute"
-    if asked.precision == "float32" and gpu:
+    if settings.precision == "float32" and gpu:
         yield "train.precision=auto", "matmuls in half precision"
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
-    if gpu and not asked.offload_activations:
+    if gpu and not settings.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"
     if "state_dtype" in OPTIMIZERS[optimizer.kind].settings and optimizer.state_dtype == "float32":
         yield "optimizer.state_dtype=int8", "8-bit optimizer states; nearly the same training"
@@ -506,7 +521,7 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
             "changes the training: only adapters are trainable, the weights are frozen",
         )
     # With a fused backward a step is one micro-batch: a smaller step, or gradient accumulation.
-    if optimizer.fused_backward and not asked.auto_batch:
+    if optimizer.fused_backward and not settings.auto_batch:
         tokens = train.tokens_per_step
         while tokens % (2 * plan.data.sequence_length) == 0:
             tokens //= 2
@@ -535,10 +550,10 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """Settings of the recipe that cost time, where the plan's own choice is faster and fits."""
-    before = plan.step_seconds
-    if before is None:
+    step_seconds = plan.step_seconds
+    if step_seconds is None:
         return
-    asked = recipe.train
+    settings = recipe.train
     keys = [
         k
         for k in (
@@ -548,21 +563,21 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
             "compile",
             "micro_batch_size",
         )
-        if getattr(asked, k) != "auto"
+        if getattr(settings, k) != "auto"
     ]
     edits = [f"train.{key}=auto" for key in keys]
     # Fused attention has no dropout on packed sequences.
-    if plan.model.config.attention_dropout and asked.attention == "auto":
+    if plan.model.config.attention_dropout and settings.attention == "auto":
         edits = [NO_DROPOUT, *edits]
     for edit in edits:
-        tried = plan_of(edit)
-        if tried is None or not tried.fits or tried.step_seconds is None:
+        changed_plan = plan_of(edit)
+        if changed_plan is None or not changed_plan.fits or changed_plan.step_seconds is None:
             continue
-        kernel = edit != NO_DROPOUT or tried.model.attention != plan.model.attention
-        if kernel and tried.step_seconds.value < WORTH * before.value:
-            saves = f"{1 - tried.step_seconds.value / before.value:.0%} of the time"
-            if plan.seconds is not None and tried.seconds is not None:
-                saves += f": {format_seconds(plan.seconds.value - tried.seconds.value)}"
+        kernel = edit != NO_DROPOUT or changed_plan.model.attention != plan.model.attention
+        if kernel and changed_plan.step_seconds.value < WORTH * step_seconds.value:
+            saves = f"{1 - changed_plan.step_seconds.value / step_seconds.value:.0%} of the time"
+            if plan.seconds is not None and changed_plan.seconds is not None:
+                saves += f": {format_seconds(plan.seconds.value - changed_plan.seconds.value)}"
             if edit == NO_DROPOUT:
                 saves += "; changes the training: overfits sooner on repeated data"
             yield Suggestion(edit=edit, saves=saves)
@@ -583,15 +598,15 @@ def warnings(
         yield repeated
     yield from far_rates(recipe, width=facts.config.hidden_size)
     yield from _lengths(plan)
-    empty = plan.train.empty_sequences
+    padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
-    if empty > mesh.PADDED_SHARE * sequences:
-        full = -(-sequences // plan.train.ranks) * plan.train.ranks
+    if padding > mesh.PADDED_SHARE * sequences:
+        full_batch = -(-sequences // plan.train.ranks) * plan.train.ranks
         uneven = (
             f"{sequences:,} sequences per step do not divide among {plan.train.ranks:,} devices"
         )
-        idle = f"{empty / (empty + sequences):.0%} of what they compute is padding"
-        yield f"{uneven}: {idle}; train.batch_size={full} would use all of them, and is another training run"
+        idle = f"{padding / (padding + sequences):.0%} of what they compute is padding"
+        yield f"{uneven}: {idle}; train.batch_size={full_batch} would use all of them, and is another training run"
     dataset = plan.dataset
     length = plan.data.sequence_length
     if dataset is not None and dataset.left_out:
@@ -599,15 +614,15 @@ def warnings(
         yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
     if dataset is not None and dataset.cut_short:
         yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
-    # the product of its matrices has at most the rank of the weight
+    # The product of an adapter's two matrices has at most the rank of the weight.
     if isinstance(recipe.adapter, Lora):
         rank = recipe.adapter.rank
         model = facts.model
         sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
-        name = min(sides, key=lambda one: sides[one])
+        name = min(sides, key=lambda matrix: sides[matrix])
         if rank > sides[name]:
-            most = f"{name} has at most rank {sides[name]:,}"
-            yield f"adapter.rank is {rank:,}, but {most}: a higher rank only costs memory and time"
+            bound = f"{name} has at most rank {sides[name]:,}"
+            yield f"adapter.rank is {rank:,}, but {bound}: a higher rank only costs memory and time"
     yield from _settings(recipe, profile)
     # Environment variables without effect on this device, or that slow it down or harm.
     yield from (
@@ -619,11 +634,11 @@ def warnings(
 
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
     claims = recipe.claims
-    wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
+    wrong_claims = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
     if (
         claims.tokens
         and plan.total_tokens
-        and any(verdict.claim.endswith(" tokens") for verdict in wrong)
+        and any(verdict.claim.endswith(" tokens") for verdict in wrong_claims)
     ):
         planned = format_count(plan.total_tokens)
         claimed = format_count(claims.tokens[0])
@@ -634,18 +649,21 @@ def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Itera
         if fastest > 2 * claims.duration[1] or 2 * slowest < claims.duration[0]:
             tokens = format_count(claims.tokens[0])
             rate = format_count(claims.tokens_per_second[1])
-            took = roughly(fastest)
-            result = f"{tokens} tokens at {rate} tokens/s take {took}, not {span(claims.duration)}"
+            duration = roughly(fastest)
+            result = (
+                f"{tokens} tokens at {rate} tokens/s take {duration}, not {span(claims.duration)}"
+            )
             yield f"the claims contradict each other: {result}"
 
 
 def _lengths(plan: RunPlan) -> Iterator[str]:
     step = plan.step_seconds
-    asked = plan.train.seconds
-    if step is not None and asked is not None and asked < step.value:
-        one = format_seconds(step.value)
-        least = counted(plan.train.min_steps or 1, "steps")
-        yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
+    max_seconds = plan.train.seconds
+    if step is not None and max_seconds is not None and max_seconds < step.value:
+        step_text = format_seconds(step.value)
+        minimum = counted(plan.train.min_steps or 1, "steps")
+        limit = format_seconds(max_seconds)
+        yield f"train.max_time is {limit}, but one step takes about {step_text}: the run takes {minimum}"
     steps = plan.train.steps
     warmup = plan.optimizer.warmup_steps
     decay = plan.optimizer.decay_steps
@@ -661,16 +679,16 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
-    asked = recipe.train.precision
+    precision = recipe.train.precision
     arch = profile.arch
     if profile.accelerator is None:
-        if asked == "float16":
+        if precision == "float16":
             yield "train.precision is float16: a CPU multiplies float16 five to nine times slower than float32"
-        if asked.startswith("bfloat16") and not (profile.cpu and profile.cpu.bf16):
-            yield f"train.precision is {asked}: this CPU has no bf16 instructions, float32 is faster"
+        if precision.startswith("bfloat16") and not (profile.cpu and profile.cpu.bf16):
+            yield f"train.precision is {precision}: this CPU has no bf16 instructions, float32 is faster"
         if recipe.data.pin_memory is True:
             yield "data.pin_memory has no effect on a CPU"
-    elif asked.startswith("bfloat16") and arch is not None and arch.bf16 == "none":
-        yield f"train.precision is {asked}: {profile.accelerator.arch} only emulates bf16, as slow as float32"
+    elif precision.startswith("bfloat16") and arch is not None and arch.bf16 == "none":
+        yield f"train.precision is {precision}: {profile.accelerator.arch} only emulates bf16, as slow as float32"
     if recipe.train.compile is True and not profile.compile.value:
         yield f"train.compile is true, but {profile.compile.reason}"

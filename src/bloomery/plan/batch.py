@@ -24,7 +24,7 @@ Measure = Callable[[StepShape], MemoryEstimate]
 
 
 def choose_tokens_per_step(
-    asked: int | str,
+    tokens_per_step: int | str,
     config: ModelConfig,
     sequence_length: int,
     *,
@@ -38,7 +38,7 @@ def choose_tokens_per_step(
     takes TUNING_TOKENS at most. An epoch of a small dataset has EPOCH_STEPS steps all the same, or one per sequence.
     Raises UserError.
     """
-    if asked == "auto":
+    if tokens_per_step == "auto":
         best = _fitting_batch(config, sequence_length)
         if tuning and best.value > TUNING_TOKENS:
             reason = (
@@ -46,18 +46,20 @@ def choose_tokens_per_step(
             )
             best = Choice(max(1, TUNING_TOKENS // sequence_length) * sequence_length, reason)
         return _within_an_epoch(best, sequence_length, sequences_per_epoch)
-    assert isinstance(asked, int)
-    if asked % sequence_length:
-        below = asked // sequence_length * sequence_length
-        above = -(-asked // sequence_length) * sequence_length
-        near = f"{below} or {above}" if below else str(above)
+    assert isinstance(tokens_per_step, int)
+    if tokens_per_step % sequence_length:
+        lower_multiple = tokens_per_step // sequence_length * sequence_length
+        upper_multiple = -(-tokens_per_step // sequence_length) * sequence_length
+        multiples = (
+            f"{lower_multiple} or {upper_multiple}" if lower_multiple else str(upper_multiple)
+        )
         raise UserError(
-            f"tokens per step is not a multiple of data.sequence_length={sequence_length}: {asked:,}",
+            f"tokens per step is not a multiple of data.sequence_length={sequence_length}: {tokens_per_step:,}",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={near}",
+            fix=f"set train.tokens_per_step={multiples}",
             code=2,
         )
-    return Choice(asked, ASKED)
+    return Choice(tokens_per_step, ASKED)
 
 
 def _within_an_epoch(
@@ -127,23 +129,23 @@ def choose_micro_batching(
         for sequences in _sizes(train, step, sequences_per_step, any_divisor)
     ):
         tokens = sequences * step.sequence_length
-        tried = replace(
+        planned_step = replace(
             step,
             accumulating=several and sequences < sequences_per_step,
             micro_batch_size=sequences,
             checkpointing=mode,
             score_chunk=min(SMALL_CHUNK, tokens),
         )
-        if measure(tried).fits:
+        if measure(planned_step).fits:
             break
-    whole = replace(tried, score_chunk=tokens)
-    memory = measure(whole)
+    one_chunk_step = replace(planned_step, score_chunk=tokens)
+    memory = measure(one_chunk_step)
     if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
         chunk = Choice(tokens, "all logits of a micro-batch fit, and are kept for backward")
-        tried = whole
+        planned_step = one_chunk_step
     else:
         reason = "all logits together would take too much memory; larger chunks are not faster"
-        chunk = Choice(tried.score_chunk, reason)
+        chunk = Choice(planned_step.score_chunk, reason)
     if not step.on_gpu:
         largest = "a larger one exceeds the CPU caches"
     elif any_divisor:
@@ -159,8 +161,8 @@ def choose_micro_batching(
         micro_batch_size=Choice(sequences, largest if train.micro_batch_size == "auto" else ASKED),
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
         score_chunk=chunk,
-        step=tried,
-        memory=measure(tried),
+        step=planned_step,
+        memory=measure(planned_step),
     )
 
 
@@ -183,10 +185,10 @@ def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: 
                 code=2,
             )
         return [train.micro_batch_size]
-    most = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
+    largest = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
     sizes = [
         size
-        for size in range(1, min(most, sequences_per_step) + 1)
+        for size in range(1, min(largest, sequences_per_step) + 1)
         if sequences_per_step % size == 0
     ]
     return [size for size in reversed(sizes) if any_divisor or size.bit_count() == 1]

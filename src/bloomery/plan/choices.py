@@ -27,65 +27,67 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     """Raises UserError for settings that the transformers implementation does not support."""
     if config.transformers_backend is None:
         return
-    where = "model.implementation=transformers"
+    key = "model.implementation=transformers"
     problem = None
     fix = None
     window = min(
         (window for window in config.sliding_window if window is not None), default=float("inf")
     )
     names = (
-        theirs
-        for ours, theirs, _ in config.transformers_backend.parameters
-        if ours == "lm_head.weight"
+        stored_name
+        for native_name, stored_name, _ in config.transformers_backend.parameters
+        if native_name == "lm_head.weight"
     )
-    stored = next(names, "lm_head.weight")
+    head_name = next(names, "lm_head.weight")
     head = isinstance(recipe.adapter, Lora) and any(
         "lm_head" in name for name in recipe.adapter.modules_to_save
     )
     if recipe.objective.spec.values:
         problem = f"reward models need the native implementation, which does not support {architecture_of(config)}"
-        where = f"objective.kind={recipe.objective.kind}"
+        key = f"objective.kind={recipe.objective.kind}"
         fix = "choose a model family of docs/reference/models.md"
     elif recipe.model.dropout is not None:
         problem = "the transformers implementation takes dropout from config.json"
-        where = "model.dropout"
+        key = "model.dropout"
         fix = "remove it, or set dropout in the model's config.json"
-    elif head and stored != "lm_head.weight":
+    elif head and head_name != "lm_head.weight":
         problem = "the head of this architecture has another name in its files: PEFT cannot load it"
-        where = "adapter.modules_to_save"
+        key = "adapter.modules_to_save"
         fix = "remove lm_head, or set adapter.kind=none to train all parameters"
     elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get(
         "modules_to_save"
     ):
         problem = "modules_to_save is not supported for PEFT methods on this architecture"
-        where = "adapter.modules_to_save"
+        key = "adapter.modules_to_save"
         fix = "remove it, or set adapter.kind=lora adapter.modules_to_save=[...]"
     elif recipe.train.compile is True:
         problem = "compilation is not supported for the transformers implementation"
-        where = "train.compile"
+        key = "train.compile"
         fix = "set train.compile=auto"
     elif recipe.data.layout == "packed" and window < recipe.data.sequence_length:
         problem = f"packing is not supported for the sliding window of transformers' layers: {window:,} tokens"
-        where = "data.packing=true"
+        key = "data.packing=true"
         fix = "set data.packing=false, or a shorter data.sequence_length"
     if problem is not None and fix is not None:
-        raise UserError(problem, where=where, fix=fix, code=2)
+        raise UserError(problem, where=key, fix=fix, code=2)
 
 
 def transformers_attention(
-    asked: str, transformers_backend: TransformersBackend, *, packed: bool
+    backend: str, transformers_backend: TransformersBackend, *, packed: bool
 ) -> Choice[str]:
     """The backend with the memory and time of transformers' attention. Raises UserError for any other."""
-    own = "math" if transformers_backend.attention == "eager" else "mask" if packed else "sdpa"
-    if asked not in ("auto", own):
-        problem = f"the transformers implementation does not support this attention: {asked}"
+    layer_attention = (
+        "math" if transformers_backend.attention == "eager" else "mask" if packed else "sdpa"
+    )
+    if backend not in ("auto", layer_attention):
+        problem = f"the transformers implementation does not support this attention: {backend}"
         raise UserError(problem, where="train.attention", fix="set train.attention=auto", code=2)
     reason = {
         "math": "transformers computes every attention score of this architecture (eager)",
         "mask": "PyTorch's kernel with a document mask, as transformers calls it",
         "sdpa": "PyTorch's kernel as transformers calls it: one document per sequence",
-    }[own]
-    return Choice(own, reason)
+    }[layer_attention]
+    return Choice(layer_attention, reason)
 
 
 def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
@@ -95,11 +97,11 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
             reason = "the native implementation refuses a file that lacks a tensor"
             yield "model.load_with", Choice("safe load", reason)
         return
-    asked = f"no native implementation of {architecture_of(config)}"
+    origin = f"no native implementation of {architecture_of(config)}"
     if recipe.model.implementation == "transformers":
-        asked = "set in the recipe"
+        origin = "set in the recipe"
     lacks = "no tensor, pipeline or context parallelism"
-    yield "model.implementation", Choice("transformers", f"{asked}; {lacks}")
+    yield "model.implementation", Choice("transformers", f"{origin}; {lacks}")
     if reason := config.transformers_backend.safe_reason:
         yield "model.load_with", Choice("safe load", f"transformers loads the weights, as {reason}")
 
@@ -120,10 +122,10 @@ def choose_attention(
     # Both responses of a pair share a sequence in every layout, with document masking.
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
-    asked = recipe.train.attention
+    requested = recipe.train.attention
     absent = profile.arch.absent_attention() if profile.arch else {}
     if config.transformers_backend is not None:
-        return transformers_attention(asked, config.transformers_backend, packed=packed)
+        return transformers_attention(requested, config.transformers_backend, packed=packed)
 
     def unfit_for(backend: str) -> str | None:
         return attention_facts.supports(
@@ -137,7 +139,7 @@ def choose_attention(
             torch=torch,
         )
 
-    if asked == "auto":
+    if requested == "auto":
         choice = attention_facts.choose(
             kind,
             arch_has_fused=profile.attention.value == "fused",
@@ -163,15 +165,15 @@ def choose_attention(
             choice.value, profile.attention.reason if profile.attention.value == "plain" else reason
         )
     # flex may compile all the same
-    unfit = unfit_for(asked) or (absent.get(asked) if asked == "varlen" else None)
+    unfit = unfit_for(requested) or (absent.get(requested) if requested == "varlen" else None)
     if unfit is not None:
         raise UserError(
-            f"train.attention={asked} does not support this recipe: {unfit}",
+            f"train.attention={requested} does not support this recipe: {unfit}",
             where="train.attention",
             fix="set train.attention=auto, or blockwise, which supports everything",
             code=2,
         )
-    return Choice(asked, ASKED)
+    return Choice(requested, ASKED)
 
 
 def compiled_attention(profile: Profile, precision: str) -> str | None:
@@ -199,9 +201,9 @@ def choose_compile(
     `seconds`: of the run uncompiled; None when unknown. `gain`: uncompiled over compiled step time of this model on
     this device; None when not measured. `check`: of this CPU, by which the time to compile is scaled.
     """
-    asked = recipe.train.compile
-    if asked != "auto":
-        return Choice(asked, ASKED)
+    setting = recipe.train.compile
+    if setting != "auto":
+        return Choice(setting, ASKED)
     if isinstance(recipe.adapter, Peft):
         return Choice(False, "PEFT layers change during training")
     if not profile.compile.value:
@@ -214,12 +216,12 @@ def choose_compile(
         return Choice(saved > compile_seconds(check), times)
     if profile.accelerator is not None:
         return profile.compile
-    needed = compile_seconds(check)
-    if seconds is None or seconds * (1 - 1 / CPU_GAIN) <= needed:
-        pays = format_seconds(needed / (1 - 1 / CPU_GAIN))
+    compiling = compile_seconds(check)
+    if seconds is None or seconds * (1 - 1 / CPU_GAIN) <= compiling:
+        pays = format_seconds(compiling / (1 - 1 / CPU_GAIN))
         return Choice(
             False,
-            f"compiling takes {needed:.0f} s with one resume, and pays off after {pays} of training",
+            f"compiling takes {compiling:.0f} s with one resume, and pays off after {pays} of training",
         )
     return profile.compile
 
@@ -314,19 +316,23 @@ def arithmetic_choices(
         return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
     numbers = parameter_count(model.config)
-    whole = TrainedModel(model.config).state_parts("adamw", "bfloat16")
-    each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in whole.items())
-    held = model.state_parts(recipe.optimizer.kind, precision)
-    in_full = decimal(sum(whole.values()))
-    rule = f"{sum(size / numbers for size in whole.values()):.0f} bytes ({each}) for each of {format_count(numbers)}"
-    if held == whole:
+    full_parts = TrainedModel(model.config).state_parts("adamw", "bfloat16")
+    bytes_each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in full_parts.items())
+    state_parts = model.state_parts(recipe.optimizer.kind, precision)
+    in_full = decimal(sum(full_parts.values()))
+    bytes_in_all = sum(size / numbers for size in full_parts.values())
+    rule = f"{bytes_in_all:.0f} bytes ({bytes_each}) for each of {format_count(numbers)}"
+    if state_parts == full_parts:
         yield "model.from", Choice(f"training state {in_full}", f"full training: {rule} parameters")
         return
-    sizes = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
+    sizes = ", ".join(f"{name} {decimal(size)}" for name, size in state_parts.items())
     reason = f"{sizes}; full training with AdamW: {rule} parameters"
     yield (
         "model.from",
-        Choice(f"training state {decimal(sum(held.values()))}", f"instead of {in_full}: {reason}"),
+        Choice(
+            f"training state {decimal(sum(state_parts.values()))}",
+            f"instead of {in_full}: {reason}",
+        ),
     )
 
 
@@ -365,9 +371,9 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
 def setting(plan: RunPlan) -> str:
     """`StepShape.setting` of a plan."""
     mode = mode_of(plan, plan.model.config)
-    away = plan.train.offload_activations
+    offloading = plan.train.offload_activations
     return setting_of(
-        mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away
+        mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=offloading
     )
 
 
@@ -408,8 +414,10 @@ def _chat_choice(recipe: Recipe, dataset: DatasetFacts) -> Iterator[tuple[str, C
     """Whether a chat template formats prompts and responses; nothing for plain text."""
     key = "data.chat.template"
     if dataset.template:
-        kept = f"; {key}={NONE} trains on the plain text" if dataset.texts == "prompts" else ""
-        reason = f"formats prompts as user and responses as assistant messages, in every data format{kept}"
+        alternative = (
+            f"; {key}={NONE} trains on the plain text" if dataset.texts == "prompts" else ""
+        )
+        reason = f"formats prompts as user and responses as assistant messages, in every data format{alternative}"
         yield key, Choice(dataset.template, reason)
     elif dataset.texts == "whole":
         yield key, Choice(NONE, "pairs without a prompt column are plain text")

@@ -25,10 +25,15 @@ class Fallback:
 
 def decided(plan: RunPlan, key: str, value: object, reason: str) -> RunPlan:
     """The plan with a changed choice of this key."""
-    new = Decision(key=key, value=str(value), reason=reason)
-    kept = [old for old in plan.choices if old.key != key]
-    place = next((index for index, old in enumerate(plan.choices) if old.key == key), len(kept))
-    return plan.model_copy(update={"choices": (*kept[:place], new, *kept[place:])})
+    decision = Decision(key=key, value=str(value), reason=reason)
+    other_choices = [choice for choice in plan.choices if choice.key != key]
+    position = next(
+        (index for index, choice in enumerate(plan.choices) if choice.key == key),
+        len(other_choices),
+    )
+    return plan.model_copy(
+        update={"choices": (*other_choices[:position], decision, *other_choices[position:])}
+    )
 
 
 def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
@@ -40,17 +45,21 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
     if sequences == 1 or plan.optimizer.fused_backward:  # freed gradients cannot be accumulated
         return None
     factor = next(number for number in range(2, sequences + 1) if sequences % number == 0)
-    fewer = sequences // factor
-    more = plan.train.accumulation * factor
+    smaller_size = sequences // factor
+    accumulation_steps = plan.train.accumulation * factor
     cut = {
-        "train": plan.train.model_copy(update={"micro_batch_size": fewer, "accumulation": more}),
+        "train": plan.train.model_copy(
+            update={"micro_batch_size": smaller_size, "accumulation": accumulation_steps}
+        ),
         "model": plan.model.model_copy(
-            update={"score_chunk": min(plan.model.score_chunk, fewer * plan.data.sequence_length)}
+            update={
+                "score_chunk": min(plan.model.score_chunk, smaller_size * plan.data.sequence_length)
+            }
         ),
     }
-    smaller = decided(plan.model_copy(update=cut), "train.micro_batch_size", fewer, reason)
-    accumulation = f"gradient accumulation {plan.train.accumulation} -> {more}"
-    action = f"micro-batch {sequences} -> {fewer}, {accumulation}; tokens per step unchanged"
+    smaller = decided(plan.model_copy(update=cut), "train.micro_batch_size", smaller_size, reason)
+    accumulation = f"gradient accumulation {plan.train.accumulation} -> {accumulation_steps}"
+    action = f"micro-batch {sequences} -> {smaller_size}, {accumulation}; tokens per step unchanged"
     return Fallback(smaller, action, only_time=True)
 
 
@@ -85,11 +94,11 @@ def blockwise(plan: RunPlan, reason: str) -> Fallback | None:
     """Attention in plain PyTorch; None where the plan has it."""
     if plan.model.attention == "blockwise":
         return None
-    changed = plan.model_copy(
+    changed_plan = plan.model_copy(
         update={"model": plan.model.model_copy(update={"attention": "blockwise"})}
     )
     action = f"attention {plan.model.attention} -> blockwise"
-    return Fallback(decided(changed, "train.attention", "blockwise", reason), action)
+    return Fallback(decided(changed_plan, "train.attention", "blockwise", reason), action)
 
 
 def roomier(plan: RunPlan, reason: str) -> Fallback | None:
@@ -113,7 +122,7 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         return Fallback(
             _trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True
         )
-    # rules.support refuses it with shards
+    # `refuse_unsupported` has no row for it with shards.
     if gpu and not plan.train.offload_activations and plan.train.shard == 1:
         action = "activations offloaded to CPU memory; two copies per step"
         return Fallback(
@@ -128,9 +137,11 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         )
     if "state_dtype" not in settings or optimizer.state_dtype == "int8" or plan.train.shard > 1:
         return None
-    changed = _optimized(plan, {"state_dtype": "int8"}, "optimizer.state_dtype", "int8", reason)
+    changed_plan = _optimized(
+        plan, {"state_dtype": "int8"}, "optimizer.state_dtype", "int8", reason
+    )
     action = f"optimizer states {optimizer.state_dtype} -> int8; nearly the same training"
-    return Fallback(_noted(changed, "optimizer.state_dtype"), action)
+    return Fallback(_noted(changed_plan, "optimizer.state_dtype"), action)
 
 
 def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
@@ -142,17 +153,17 @@ def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
     if plan.train.precision == "float16":
         return _precise(plan, "bfloat16" if bfloat16 else "float32", reason)
     if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
-        old = plan.optimizer
+        optimizer = plan.optimizer
         halves = {
-            "learning_rate": old.learning_rate / 2,
-            "muon_learning_rate": old.muon_learning_rate / 2,
+            "learning_rate": optimizer.learning_rate / 2,
+            "muon_learning_rate": optimizer.muon_learning_rate / 2,
         }
-        changed = _optimized(
-            plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", reason
+        changed_plan = _optimized(
+            plan, halves, "optimizer.learning_rate", f"{optimizer.learning_rate / 2:g}", reason
         )
-        rate = f"{old.learning_rate:g} -> {old.learning_rate / 2:g}"
+        rate = f"{optimizer.learning_rate:g} -> {optimizer.learning_rate / 2:g}"
         action = f"learning rate {rate}; changes the training"
-        return Fallback(_noted(changed, "optimizer.learning_rate"), action)
+        return Fallback(_noted(changed_plan, "optimizer.learning_rate"), action)
     return _precise(plan, "float32", reason) if plan.train.precision != "float32" else None
 
 
@@ -171,12 +182,14 @@ def _noted(plan: RunPlan, key: str) -> RunPlan:
 def _optimized(
     plan: RunPlan, update: Mapping[str, object], key: str, value: str, reason: str
 ) -> RunPlan:
-    changed = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=update)})
-    return decided(changed, key, value, reason)
+    changed_plan = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=update)})
+    return decided(changed_plan, key, value, reason)
 
 
 def _trained(plan: RunPlan, key: str, value: object, reason: str) -> RunPlan:
     field = key.partition(".")[2]
-    changed = plan.model_copy(update={"train": plan.train.model_copy(update={field: value})})
-    shown = {True: "compiled", False: "uncompiled"}[bool(value)] if field == "compile" else value
-    return decided(changed, key, shown, reason)
+    changed_plan = plan.model_copy(update={"train": plan.train.model_copy(update={field: value})})
+    shown_value = (
+        {True: "compiled", False: "uncompiled"}[bool(value)] if field == "compile" else value
+    )
+    return decided(changed_plan, key, shown_value, reason)

@@ -133,18 +133,18 @@ def facts_of(
             pad_token_id=dataset.pad_id,
         )
     trained = replace(config, head="values") if recipe.objective.spec.values else config
-    # the folder of a model, or its name where it is not here and our table was asked instead
+    # The folder of the model; its name where it is not on this disk and the table stands in for its config.
     source = None
     if start is not None:
-        ours = cached_model(start) is None and published_config(start) is not None
-        source = Path(start) if ours else hub.local_model(start)
-    known = None if start is None else known_config(start).vocab_size
+        in_table = cached_model(start) is None and published_config(start) is not None
+        source = Path(start) if in_table else hub.local_model(start)
+    known_vocabulary = None if start is None else known_config(start).vocab_size
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
     teacher = (
         known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
     )
-    refuse_misfits(recipe, trained, dataset, known=known, added=added)
+    refuse_misfits(recipe, trained, dataset, known=known_vocabulary, added=added)
     return Facts(
         machine=machine,
         profile=build_profile(machine),
@@ -152,7 +152,7 @@ def facts_of(
         dataset=dataset,
         prepared=prepared or Path("prepared") / loaded.name,
         source=source,
-        known_vocabulary=known,
+        known_vocabulary=known_vocabulary,
         new_tokens=added,
         new_ids=ids,
         teacher=teacher,
@@ -166,15 +166,15 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
     if folder is None:
         return
     raw_config = stated_config(folder)
-    taken = architecture_of(config)
+    architecture = architecture_of(config)
     kind = raw_config.get("model_type")
     name = folder.name if Path(start).exists() else start
     if text_part(raw_config) is not raw_config:
-        yield f"{name} is multimodal: its language model is trained as {taken}, vision weights are left out"
+        yield f"{name} is multimodal: its language model is trained as {architecture}, vision weights are left out"
     elif raw_config.get("auto_map"):
-        yield f"{name} has remote code (auto_map), which is never run: loaded as {taken}"
+        yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
-        yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {taken}, as in its architectures"
+        yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {architecture}, as in its architectures"
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:
@@ -203,9 +203,9 @@ def _fetch_model(name: str, *, weights: bool) -> None:
     try:
         hub.fetch_model(name, weights=weights)
     except UserError as error:
-        if weights or not (near := similar_names(name)):
+        if weights or not (similar := similar_names(name)):
             raise
-        fix = f"{error.fix}; shapes that are known without it: {', '.join(near)}"
+        fix = f"{error.fix}; shapes that are known without it: {', '.join(similar)}"
         raise UserError(error.problem, where=error.where, fix=fix, code=error.code) from error
 
 
@@ -281,8 +281,8 @@ def absent(recipe: Recipe) -> list[str]:
     """Paths of the recipe's dataset that do not exist on this disk."""
     held_out = recipe.data.validation
     fetched = [held_out] if isinstance(held_out, str) and held_out.startswith(PREFIX) else []
-    places = [recipe.data.path, *(source.path for source in recipe.data.sources), *fetched]
-    return [place for place in places if place is not None and not data_place(place).exists()]
+    paths = [recipe.data.path, *(source.path for source in recipe.data.sources), *fetched]
+    return [path for path in paths if path is not None and not data_place(path).exists()]
 
 
 def left_aside(recipe: Recipe) -> list[str]:
@@ -307,17 +307,17 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     refuse_layout(recipe)
     if absent(recipe):
         return None
-    template, texts, kept = _checked_rows(recipe)
+    template, texts, kept_share = _checked_rows(recipe)
     size = sum(
         corpus.text_bytes * corpus.weight
         for corpus in open_datasets(data, recipe.objective.spec.data_kind)
     )
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
-        sequences_per_epoch=max(1, int(tokens * kept) // data.sequence_length),
+        sequences_per_epoch=max(1, int(tokens * kept_share) // data.sequence_length),
         tokens=tokens,
         vocab_size=planned_vocabulary(recipe),
-        spread=SPREAD + (1 - kept) / 2,  # the first rows are a small sample
+        spread=SPREAD + (1 - kept_share) / 2,  # the first rows are a small sample
         template=template,
         texts=texts,
     )
@@ -342,23 +342,27 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     """
     data = recipe.data
     corpora = streams(recipe)
+
+    # The first rows, as documents. A source has one kind.
     try:
         firsts = [_first_documents(corpus, data.on_error, 1) for corpus in corpora]
         kinds = kinds_among([rows[0] if rows else None for rows in firsts])
-        found = [_first_documents(corpus, data.on_error, ROWS) for corpus in corpora]
+        first_documents = [_first_documents(corpus, data.on_error, ROWS) for corpus in corpora]
     except _TooManyBadRows:
         return "", "none", 1.0
-    for kind, rows in zip(kinds.sources, found, strict=True):
+    for kind, rows in zip(kinds.sources, first_documents, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
-    trained = found[
+    trained = first_documents[
         : len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))
     ]
     if all(
         len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained
     ):
         raise no_documents(corpora, 0, "")
-    documents = [document for rows in found for document in rows]
+    documents = [document for rows in first_documents for document in rows]
+
+    # The tokenizer, and that of the teacher, must know their tokens.
     spec = recipe.tokenizer.train
     if spec is not None:
         refuse_few_tokens(spec)
@@ -385,14 +389,16 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     if tokenizer is not None and teacher is not None:
         refuse_teacher_length(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
         refuse_teacher_tokenizer(load_tokenizer(teacher), tokenizer, where=str(teacher))
+
+    # The chat template must format the conversations among them.
     examples = [row.example for row in documents if row.example is not None]
-    template, kept = _template(recipe, kinds, examples, tokenizer)
-    return template, kinds.texts, kept
+    template, kept_share = _template(recipe, kinds, examples, tokenizer)
+    return template, kinds.texts, kept_share
 
 
 def _first_documents(source: Dataset, on_error: str, count: int) -> list[Document]:
-    some = replace(source, files=source.files[:FILES]) if source.builtin else source
-    return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
+    sample = replace(source, files=source.files[:FILES]) if source.builtin else source
+    return list(islice(read_documents(sample, on_error=on_error, stats=_BadRowLimit()), count))
 
 
 def _template(
@@ -403,25 +409,27 @@ def _template(
     Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
     refuses. With a tokenizer that is not trained yet nothing is rendered.
     """
-    asked = recipe.data.chat.template
+    template = recipe.data.chat.template
     stays = recipe.objective.spec.reads_text
     config = {} if tokenizer is None else tokenizer.config
     unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
-    if unknown or not kinds.formatted(asked, config, verbatim=stays):
+    if unknown or not kinds.formatted(template, config, verbatim=stays):
         return "", 1.0
     lengths = list[int]()
     longest = recipe.data.sequence_length
     if tokenizer is not None:
         with Renderer(
-            tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays
+            tokenizer, template=template, train_on=train_on(recipe), verbatim=stays
         ) as renderer:
             for encoded in renderer.encode_batch(examples):
                 if not isinstance(encoded, BadRow):
                     lengths += [len(text.ids) for text in encoded]
                 elif recipe.data.on_error == "stop":
                     raise encoded
-    kept = sum(min(length, longest) for length in lengths) / (sum(lengths) or 1) if lengths else 1.0
-    return find_template(asked, config).origin, kept
+    kept_share = (
+        sum(min(length, longest) for length in lengths) / (sum(lengths) or 1) if lengths else 1.0
+    )
+    return find_template(template, config).origin, kept_share
 
 
 def local_tokenizer(recipe: Recipe) -> Tokenizer | None:

@@ -72,9 +72,9 @@ def usual_rates(recipe: Recipe) -> tuple[Rates, str]:
 def far_rates(recipe: Recipe, *, width: int) -> list[str]:
     """A warning for each learning rate far outside its usual range. `width`: of the model's hidden states."""
     rates, method = usual_rates(recipe)
-    asked = [("learning_rate", recipe.optimizer.learning_rate, rates, method)]
+    checked_rates = [("learning_rate", recipe.optimizer.learning_rate, rates, method)]
     if recipe.optimizer.kind == "muon" and recipe.optimizer.muon_learning_rate is not None:
-        asked.append(
+        checked_rates.append(
             (
                 "muon_learning_rate",
                 recipe.optimizer.muon_learning_rate,
@@ -84,12 +84,12 @@ def far_rates(recipe: Recipe, *, width: int) -> list[str]:
         )
     highest = FAR * (NARROW if width < NARROW_WIDTH else 1)
     warnings = list[str]()
-    for key, rate, usual, name in asked:
-        far = f"optimizer.{key} is {short(rate)}, far {{}} the usual {usual} for {name}"
-        if rate > highest * usual.high:
-            warnings.append(far.format("above") + ": the loss may rise or become NaN")
-        elif rate < usual.low / (10 * FAR):
-            warnings.append(far.format("below") + ": the model will hardly change")
+    for key, rate, usual_range, name in checked_rates:
+        warning = f"optimizer.{key} is {short(rate)}, far {{}} the usual {usual_range} for {name}"
+        if rate > highest * usual_range.high:
+            warnings.append(warning.format("above") + ": the loss may rise or become NaN")
+        elif rate < usual_range.low / (10 * FAR):
+            warnings.append(warning.format("below") + ": the model will hardly change")
     return warnings
 
 

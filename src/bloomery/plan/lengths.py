@@ -169,14 +169,20 @@ def on_evaluations(checkpoint: N, evaluation: N | None) -> N:
     return evaluation * math.ceil(round(checkpoint / evaluation, 9) - 0.5)
 
 
-def checkpoint_steps(asked: Duration, scale: Scale, *, evaluation: int | None) -> Choice[int]:
+def checkpoint_steps(interval: Duration, scale: Scale, *, evaluation: int | None) -> Choice[int]:
     """Steps between checkpoints; `evaluation`: those between evaluations, None without any. Raises as `steps_of`."""
-    steps = steps_of(asked, scale, key="checkpoint.every")
-    moved = on_evaluations(steps, evaluation)
-    if moved == steps:
+    steps = steps_of(interval, scale, key="checkpoint.every")
+    moved_steps = on_evaluations(steps, evaluation)
+    if moved_steps == steps:
         return Choice(steps, ASKED)
-    wanted = f"{asked} is {steps:,}" if asked.unit != "steps" else f"{steps:,} steps were asked for"
-    return Choice(moved, f"{wanted}: moved to a multiple of eval.every, {evaluation:,} steps")
+    asked_text = (
+        f"{interval} is {steps:,}"
+        if interval.unit != "steps"
+        else f"{steps:,} steps were asked for"
+    )
+    return Choice(
+        moved_steps, f"{asked_text}: moved to a multiple of eval.every, {evaluation:,} steps"
+    )
 
 
 def _known(value: float | None, key: str, reason: str) -> float:

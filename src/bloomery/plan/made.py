@@ -50,9 +50,13 @@ class _Method:
         """The sections after the objective of this `kind`, with the learning rate of its method."""
         adapter = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
         decay = 0.1 if self is _TEXT else 0.0
-        full = self is _TEXT or not adapted
+        trains_all = self is _TEXT or not adapted
         rates = (
-            PREFERENCES[kind][1 if full else 0] if kind in PREFERENCES else FULL if full else LORA
+            PREFERENCES[kind][1 if trains_all else 0]
+            if kind in PREFERENCES
+            else FULL
+            if trains_all
+            else LORA
         )
         optimizer = {
             "learning_rate": rates.high,
@@ -122,13 +126,15 @@ def made_recipe(
     assumed = data is None or (
         planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path)
     )
-    found = ("auto", {}) if assumed else peek(source)
+    format_found = ("auto", {}) if assumed else peek(source)
     kind = _typed_kind(typed, "objective")
     method = _OF_OBJECTIVES.get(str(kind)) or (
-        _TEXT if found is None else _OF_ROWS.get(found[0], _SFT)
+        _TEXT if format_found is None else _OF_ROWS.get(format_found[0], _SFT)
     )
-    format, columns = found or ("auto", {})
-    seen = method is _SFT or method is _TEXT or method is _OF_ROWS.get(format)  # not typed alone
+    format, columns = format_found or ("auto", {})
+    is_shown = (
+        method is _SFT or method is _TEXT or method is _OF_ROWS.get(format)
+    )  # not typed alone
     facts = _facts(model)
     sections: dict[str, Any] = {
         "model": {"from": model},
@@ -153,7 +159,9 @@ def made_recipe(
     comments = {
         ("data", "columns"): describe_columns(columns) if columns else "",
         ("data", "chat"): "the model has no chat template",
-        ("objective",): method.reason if seen and sections["objective"] == method.objective else "",
+        ("objective",): method.reason
+        if is_shown and sections["objective"] == method.objective
+        else "",
     }
     text = _written(sections, comments)
     merged = merged_text(text, overrides)
@@ -237,14 +245,14 @@ def reading_lines(recipe: Recipe) -> list[str]:
     files.
     """
     kind = recipe.objective.spec.data_kind
-    here = [source for source in sources_of(recipe.data) if hub.data_place(source.path).exists()]
-    lines = [describe_rows(source, kind) for source in here]
+    sources = [source for source in sources_of(recipe.data) if hub.data_place(source.path).exists()]
+    lines = [describe_rows(source, kind) for source in sources]
     return [line for line in lines if line is not None]
 
 
-def _downloaded(place: str) -> bool:
+def _downloaded(path: str) -> bool:
     """Of `hub:ORG/NAME`. Raises UserError for what is no such name."""
-    return hub.data_place(place).exists()
+    return hub.data_place(path).exists()
 
 
 def _place(data: str) -> str:
@@ -258,8 +266,8 @@ def _facts(model: str) -> dict[str, Any]:
     """`positions`, and whether it is `bare` of a chat template, as far as files on this disk show."""
     folder = hub.cached_model(model)
     if folder is None:
-        known = published_config(model)
-        return {} if known is None else {"positions": known.max_positions}
+        table_entry = published_config(model)
+        return {} if table_entry is None else {"positions": table_entry.max_positions}
     config = _json(folder / "config.json")
     tokenizer = _json(folder / "tokenizer_config.json")
     positions = config.get("max_position_embeddings") or config.get("n_positions")
@@ -271,10 +279,10 @@ def _json(path: Path) -> dict[str, Any]:
     """{} for a damaged file: loading the model reports it."""
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_READ))
+            content = json.loads(file.read(_READ))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def refuse_data(name: str) -> None:
@@ -290,10 +298,10 @@ def refuse_data(name: str) -> None:
     if not _is_data(path):
         return
     try:
-        found = peek(Source(path=str(path)))
+        format_found = peek(Source(path=str(path)))
     except UserError:  # which training on it reports
-        found = None
-    if found is None:
+        format_found = None
+    if format_found is None:
         command = f"bloomery train go-coder-tiny data.path={shlex.quote(name)}"
         fix = f"`{command}` trains a new model on its text"
     else:

@@ -125,12 +125,12 @@ def gather_seconds(
     """An all-gather, or a reduce-scatter, of `amount` bytes in `calls` pieces over all devices of so many nodes."""
     nodes = fabric.nodes if nodes is None else nodes
     ranks = fabric.per_node * nodes
-    inside = (
+    within_nodes = (
         amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
     )
-    outside = _outside(amount, fabric, nodes)
+    between_nodes = _outside(amount, fabric, nodes)
     hops = (fabric.per_node - 1) * STEP_SECONDS[0] + (nodes - 1) * STEP_SECONDS[1]
-    return max(inside, outside) + calls * hops
+    return max(within_nodes, between_nodes) + calls * hops
 
 
 def _outside(amount: float, fabric: Fabric, nodes: int) -> float:
@@ -239,12 +239,12 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     Raises UserError where the two contradict each other.
     """
     sizes = [parallel.replicate, parallel.shard, parallel.pipeline]
-    asked = math.prod(size for size in sizes if size != "auto")
+    devices = math.prod(size for size in sizes if size != "auto")
     if gpus * nodes == 1:
-        return asked, 1
-    if gpus * nodes % asked or ("auto" not in sizes and gpus * nodes != asked):
+        return devices, 1
+    if gpus * nodes % devices or ("auto" not in sizes and gpus * nodes != devices):
         problem = (
-            f"the recipe splits over {asked:,} devices, the command line names {gpus * nodes:,}"
+            f"the recipe splits over {devices:,} devices, the command line names {gpus * nodes:,}"
         )
         raise UserError(
             problem,
@@ -264,22 +264,28 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
     parallel = recipe.parallel
     model = workload.step.model
     int8_states = recipe.optimizer.state_dtype == "int8"
+
+    # The recipe names a split: what it leaves to "auto" takes the devices that remain.
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
         copies = parallel.replicate
         shards = parallel.shard
         stages = parallel.pipeline
-        left = fabric.devices // stages
+        remaining = fabric.devices // stages
         if copies == "auto":
-            copies = left // (1 if shards == "auto" else shards)
+            copies = remaining // (1 if shards == "auto" else shards)
         split = MeshSplit(
-            replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages
+            replicate=copies,
+            shard=remaining // copies if shards == "auto" else shards,
+            pipeline=stages,
         )
         refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
         if split.shard > 1 and int8_states:
             refuse_split_int8_blocks(model.learning, split.shard)
-        both = "shard" if split.replicate == 1 else "shard and replicate"
-        yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
+        axes = "shard" if split.replicate == 1 else "shard and replicate"
+        yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else axes, split
         return
+
+    # It names none: every split over all devices, without those that a feature of the recipe refuses.
     splits = [
         ("replicate", MeshSplit(replicate=fabric.devices)),
         ("shard", MeshSplit(shard=fabric.devices)),
@@ -309,14 +315,14 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
 
 
 def _plan_layout(
-    workload: MeshWorkload, asked: Train, name: str, split: MeshSplit
+    workload: MeshWorkload, settings: Train, name: str, split: MeshSplit
 ) -> LayoutCandidate | None:
     """With the fastest micro-batches that fit. None for a pipeline whose copies do not divide the step's sequences."""
     uneven = workload.sequences_per_step % split.data_parallel > 0
     if uneven and split.pipeline > 1:
         return None
     best: LayoutCandidate | None = None
-    for train, sequences in _micro_batches(workload, asked, split):
+    for train, sequences in _micro_batches(workload, settings, split):
         micro_batching = choose_micro_batching(
             train,
             workload.step,
@@ -349,8 +355,10 @@ def _micro_batches(
     sequences = workload.most_sequences(split)
     if workload.sequences_per_step % split.data_parallel:
         # Without an estimated speed nothing says that more padding is worth it.
-        most = sequences + int(sequences * PADDED_SHARE) if workload.rate is not None else sequences
-        for padded in range(sequences, most + 1):
+        most_sequences = (
+            sequences + int(sequences * PADDED_SHARE) if workload.rate is not None else sequences
+        )
+        for padded in range(sequences, most_sequences + 1):
             size = train.micro_batch_size
             if size != "auto":
                 size = max(
@@ -411,14 +419,20 @@ def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
             and candidate.seconds is not None
             and candidate.seconds.value <= best.seconds.value * NEARLY
         ):
-            fitting = {other.name for other in candidates if other.fits}
-            others = [other.name for other in candidates if other.name not in fitting]
+            fitting = {
+                candidate_layout.name for candidate_layout in candidates if candidate_layout.fits
+            }
+            unfit = [
+                candidate_layout.name
+                for candidate_layout in candidates
+                if candidate_layout.name not in fitting
+            ]
             reason = (
                 "the fastest that fits"
                 if candidate is best
                 else f"simpler, within {NEARLY - 1:.0%} of the fastest"
             )
-            names = list(dict.fromkeys(others))
+            names = list(dict.fromkeys(unfit))
             do_not_fit = (
                 f"; {', '.join(names)} {'does' if len(names) == 1 else 'do'} not fit"
                 if names
@@ -440,22 +454,22 @@ def layout_parts(
     if workload.rate is None:
         return None
     tokens = sequences * step.sequence_length
-    whole = work or work_of(step, tokens=tokens)
+    total_work = work or work_of(step, tokens=tokens)
     stages = split.pipeline
-    # one device's: of the layers with a pipeline, of the optimizer with sharding too
+    # The work of one device: its stage's layers, and of the optimizer its shard.
     share = replace(
-        whole,
-        products=whole.products / stages,
-        attention=whole.attention / stages,
-        between=whole.between / stages,
-        launches=whole.launches / stages,
-        update=whole.update / (stages * split.shard),
+        total_work,
+        products=total_work.products / stages,
+        attention=total_work.attention / stages,
+        between=total_work.between / stages,
+        launches=total_work.launches / stages,
+        update=total_work.update / (stages * split.shard),
     )
     parts = step_parts(share, workload.rate)
     passes = max(1, sequences // step.micro_batch_size)
     computing = total({name: part for name, part in parts.items() if name != "optimizer"})
-    sent = communication_seconds(workload, split, step, sequences)
-    parts["exposed communication"] = _exposed(split, passes, computing.value, sent)
+    communication = communication_seconds(workload, split, step, sequences)
+    parts["exposed communication"] = _exposed(split, passes, computing.value, communication)
     if split.pipeline > 1:
         parts["pipeline bubble"] = computing.scaled((split.pipeline - 1) / passes)
     return parts
@@ -467,38 +481,38 @@ def communication_seconds(
     """Of a step over so many sequences of each data-parallel rank, by axis, whether compute hides it or not."""
     fabric = workload.fabric
     config = step.config
-    found = dict[str, float]()
+    seconds = dict[str, float]()
     learning = step.model.learning_bytes(step.precision)
     layers = config.num_layers
     passes = max(1, sequences // step.micro_batch_size)
     if split.shard > 1:
-        inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
+        shard_fabric = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
         layer, root = gathered_layers(step)
-        # layers are gathered for forward and for backward, the last one and the root once
-        times = 2 * layers - 1
-        whole = times * layer * step.element + root * (
+        # Layers are gathered for forward and for backward, the last one and the root once.
+        gathers = 2 * layers - 1
+        gathered_bytes = gathers * layer * step.element + root * (
             step.element if step.mode.frozen else step.weight
         )
-        gathered = gather_seconds(whole, inside, nodes=nodes, calls=times + 1)
-        # in the weights' precision
-        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)
-        found["shard"] = passes * (gathered + scattered)
+        gathered = gather_seconds(gathered_bytes, shard_fabric, nodes=nodes, calls=gathers + 1)
+        # Gradients travel in the precision of the weights.
+        scattered = gather_seconds(learning, shard_fabric, nodes=nodes, calls=layers + 1)
+        seconds["shard"] = passes * (gathered + scattered)
         if split.replicate > 1 and fabric.nodes > 1:
-            found["replicate"] = across_seconds(learning, fabric)
+            seconds["replicate"] = across_seconds(learning, fabric)
         elif split.replicate > 1:
-            found["replicate"] = reduce_seconds(
+            seconds["replicate"] = reduce_seconds(
                 learning / split.shard, replace(fabric, per_node=split.replicate)
             )
     elif split.pipeline > 1:
         boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element
-        found["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
+        seconds["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
         copies = replace(fabric, per_node=max(1, fabric.per_node // split.pipeline))
         if split.replicate > 1:
-            found["replicate"] = reduce_seconds(learning / split.pipeline, copies)
+            seconds["replicate"] = reduce_seconds(learning / split.pipeline, copies)
     elif split.replicate > 1:
-        found["replicate"] = reduce_seconds(learning, fabric)
-    return found
+        seconds["replicate"] = reduce_seconds(learning, fabric)
+    return seconds
 
 
 def _exposed(
@@ -561,15 +575,15 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             bubble_seconds=bubble.value if bubble else 0.0,
         )
 
-    chosen, reason = choose(candidates)
-    inside = fabric.inside
-    between = fabric.between
-    return chosen, ParallelPlan(
+    best, reason = choose(candidates)
+    node_link = fabric.inside
+    network = fabric.between
+    return best, ParallelPlan(
         gpus=fabric.per_node,
         nodes=fabric.nodes,
-        link=f"{inside.name}: {inside.gbs:g} GB/s ({inside.reason})",
-        network=f"{between.name}: {between.gbs:g} GB/s ({between.reason})" if between else "",
+        link=f"{node_link.name}: {node_link.gbs:g} GB/s ({node_link.reason})",
+        network=f"{network.name}: {network.gbs:g} GB/s ({network.reason})" if network else "",
         layouts=tuple(map(entry, candidates)),
-        chosen=candidates.index(chosen),
+        chosen=candidates.index(best),
         reason=reason,
     )

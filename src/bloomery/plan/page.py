@@ -81,8 +81,8 @@ def page(
     remark = "nothing was run"
     lines = [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
     if len(sentence) + len(remark) >= WIDTH:  # the last sentence gets a line of its own
-        first, _, last = sentence.rpartition(". ")
-        lines = [f"{first + '.':<{WIDTH - len(remark)}}{remark}", last]
+        first_sentences, _, last_sentence = sentence.rpartition(". ")
+        lines = [f"{first_sentences + '.':<{WIDTH - len(remark)}}{remark}", last_sentence]
     lines += [plan.parallel.remark] if plan.parallel and plan.parallel.remark else []
     lines.append("")
     lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
@@ -98,14 +98,14 @@ def page(
         for text in report.warnings
         for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")
     ]
-    for label, some in (
+    for label, content_lines in (
         ("layouts", mesh_lines(plan.parallel, plan) if plan.parallel else ()),
         ("claims", claim_lines(report.claims)),
         ("warnings", warnings),
         ("suggested", suggestion_lines(report)),
         ("settings", setting_lines(plan, profile, machine)),
     ):
-        lines += [*block, ""] if (block := _block(label, some)) else []
+        lines += [*block, ""] if (block := _block(label, content_lines)) else []
     following = [
         part
         for line in next_lines(report, source, commands, devices)
@@ -137,8 +137,8 @@ def joined(facts: Sequence[str]) -> list[str]:
 
 def columns(head: str, text: str) -> Iterator[str]:
     """`head` and the text next to it, wrapped in the rest of the line."""
-    first, *rest = textwrap.wrap(text, WIDTH - LABEL - len(head)) or [""]
-    yield head + first
+    first_line, *rest = textwrap.wrap(text, WIDTH - LABEL - len(head)) or [""]
+    yield head + first_line
     yield from (" " * len(head) + line for line in rest)
 
 
@@ -147,8 +147,8 @@ def headline(report: PlanReport) -> str:
     plan = report.plan
     (unit, size) = unit_of(report.plan.memory.total)
     needs = f"{plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
-    most = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
-    text = f"{verdict(plan)}: up to {most}." if verdict(plan) != "Fits" else "Fits."
+    memory_range = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
+    text = f"{verdict(plan)}: up to {memory_range}." if verdict(plan) != "Fits" else "Fits."
     text = text if plan.fits else f"Does not fit: {needs}."
     text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
@@ -258,8 +258,10 @@ def batch_lines(plan: RunPlan) -> list[str]:
 
 def _steps(plan: RunPlan) -> str:
     if plan.train.seconds is not None:
-        least = "" if plan.train.min_steps is None else f", at least {plan.train.min_steps:,} steps"
-        return f"as many steps as fit into {about(plan.train.seconds)}{least}"
+        minimum = (
+            "" if plan.train.min_steps is None else f", at least {plan.train.min_steps:,} steps"
+        )
+        return f"as many steps as fit into {about(plan.train.seconds)}{minimum}"
     if plan.train.steps is None:
         return "steps unknown until a dataset is here"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
@@ -277,7 +279,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; next to them total, limit and range."""
     memory = plan.memory
     (unit, size) = unit_of(plan.memory.total)
-    (above, large) = unit_of(plan.memory.limit)
+    (limit_unit, limit_size) = unit_of(plan.memory.limit)
     digits = 1 if size == GIB else 0
     names = {
         "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context"
@@ -291,8 +293,8 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         ((names.get(name, name), value) for name, value in memory.parts.items()),
         key=lambda p: -p[1],
     )
-    total = f"{memory.total / size:.{digits}f}" + ("" if above == unit else f" {unit}")
-    total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: "
+    total = f"{memory.total / size:.{digits}f}" + ("" if limit_unit == unit else f" {unit}")
+    total += f" of {memory.limit / limit_size:,.{1 if limit_size == GIB else 0}f} {limit_unit}: "
     total += verdict(plan).lower() if memory.fits else "too much"
     limit = [
         f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
@@ -305,11 +307,15 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     until = ", as measured" if memory.origin == "measured" else " until one step is measured"
     band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f}{until}"
     for (name, value), remark in zip(parts[:3], (*limit, band), strict=False):
-        shown = f"{value / size:.{digits if value < 100 * size else 0}f}"  # four columns
-        yield f"{name:<15}{shown:>4}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
-    least = 0.5 / 10**digits  # parts that round to 0 are left out
+        amount_text = f"{value / size:.{digits if value < 100 * size else 0}f}"  # four columns
+        yield f"{name:<15}{amount_text:>4}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
+    smallest_part = 0.5 / 10**digits  # parts that round to 0 are left out
     yield from joined(
-        [f"{name} {value / size:.{digits}f}" for name, value in parts[3:] if value / size >= least]
+        [
+            f"{name} {value / size:.{digits}f}"
+            for name, value in parts[3:]
+            if value / size >= smallest_part
+        ]
     )
 
 
@@ -343,31 +349,36 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
         ]
     rate = step.inverse(plan.train.tokens_per_step)
     ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}"
-    # a CPU's table holds measured rates
+    # Only a GPU has a peak to compare with: a CPU's table holds measured rates.
     if gpu is not None and (peak := gpu.peak_flops(dtype_of(plan))):
         low, high = (reached_flops(plan, seconds) / peak for seconds in (step.high, step.low))
         ends += f" = {low * 100:.0f} to {high:.0%} of peak"
     facts = [f"{two_digits(rate.value)} tokens/s ({ends})"]
-    whole = plan.seconds
-    asked = plan.train.seconds
-    if whole is not None and asked is None:
-        unit = format_seconds(whole.value).partition(" ")[2]
-        facts.append(
-            f"{format_seconds(whole.value)} ({span((whole.low, whole.high)).removesuffix(f' {unit}')})"
+    run_seconds = plan.seconds
+    max_seconds = plan.train.seconds
+    if run_seconds is not None and max_seconds is None:
+        unit = format_seconds(run_seconds.value).partition(" ")[2]
+        time_range = span((run_seconds.low, run_seconds.high)).removesuffix(f" {unit}")
+        facts.append(f"{format_seconds(run_seconds.value)} ({time_range})")
+    elif run_seconds is not None and max_seconds is not None:
+        steps = max(max_seconds / step.value, plan.train.min_steps or 1)
+        overrun = (
+            ""
+            if run_seconds.value <= max_seconds
+            else f", and takes {format_seconds(run_seconds.value)}"
         )
-    elif whole is not None and asked is not None:
-        steps = max(asked / step.value, plan.train.min_steps or 1)
-        least = "" if whole.value <= asked else f", and takes {format_seconds(whole.value)}"
-        facts.append(f"{format_seconds(asked)} as set: about {two_digits(steps)} steps{least}")
+        facts.append(
+            f"{format_seconds(max_seconds)} as set: about {two_digits(steps)} steps{overrun}"
+        )
     else:  # its length depends on a dataset that is not here
         facts.append(f"{format_seconds(1e6 / rate.value)} per million tokens")
     if report.energy_kwh is not None and gpu is not None:
-        each = f"{plan.parallel.devices:,} x " if plan.parallel else ""
+        devices_text = f"{plan.parallel.devices:,} x " if plan.parallel else ""
         kwh = report.energy_kwh
         energy = (
             f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
         )
-        facts.append(f"{energy} at {each}{gpu.board_watts:.0f} W")
+        facts.append(f"{energy} at {devices_text}{gpu.board_watts:.0f} W")
     return joined(facts)
 
 
@@ -423,22 +434,22 @@ def dtype_of(plan: RunPlan) -> str:
 
 def disk_lines(report: PlanReport) -> list[str]:
     disk = report.disk
-    kept = report.plan.checkpoint.keep
+    num_kept = report.plan.checkpoint.keep
     total = format_bytes(disk["checkpoints"])
-    each = format_bytes(disk["checkpoint"])
-    number, _, unit = each.partition(" ")
-    each = number if total.endswith(unit) else each
+    checkpoint_size = format_bytes(disk["checkpoint"])
+    number, _, unit = checkpoint_size.partition(" ")
+    checkpoint_size = number if total.endswith(unit) else checkpoint_size
     facts = [f"{format_bytes(disk['shards'])} dataset"] if "shards" in disk else []
     facts += (
         [f"{format_bytes(disk['reference'])} reference log-probabilities"]
         if "reference" in disk
         else []
     )
-    copies = f"{kept} kept, the best, one being written"
-    # at most as many as checkpoints: as of each, another evaluation may be the best
+    copies = f"{num_kept} kept, the best, one being written"
+    # At most as many best weights as checkpoints: as of each, another evaluation may be the best.
     if "best_weights" in disk:
-        copies = f"{kept} kept, the best, one written; {kept} x weights"
-    return joined([*facts, f"{total} checkpoints ({each} each: {copies})"])
+        copies = f"{num_kept} kept, the best, one written; {num_kept} x weights"
+    return joined([*facts, f"{total} checkpoints ({checkpoint_size} each: {copies})"])
 
 
 def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
@@ -447,11 +458,11 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _layout(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.reason}"
-    empty = plan.train.empty_sequences
+    padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
-    if empty:
+    if padding:
         yield f"{sequences:,} sequences per step do not divide among {mesh.devices:,} devices:"
-        yield f"{empty:,} of {sequences + empty:,} that they compute are padding, of zero weight"
+        yield f"{padding:,} of {sequences + padding:,} that they compute are padding, of zero weight"
 
 
 def _layout(layout: LayoutPlan, plan: RunPlan) -> str:
@@ -487,46 +498,48 @@ def claim_lines(claims: Sequence[Verdict]) -> Iterator[str]:
 
 def suggestion_lines(report: PlanReport) -> Iterator[str]:
     """Edits, each planned again."""
-    for each in report.suggestions:
-        rest = textwrap.wrap(f"saves {each.saves}", WIDTH - LABEL - EDIT)
-        if len(each.edit) < EDIT:
-            yield f"{each.edit:<{EDIT}}{rest.pop(0)}"
+    for suggestion in report.suggestions:
+        rest = textwrap.wrap(f"saves {suggestion.saves}", WIDTH - LABEL - EDIT)
+        if len(suggestion.edit) < EDIT:
+            yield f"{suggestion.edit:<{EDIT}}{rest.pop(0)}"
         else:
-            yield from broken(each.edit, WIDTH - LABEL)
+            yield from broken(suggestion.edit, WIDTH - LABEL)
         yield from (" " * EDIT + line for line in rest)
 
 
 def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator[str]:
     """The choices that depend on the machine, and their reasons."""
     choices = {choice.key: (choice.value, choice.reason) for choice in plan.choices}
-    used = profile.accelerator
+    accelerator = profile.accelerator
     rows = []
-    # which of several devices
-    if plan.parallel is None and len(machine.accelerators) > (used is not None):
-        rows.append((f"GPU {used.index}" if used else "on the CPU", profile.device.reason))
-    backend, why = choices["train.attention"]
+    # Which of several devices trains.
+    if plan.parallel is None and len(machine.accelerators) > (accelerator is not None):
+        rows.append(
+            (f"GPU {accelerator.index}" if accelerator else "on the CPU", profile.device.reason)
+        )
+    backend, attention_reason = choices["train.attention"]
     rows += [
         choices["train.precision"],
-        (f"{backend.replace('_', ' ')} attention", why),
+        (f"{backend.replace('_', ' ')} attention", attention_reason),
         choices["train.compile"],
     ]
     if plan.train.activation_checkpointing != "none":
-        value, why = choices["train.activation_checkpointing"]
-        rows.append((f"{value} checkpointing", why))
+        value, attention_reason = choices["train.activation_checkpointing"]
+        rows.append((f"{value} checkpointing", attention_reason))
     rows += [choices[key] for key in SETTINGS if key in choices]
-    if used is not None:
-        build = fitting_builds(machine, used)[0]
+    if accelerator is not None:
+        build = fitting_builds(machine, accelerator)[0]
         overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)
         unset = ["leave HSA_OVERRIDE_GFX_VERSION unset"] if overridden else []
         rows.append((build.requirement.split("==")[0], "; ".join((build.reason, *unset))))
-        (pinned, why) = choices["data.pin_memory"]
-        (fused, reason) = choices["optimizer.fused"]
-        rows.append(("pinned memory" if pinned == "yes" else "pageable memory", why))
-        rows.append(("fused optimizer" if fused == "yes" else "own optimizer", reason))
+        pinned, pin_reason = choices["data.pin_memory"]
+        rows.append(("pinned memory" if pinned == "yes" else "pageable memory", pin_reason))
+        fused, fused_reason = choices["optimizer.fused"]
+        rows.append(("fused optimizer" if fused == "yes" else "own optimizer", fused_reason))
         if "environment" in choices:
-            variables, why = choices["environment"]
+            variables, attention_reason = choices["environment"]
             names = ", ".join(word.partition("=")[0] for word in variables.split())
-            rows.append(("environment", f"{names}: {why}"))
+            rows.append(("environment", f"{names}: {attention_reason}"))
     for value, reason in rows:
         yield from columns(f"{value:<{REASON - 1}} ", reason)
 
@@ -557,9 +570,11 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
     """Commands that exist and make sense after this plan."""
     plan = report.plan
     if not plan.fits:
-        enough = [each for each in report.suggestions if ", fits; " in each.saves]
-        if enough:
-            yield f"bloomery plan {source} {enough[0].edit}{devices}"
+        sufficient = [
+            suggestion for suggestion in report.suggestions if ", fits; " in suggestion.saves
+        ]
+        if sufficient:
+            yield f"bloomery plan {source} {sufficient[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
         return
     if untrained(plan.model.config):
@@ -659,10 +674,10 @@ def compare_gpus(
         memory = device.usable_bytes / GIB
         spec = gpu_spec(device)
         assert spec is not None, f"gpus.toml has no {device.name}"
-        there = facts.on(with_gpu(machine, device))
+        facts_there = facts.on(with_gpu(machine, device))
         try:
-            plan = resolve(loaded, there, gpus=gpus, nodes=nodes)
-            results.append(GpuPlan(spec, memory, plan, energy_kwh(plan, there.profile)))
+            plan = resolve(loaded, facts_there, gpus=gpus, nodes=nodes)
+            results.append(GpuPlan(spec, memory, plan, energy_kwh(plan, facts_there.profile)))
         except UserError as refused:
             results.append(GpuPlan(spec, memory, None, refused=refused.problem))
     if all(gpu.plan is None for gpu in results):
@@ -701,7 +716,9 @@ def gpus_page(
         if nodes == 1
         else f" on {nodes} nodes of {gpus} of each"
     )
-    many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
+    device_options = (f" --gpus {gpus}" if gpus > 1 else "") + (
+        f" --nodes {nodes}" if nodes > 1 else ""
+    )
     fitting = [gpu for gpu in results if gpu.fits]
     speeds = [gpu.plan.step_seconds for gpu in results if gpu.plan and gpu.plan.step_seconds]
     measured = sum(speed.origin == "measured" for speed in speeds)
@@ -720,7 +737,7 @@ def gpus_page(
     name = best.name + size
     if not best.spec.memory_gib:  # integrated GPU: its name has the machine's memory
         name = f"{best.spec.short_name} {best.memory_gib / SHARED_PART:.0f}GB"
-    command = f'bloomery plan {source} --gpu "{name}"{many}'
+    command = f'bloomery plan {source} --gpu "{name}"{device_options}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 

@@ -76,9 +76,9 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     micro_batching = step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         unsupported.refuse_settings(recipe, config, steps=scale.steps)
-    asked = recipe.train
+    settings = recipe.train
     every_eval = _evaluates(recipe, scale)
-    timed = asked.length.unit == "seconds"
+    timed = settings.length.unit == "seconds"
     steps = None if timed else scale.steps
     return RunPlan(
         name=loaded.name,
@@ -103,8 +103,8 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         optimizer=_optimizer(recipe, scale, fused=_fused(recipe, facts).value),
         train=TrainPlan(
             steps=steps,
-            seconds=asked.length.amount if timed else None,
-            min_steps=asked.min_steps,
+            seconds=settings.length.amount if timed else None,
+            min_steps=settings.min_steps,
             tokens_per_step=step.tokens.value,
             micro_batch_size=micro_batching.micro_batch_size.value,
             accumulation=(
@@ -118,16 +118,16 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
             activation_checkpointing=micro_batching.checkpointing.value,
-            max_grad_norm=asked.max_grad_norm,
-            neftune_alpha=asked.neftune_alpha,
-            ema_decay=asked.ema_decay,
-            seed=asked.seed,
+            max_grad_norm=settings.max_grad_norm,
+            neftune_alpha=settings.neftune_alpha,
+            ema_decay=settings.ema_decay,
+            seed=settings.seed,
             deterministic=choose_deterministic(recipe, profile).value,
             threads=max(1, threads(facts.machine) // gpus),
             replicate=step.parallel.layout.replicate if step.parallel else 1,
             shard=step.parallel.layout.shard if step.parallel else 1,
             device=profile.device.value,
-            offload_activations=asked.offload_activations,
+            offload_activations=settings.offload_activations,
         ),
         checkpoint=CheckpointPlan(
             every_steps=lengths.checkpoint_steps(
@@ -188,6 +188,8 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     train = recipe.train
     length = recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
+
+    # The batch is that of the model and the dataset alone: it never depends on the machine.
     tokens = batch.choose_tokens_per_step(
         recipe.tokens_per_step,
         config,
@@ -195,6 +197,8 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )
+
+    # What one step computes. Compilation needs the length of the run, which needs the batch.
     precision = set_or(profile.dtype, train.precision)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
     shape = shape_of(
@@ -233,6 +237,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         return micro_batching, speed.total(parts) if parts else None, None
 
     micro_batching, seconds, parallel = laid_out(scale.sequences_per_step)
+    # Where the backward pass frees gradients, nothing accumulates: the micro-batch that fits is the step.
     freed = shape.mode.fused_backward and train.auto_batch
     if freed and micro_batching.micro_batch_size.value < scale.sequences_per_step:
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
@@ -263,7 +268,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
 
 
 def shape_of(
-    asked: Recipe | RunPlan,
+    recipe: Recipe | RunPlan,
     model: TrainedModel,
     profile: Profile,
     dataset: DatasetFacts | None,
@@ -277,10 +282,10 @@ def shape_of(
     environment = profile.environment.value
     return StepShape(
         model=model,
-        sequence_length=asked.data.sequence_length,
+        sequence_length=recipe.data.sequence_length,
         micro_batch_size=1,
         precision=precision,
-        optimizer=asked.optimizer.kind,
+        optimizer=recipe.optimizer.kind,
         attention=attention,
         checkpointing="none",
         compiled=False,
@@ -288,9 +293,9 @@ def shape_of(
         context_bytes=arch.context_mib * MIB if arch else 0.0,
         on_gpu=profile.accelerator is not None,
         expandable=any("expandable_segments:True" in value for value in environment.values()),
-        offloading=asked.train.offload_activations,
+        offloading=recipe.train.offload_activations,
         teacher=teacher,
-        extra_forwards=extra_forwards(asked),
+        extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
     )
 
@@ -318,6 +323,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     profile = facts.profile
     config = facts.config
     micro_batching = step.micro_batching
+
+    # How a step computes.
     precision = step.precision
     attention = step.attention
     if precision.value == "float16":  # always with loss scaling
@@ -335,6 +342,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         ),
         "train.tokens_per_step": step.tokens,
     }
+
+    # What the length of the run becomes in steps.
     sequences = lengths.left_out(recipe.train.length, step.scale)
     if sequences and step.scale.steps is not None:
         reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
@@ -344,6 +353,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     )
     if interval.reason != ASKED:
         choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
+
+    # What the machine decides.
     workers = recipe.data.num_proc
     reads = profile.workers.reason
     by_size = f"one process for small datasets, every core for large ones; {reads}"
@@ -359,10 +370,12 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         "data.prefetch": set_or(profile.prefetch, recipe.data.prefetch),
         "optimizer.fused": _fused(recipe, facts),
     }
-    if words := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
-        choices["environment"] = Choice(words, profile.environment.reason)
-    device = profile.accelerator is not None
-    more = (
+    if variables := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
+        choices["environment"] = Choice(variables, profile.environment.reason)
+
+    # What model, adapter, objective and optimizer decide.
+    on_gpu = profile.accelerator is not None
+    more_choices = (
         *unsupported.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(
@@ -370,28 +383,27 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
-        *optimizer_memory_choices(recipe, accelerator=device, precision=step.precision.value),
+        *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),
     )
-    words_of = {True: "yes", False: "no"}
-    return tuple(
-        Decision(
-            key=key,
-            value=words_of[value] if isinstance(value := choice.value, bool) else str(value),
-            reason=choice.reason,
-        )
-        for key, choice in (*choices.items(), *more)
-    )
+
+    decisions = []
+    for key, choice in (*choices.items(), *more_choices):
+        value = str(choice.value)
+        if isinstance(choice.value, bool):
+            value = "yes" if choice.value else "no"
+        decisions.append(Decision(key=key, value=value, reason=choice.reason))
+    return tuple(decisions)
 
 
 def _evaluates(recipe: Recipe, scale: lengths.Scale) -> int | None:
     """Steps between evaluations; None: off."""
-    asked = recipe.eval.every
-    return None if asked == "none" else lengths.steps_of(asked, scale, key="eval.every")
+    interval = recipe.eval.every
+    return None if interval == "none" else lengths.steps_of(interval, scale, key="eval.every")
 
 
 def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:
-    asked = recipe.optimizer
-    decay = _decay(asked.schedule)
+    section = recipe.optimizer
+    decay = _decay(section.schedule)
     by_time = recipe.train.length.unit == "seconds"
     if by_time and decay is not None and decay.unit not in ("percent", "seconds"):
         raise UserError(
@@ -400,12 +412,12 @@ def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> Optimize
             fix="write it in % or as a time, such as 20%",
             code=2,
         )
-    shared = type(asked).model_fields.keys() & OptimizerPlan.model_fields.keys()
-    values = {name: getattr(asked, name) for name in shared} | {
-        "muon_learning_rate": asked.muon_learning_rate or asked.learning_rate,
+    shared = type(section).model_fields.keys() & OptimizerPlan.model_fields.keys()
+    values = {name: getattr(section, name) for name in shared} | {
+        "muon_learning_rate": section.muon_learning_rate or section.learning_rate,
         "fused": fused,
-        "schedule": Wsd() if asked.schedule == "wsd" else asked.schedule,
-        "warmup_steps": lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
+        "schedule": Wsd() if section.schedule == "wsd" else section.schedule,
+        "warmup_steps": lengths.steps_of(section.warmup, scale, key="optimizer.warmup"),
         "decay_steps": 0
         if decay is None
         else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
@@ -414,21 +426,23 @@ def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> Optimize
 
 
 def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
-    asked = recipe.logging
-    default = "trackers" not in asked.model_fields_set  # then TensorBoard where it is installed
+    section = recipe.logging
+    default = "trackers" not in section.model_fields_set  # then TensorBoard where it is installed
     return LoggingPlan(
-        every_steps=lengths.steps_of(asked.every, scale, key="logging.every"),
+        every_steps=lengths.steps_of(section.every, scale, key="logging.every"),
         trackers=(IF_INSTALLED,)
         if default
-        else tuple(one for one in asked.trackers if not isinstance(one, Command)),
-        commands=tuple(one.command for one in asked.trackers if isinstance(one, Command)),
+        else tuple(tracker for tracker in section.trackers if not isinstance(tracker, Command)),
+        commands=tuple(
+            tracker.command for tracker in section.trackers if isinstance(tracker, Command)
+        ),
         max_gpu_temperature=None
-        if asked.max_gpu_temperature == "none"
-        else asked.max_gpu_temperature,
-        memory=asked.memory,
+        if section.max_gpu_temperature == "none"
+        else section.max_gpu_temperature,
+        memory=section.memory,
         profile_steps=None
-        if asked.profile_steps == "none"
-        else (asked.profile_steps[0], asked.profile_steps[1]),
+        if section.profile_steps == "none"
+        else (section.profile_steps[0], section.profile_steps[1]),
     )
 
 
@@ -450,21 +464,21 @@ def _fused(recipe: Recipe, facts: Facts) -> Choice[bool]:
     return facts.profile.fused_optimizer
 
 
-def set_or(planned: Choice[T], asked: T | Literal["auto"]) -> Choice[T]:
+def set_or(planned: Choice[T], recipe_value: T | Literal["auto"]) -> Choice[T]:
     """The recipe's own value, else the planned one."""
-    return planned if asked == "auto" else Choice(asked, ASKED)
+    return planned if recipe_value == "auto" else Choice(recipe_value, ASKED)
 
 
 def _decay(schedule: str | Wsd) -> Duration | None:
-    """Of wsd."""
-    return (
-        Wsd().decay if schedule == "wsd" else schedule.decay if isinstance(schedule, Wsd) else None
-    )
+    """The decay of a warmup-stable-decay schedule; None for any other."""
+    if schedule == "wsd":
+        return Wsd().decay
+    return schedule.decay if isinstance(schedule, Wsd) else None
 
 
-def _number(asked: int | str) -> int | None:
-    """None for auto."""
-    return asked if isinstance(asked, int) else None
+def _number(value: int | str) -> int | None:
+    """The number of a recipe's value; None for "auto"."""
+    return value if isinstance(value, int) else None
 
 
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
@@ -476,9 +490,9 @@ def wanted(plan: RunPlan) -> dict[str, str]:
     return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
 
 
-def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
+def child_environment(plan: RunPlan, user_environment: Mapping[str, str]) -> dict[str, str]:
     """`own`, with the variables of the plan that `own` does not set."""
-    return local_caches(wanted(plan)) | dict(own)
+    return local_caches(wanted(plan)) | dict(user_environment)
 
 
 def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:

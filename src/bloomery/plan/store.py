@@ -89,19 +89,21 @@ def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             write_durably(folder / name, text)
         return
-    new = {name: digest_of(text.encode()) for name, text in files.items()}
-    both = {name: (*head.files.get(name, ()), digest) for name, digest in new.items()}
+    new_digests = {name: digest_of(text.encode()) for name, text in files.items()}
+    old_and_new = {
+        name: (*head.files.get(name, ()), digest) for name, digest in new_digests.items()
+    }
     plans = (
-        (*head.plans, new[PLAN_FILE])
-        if PLAN_FILE in new and new[PLAN_FILE] not in head.plans[-1:]
+        (*head.plans, new_digests[PLAN_FILE])
+        if PLAN_FILE in new_digests and new_digests[PLAN_FILE] not in head.plans[-1:]
         else head.plans
     )
-    head = head.model_copy(update={"files": head.files | both, "plans": plans})
+    head = head.model_copy(update={"files": head.files | old_and_new, "plans": plans})
     _write(folder, head)
     for name, text in files.items():
         write_durably(folder / name, text)
-    only = {name: (digest,) for name, digest in new.items()}
-    _write(folder, head.model_copy(update={"files": head.files | only}))
+    final_digests = {name: (digest,) for name, digest in new_digests.items()}
+    _write(folder, head.model_copy(update={"files": head.files | final_digests}))
 
 
 def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
@@ -150,9 +152,9 @@ def read_plan(path: Path) -> RunPlan:
             "this run has no plan yet", where=str(path), fix="bloomery resume starts it over"
         ) from missing
     except ValidationError as broken:
-        first = broken.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        problem = f"the plan cannot be read: {place}: {first['msg']}"
+        first_error = broken.errors()[0]
+        key = ".".join(map(str, first_error["loc"])) or "the file"
+        problem = f"the plan cannot be read: {key}: {first_error['msg']}"
         raise UserError(
             problem, where=str(path), fix="start a new run from its recipe.yaml"
         ) from broken
