@@ -396,7 +396,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             fix=merge,
         )
     adaptation, config = read_adaptation(files.weights, base)
-    if adaptation.dora or adaptation.whole or config.vocab_size != base.vocab_size:
+    if adaptation.dora or adaptation.modules_to_save or config.vocab_size != base.vocab_size:
         problem = "llama.cpp's adapters hold LoRA matrices alone; this one has DoRA, whole modules or new tokens"
         raise UserError(problem, where=str(files.weights), fix=merge)
     library = gguf_library()

@@ -142,7 +142,7 @@ def adapt_as(model: Decoder, settings: Adaptation) -> None:
         assert isinstance(base, nn.Linear) and not isinstance(base, LoraLinear)
         adapted = LoraLinear(base, pair, settings)
         setattr(model.get_submodule(parent), leaf, adapted)
-    for name in settings.whole:
+    for name in settings.modules_to_save:
         model.get_submodule(name).requires_grad_()
     model.train(model.training)
 

@@ -83,7 +83,10 @@ class Adapters:
         settings, config = read_adaptation(folder, decoder.config)
         changed = [
             word
-            for word, used in (("DoRA", settings.dora), ("modules_to_save", settings.whole))
+            for word, used in (
+                ("DoRA", settings.dora),
+                ("modules_to_save", settings.modules_to_save),
+            )
             if used
         ]
         if changed or config.vocab_size != decoder.config.vocab_size:

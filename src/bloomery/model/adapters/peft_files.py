@@ -161,11 +161,16 @@ def write_adapter(
                 [state[f"{part.module}.lora_magnitude"] for part in parts]
             )
     whole = to_hf_names(
-        {name: state[name] for name in where if name.rpartition(".")[0] in settings.whole}, config
+        {
+            name: state[name]
+            for name in where
+            if name.rpartition(".")[0] in settings.modules_to_save
+        },
+        config,
     )
     tensors |= whole
     # PEFT trains a copy of each, and reads both
-    if shares_head(config) and EMBEDDING in settings.whole:
+    if shares_head(config) and EMBEDDING in settings.modules_to_save:
         tensors[f"{HEAD}.weight"] = whole[where[f"{EMBEDDING}.weight"].name].clone()
     named = {PREFIX + name: tensor.cpu() for name, tensor in tensors.items()}
     write_named(named, adapter_config(settings, config, base=base), folder)
@@ -202,8 +207,8 @@ def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> d
         alike = {other for other in linear if other.rpartition(".")[2] == leaf}
         targets[leaf if alike <= ranks.keys() else name] = None
     # Full names of what is trained whole: PEFT takes every module whose name ends with the one that is given.
-    whole = [name for name, modules in stored.items() if modules[0] in settings.whole]
-    whole += [HEAD] if shares_head(config) and EMBEDDING in settings.whole else []
+    whole = [name for name, modules in stored.items() if modules[0] in settings.modules_to_save]
+    whole += [HEAD] if shares_head(config) and EMBEDDING in settings.modules_to_save else []
     return {
         "peft_type": "LORA",
         "task_type": TASKS[config.head],
@@ -266,7 +271,7 @@ def read_trained(
                 if module.dora:
                     module.lora_magnitude.copy_(held[MAGNITUDE][part.outputs])
         for name, place in places(config).items():
-            if name.rpartition(".")[0] in settings.whole:
+            if name.rpartition(".")[0] in settings.modules_to_save:
                 target = model.get_parameter(name).data
                 first = place.first + first_row(target)
                 reader.fill(
@@ -354,7 +359,7 @@ def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, Mode
         else "float32"
     )
     return Adaptation(
-        pairs=pairs, whole=whole, dora=settings.dora, rslora=settings.rslora, dtype=dtype
+        pairs=pairs, modules_to_save=whole, dora=settings.dora, rslora=settings.rslora, dtype=dtype
     ), config
 
 

@@ -27,6 +27,9 @@ HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
 
 
+# LoRA: its matrices, and the modules that are trained in full
+
+
 @dataclass(frozen=True)
 class Pair:
     """LoRA of one linear layer: scale * B @ A, with A [rank, inputs] and B [outputs, rank]."""
@@ -37,13 +40,13 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """`pairs` by the module that they adapt; `whole`: modules that are trained in full, a tied head as the embedding.
+    """`pairs` by the module that they adapt; `modules_to_save` are trained in full, a tied head as the embedding.
 
     `pissa`: each pair starts as its matrix's largest singular values, which a frozen copy subtracts again.
     """
 
     pairs: Mapping[str, Pair]
-    whole: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     dora: bool = False
     pissa: bool = False
     rslora: bool = False  # the scale is alpha / sqrt(rank)
@@ -53,31 +56,40 @@ class Adaptation:
 
 def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""
-    names = target_modules(config, adapter.target_modules)
-    # Nothing is known yet of a reward model's values, as in PEFT's adapters of classifiers.
-    whole = whole_modules(
-        config, adapter.modules_to_save + ([VALUES] if config.head == "values" else [])
-    )
-    if both := [name for name in names if name in whole]:
-        problem = f"{both[0]} is both adapted and trained in full"
-        raise UserError(
-            problem, where="adapter.modules_to_save", fix="name it in one of the two", code=2
-        )
-    shapes = parameter_shapes(config)
-    for name in names if adapter.init == "pissa" else ():
-        if adapter.rank > (most := min(shapes[f"{name}.weight"])):
-            problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
+    targets = target_modules(config, adapter.target_modules)
+    # A reward model's values start at random, so that they are trained, as in PEFT's adapters of classifiers.
+    value_head = [VALUES] if config.head == "values" else []
+    saved_modules = modules_to_save(config, adapter.modules_to_save + value_head)
+
+    # A module is adapted or trained, and PiSSA needs as many singular values as its rank.
+    for module in targets:
+        if module in saved_modules:
             raise UserError(
-                problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2
+                f"{module} is both adapted and trained in full",
+                where="adapter.modules_to_save",
+                fix="name it in one of the two",
+                code=2,
             )
+    if adapter.init == "pissa":
+        shapes = parameter_shapes(config)
+        for module in targets:
+            singular_values = min(shapes[f"{module}.weight"])
+            if adapter.rank > singular_values:
+                raise UserError(
+                    f"{module} has only {singular_values} singular values, and PiSSA starts from "
+                    f"{adapter.rank} of them",
+                    where="adapter.rank",
+                    fix=f"set adapter.rank={singular_values} or lower",
+                    code=2,
+                )
     if adapter.kind == "dora":
-        _refuse_parts(config, names, "adapter.target_modules")
-    rank = adapter.rank
+        _refuse_parts_of_fused(config, targets, "adapter.target_modules")
+
     # rsLoRA: arXiv:2312.03732, theorem 3.2
-    scale = adapter.alpha / (math.sqrt(rank) if adapter.use_rslora else rank)
+    scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.use_rslora else adapter.rank)
     return Adaptation(
-        pairs={name: Pair(rank, scale) for name in names},
-        whole=whole,
+        pairs={module: Pair(adapter.rank, scale) for module in targets},
+        modules_to_save=saved_modules,
         dora=adapter.kind == "dora",
         pissa=adapter.init == "pissa",
         rslora=adapter.use_rslora,
@@ -88,23 +100,23 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
 
 def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
     """Raises UserError when the embeddings of `new` tokens would stay frozen."""
-    needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
-    missing = [
-        name for name in needed if name not in whole_modules(config, adapter.modules_to_save)
-    ]
-    if new and missing:
-        leaves = ", ".join(
-            dict.fromkeys(
-                [*adapter.modules_to_save, *(name.rpartition(".")[2] for name in missing)]
-            )
-        )
-        raise UserError(
-            f"{new} token{'s are' if new > 1 else ' is'} new to the model, and an adapter alone would never learn"
-            f" {'them' if new > 1 else 'it'}",
-            where="adapter.modules_to_save",
-            fix=f"set adapter.modules_to_save=[{leaves}]",
-            code=2,
-        )
+    tables = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
+    saved_modules = modules_to_save(config, adapter.modules_to_save)
+    frozen_tables = [name for name in tables if name not in saved_modules]
+    if not new or not frozen_tables:
+        return
+    leaves = [name.rpartition(".")[2] for name in frozen_tables]
+    needed = ", ".join(dict.fromkeys([*adapter.modules_to_save, *leaves]))
+    subject, pronoun = ("tokens are", "them") if new > 1 else ("token is", "it")
+    raise UserError(
+        f"{new} {subject} new to the model, and an adapter alone would never learn {pronoun}",
+        where="adapter.modules_to_save",
+        fix=f"set adapter.modules_to_save=[{needed}]",
+        code=2,
+    )
+
+
+# Modules by name
 
 
 def linear_modules(config: ModelConfig) -> list[str]:
@@ -117,67 +129,80 @@ def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]
 
     Names that saved files of the family use for them (c_attn, qkv_proj) are understood, too.
     """
-    known = linear_modules(config)
-    kept = places(config)
-    stored = {name: kept[f"{name}.weight"].name.removesuffix(".weight") for name in known}
-    found: set[str] = set()
-    for target in names:
-        means = [
-            name
-            for name in known
-            if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])
+    where = "adapter.target_modules"
+    modules = linear_modules(config)
+    locations = places(config)
+    names_in_files = {
+        module: locations[f"{module}.weight"].name.removesuffix(".weight") for module in modules
+    }
+    targets: set[str] = set()
+    for name in names:
+        matching_modules = [
+            module
+            for module in modules
+            if name == ALL_LINEAR
+            or _matches(name, module)
+            or _matches(name, names_in_files[module])
         ]
-        if not means and (_means(target, HEAD) or _means(target, EMBEDDING)):
-            leaf = HEAD if _means(target, HEAD) else "embed_tokens"
+        if not matching_modules and (_matches(name, HEAD) or _matches(name, EMBEDDING)):
+            leaf = HEAD if _matches(name, HEAD) else "embed_tokens"
             raise UserError(
                 f"not a linear layer inside the decoder layers: {leaf}",
-                where="adapter.target_modules",
-                code=2,
+                where=where,
                 fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
+                code=2,
             )
-        if not means:
-            inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
-            raise unknown_module(target, known, "adapter.target_modules", ALL_LINEAR + inside)
-        found.update(means)
-    if not found:
-        fix = "set adapter.target_modules=[q_proj, v_proj] or adapter.target_modules=[all-linear]"
+        if not matching_modules:
+            count = f"; the model has layers 0 to {config.num_layers - 1}" if "." in name else ""
+            raise unknown_module(name, modules, where, ALL_LINEAR + count)
+        targets.update(matching_modules)
+    if not targets:
         raise UserError(
-            "the adapter has no targets", where="adapter.target_modules", fix=fix, code=2
+            "the adapter has no targets",
+            where=where,
+            fix="set adapter.target_modules=[q_proj, v_proj] or adapter.target_modules=[all-linear]",
+            code=2,
         )
-    return tuple(name for name in known if name in found)
+    return tuple(module for module in modules if module in targets)
 
 
-def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """The modules that `modules_to_save` means, in the model's order; "norms" are all of them."""
-    known = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
-    found: set[str] = set()
-    for wanted in names:
-        tied = shares_head(config) and _means(wanted, HEAD)
-        means = [
-            name
-            for name in known
-            if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))
+def modules_to_save(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that `adapter.modules_to_save` means, in the model's order; "norms" are all of them."""
+    where = "adapter.modules_to_save"
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
+    saved_modules: set[str] = set()
+    for name in names:
+        matching_modules = [
+            module
+            for module in modules
+            if _matches(name, module) or (name == NORMS and module.endswith("norm"))
         ]
-        if not means and not tied:
-            raise unknown_module(wanted, known, "adapter.modules_to_save", f"{NORMS} (all of them)")
-        found.update([*means, EMBEDDING] if tied else means)
-    _refuse_parts(config, found, "adapter.modules_to_save")
-    return tuple(name for name in known if name in found)
+        if shares_head(config) and _matches(name, HEAD):
+            matching_modules.append(EMBEDDING)
+        if not matching_modules:
+            raise unknown_module(name, modules, where, f"{NORMS} (all of them)")
+        saved_modules.update(matching_modules)
+    _refuse_parts_of_fused(config, saved_modules, where)
+    return tuple(module for module in modules if module in saved_modules)
 
 
-def _means(pattern: str, name: str) -> bool:
+def _matches(pattern: str, module: str) -> bool:
     """A full name, the end of one from a dot on, or a pattern over either."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"*.{pattern}")
 
 
-def unknown_module(name: str, known: list[str], where: str, more: str) -> UserError:
-    """For a name that matches none of `known`, with those near it; `more`: what else may be written there."""
-    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in known))
-    wanted = name.rpartition(".")[2]
-    near = closest(wanted, leaves, count=1, cutoff=0.5) if wanted not in leaves else []
-    meant = f"did you mean {near[0]}? " if near else ""
-    fix = f"{meant}known: {', '.join(leaves)}, {more}"
-    return UserError(f"{name[:80]!r} matches no module of this model", where=where, fix=fix, code=2)
+def unknown_module(name: str, modules: list[str], where: str, alternatives: str) -> UserError:
+    """For a name that matches none of the modules, with one near it; `alternatives`: what else may be written there."""
+    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    leaf = name.rpartition(".")[2]
+    near_leaves = closest(leaf, leaves, count=1, cutoff=0.5) if leaf not in leaves else []
+    suggestion = f"did you mean {near_leaves[0]}? " if near_leaves else ""
+    return UserError(
+        f"{name[:80]!r} matches no module of this model",
+        where=where,
+        fix=f"{suggestion}known: {', '.join(leaves)}, {alternatives}",
+        code=2,
+    )
 
 
 def shares_head(config: ModelConfig) -> bool:
@@ -187,28 +212,32 @@ def shares_head(config: ModelConfig) -> bool:
 
 def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
     """Modules with a weight, by the name of the module that files keep it in; of fused ones in the order of rows."""
-    found: dict[str, list[str]] = {}
-    for name, place in places(config).items():
+    modules_by_stored_name: dict[str, list[str]] = {}
+    for name, location in places(config).items():
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            found.setdefault(place.name.rpartition(".")[0], []).append(module)
-    return found
+            stored_name = location.name.rpartition(".")[0]
+            modules_by_stored_name.setdefault(stored_name, []).append(module)
+    return modules_by_stored_name
 
 
-def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> None:
-    """Modules that files store fused can only be written together."""
-    for together in stored_modules(config).values():
-        missing = [name for name in together if name not in chosen]
-        if missing and len(missing) < len(together):
-            fused = min(set(together) - set(missing))
-            leaf = missing[0].rpartition(".")[2]
-            raise UserError(
-                f"a {config.family} model stores {fused} fused with {missing[0]}",
-                where=where,
-                fix=f"add {leaf}, or take {fused.rpartition('.')[2]} out",
-                code=2,
-            )
+def _refuse_parts_of_fused(config: ModelConfig, chosen: Collection[str], where: str) -> None:
+    """Raises UserError for modules that files store fused with another: they can only be written together."""
+    for fused_modules in stored_modules(config).values():
+        missing_modules = [module for module in fused_modules if module not in chosen]
+        if not missing_modules or len(missing_modules) == len(fused_modules):
+            continue
+        module = min(set(fused_modules) - set(missing_modules))
+        missing_leaf = missing_modules[0].rpartition(".")[2]
+        raise UserError(
+            f"a {config.family} model stores {module} fused with {missing_modules[0]}",
+            where=where,
+            fix=f"add {missing_leaf}, or take {module.rpartition('.')[2]} out",
+            code=2,
+        )
 
+
+# Methods of PEFT
 
 # The tuners of PEFT 0.21 that change matrices of a model and that Bloomery has not of its own.
 METHODS = frozenset(
@@ -275,21 +304,25 @@ DEFAULT_TARGET_MODULES: dict[str, str | list[str]] = {
 
 
 def named(method: str) -> str:
-    """As PEFT writes it. Raises UserError for what is no method of PEFT's that trains here."""
+    """The method as PEFT writes it. Raises UserError for a name that is no method of PEFT's that trains here."""
     name = method.upper().replace("-", "_")
+    if name in METHODS:
+        return name
+    problem = f"PEFT has no method {method!r}"
+    near_names = closest(name, METHODS)
+    fix = "PEFT has: " + ", ".join(sorted(METHODS)).lower()
     if name in NATIVE:
-        raise UserError(
-            f"{method} is not PEFT's here", where="adapter.method", fix=NATIVE[name], code=2
+        problem = f"{method} is not PEFT's here"
+        fix = NATIVE[name]
+    elif name in PROMPTS:
+        problem = (
+            f"{method} changes the input of transformers' own forward, which this decoder does "
+            "not have"
         )
-    if name in PROMPTS:
-        problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
-        raise UserError(problem, where="adapter.method", fix="set adapter.kind=lora", code=2)
-    if name not in METHODS:
-        near = closest(name, METHODS)
-        known = "PEFT has: " + ", ".join(sorted(METHODS)).lower()
-        fix = f"did you mean adapter.method={near[0].lower()}?" if near else known
-        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", fix=fix, code=2)
-    return name
+        fix = "set adapter.kind=lora"
+    elif near_names:
+        fix = f"did you mean adapter.method={near_names[0].lower()}?"
+    raise UserError(problem, where="adapter.method", fix=fix, code=2)
 
 
 def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
@@ -298,38 +331,40 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     Raises UserError for what matches no module.
     """
     where = "adapter.target_modules"
-    given = (adapter.model_extra or {}).get("target_modules")
-    asked = given or DEFAULT_TARGET_MODULES.get(named(adapter.method), ["q_proj", "v_proj"])
-    if asked in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
+    example = "name modules: adapter.target_modules=[q_proj]"
+    defaults = DEFAULT_TARGET_MODULES.get(named(adapter.method), ["q_proj", "v_proj"])
+    targets = (adapter.model_extra or {}).get("target_modules") or defaults
+    if targets in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
-    names: Iterable[str] = parameter_shapes(config)
-    # by the names of files, those in its layers: the rest has two owners
+
+    # Of transformers' layers PEFT sees the names of files, inside the layers: the rest has two owners.
+    parameters: Iterable[str] = parameter_shapes(config)
     if backend := config.transformers_backend:
-        names = [
-            theirs for ours, theirs, _ in backend.parameters if ours.startswith("model.layers.")
+        parameters = [
+            stored_name
+            for name, stored_name, _ in backend.parameters
+            if name.startswith("model.layers.")
         ]
-    known = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    if not isinstance(asked, str | list):
-        problem = f"target_modules is {str(asked)[:40]}, no list of names"
-        raise UserError(
-            problem, where=where, fix="name modules: adapter.target_modules=[q_proj]", code=2
-        )
-    if isinstance(asked, str):
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
+
+    # A text is a regular expression, a list holds names.
+    if isinstance(targets, str):
         try:
-            matches = any(re.fullmatch(asked, name) for name in known)
+            matches = any(re.fullmatch(targets, module) for module in modules)
         except re.error as error:
-            problem = f"{asked[:80]!r} is no pattern: {error}"
-            fix = "name modules: adapter.target_modules=[q_proj]"
-            raise UserError(problem, where=where, fix=fix, code=2) from error
+            problem = f"{targets[:80]!r} is no pattern: {error}"
+            raise UserError(problem, where=where, fix=example, code=2) from error
         if not matches:
-            raise unknown_module(
-                asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names"
-            )
-        return asked
-    for wanted in asked:
-        if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
-            raise unknown_module(str(wanted), known, where, ALL_LINEAR)
-    return list(asked)
+            alternatives = f"{ALL_LINEAR}; a text alone is a pattern over full names"
+            raise unknown_module(targets, modules, where, alternatives)
+        return targets
+    if not isinstance(targets, list):
+        problem = f"target_modules is {str(targets)[:40]}, no list of names"
+        raise UserError(problem, where=where, fix=example, code=2)
+    for name in targets:
+        if not any(module == name or module.endswith(f".{name}") for module in modules):
+            raise unknown_module(str(name), modules, where, ALL_LINEAR)
+    return list(targets)
 
 
 # PeftConfig's own fields, and why a recipe does not set them.
@@ -375,35 +410,42 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
 
 def refuse_stored_otherwise(config: ModelConfig) -> None:
     """Raises UserError where PEFT's file, with transformers' modules, would not fit the decoder's."""
-    moved = any(place.name != name or place.transposed for name, place in places(config).items())
-    if moved and config.transformers_backend is None:
+    is_rearranged = any(
+        location.name != name or location.transposed for name, location in places(config).items()
+    )
+    if is_rearranged and config.transformers_backend is None:
         raise UserError(
-            f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
+            f"{config.family} is stored with fused or transposed matrices, which are others than "
+            "those that train here",
             where="adapter.kind=peft",
             fix="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
             code=2,
         )
 
 
+# The base model of an adapter
+
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 AGAIN = "download or save the adapter again"
+LONGEST_PATH = 4000  # characters; the system refuses longer ones
 
 
 @dataclass(frozen=True)
 class Base:
+    """The folder of a base model, and a digest of its weights."""
+
     folder: str
     digest: str
 
     @property
     def name(self) -> str:
         """The Hub id of a folder in the Hub's cache, else the folder."""
-        cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
-        return (
-            cached.removeprefix("models--").replace("--", "/", 1)
-            if cached.startswith("models--")
-            else self.folder
-        )
+        # models--ORG--NAME/snapshots/COMMIT
+        repository = Path(self.folder).parent.parent.name
+        if not repository.startswith("models--"):
+            return self.folder
+        return repository.removeprefix("models--").replace("--", "/", 1)
 
     def refuse_change(self, digest: str, *, where: str, fix: str | None = None) -> None:
         """Raises UserError when the adapter in `where` was trained on other weights than these."""
@@ -421,36 +463,38 @@ def base_of(folder: Path) -> Base:
 
 def digest(folder: Path) -> str:
     """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
-    paths = [
-        path
-        for path in (folder / "config.json", folder / INDEX, *_weights(folder))
-        if path.is_file()
-    ]
-    moments = [(path, path.stat()) for path in paths]
-    lines = (f"{path.name} {_content(path, at.st_size, at.st_mtime_ns)}\n" for path, at in moments)
+    files = [folder / "config.json", folder / INDEX, *_weight_files(folder)]
+    lines = []
+    for path in files:
+        if path.is_file():
+            status = path.stat()
+            lines.append(
+                f"{path.name} {_content_digest(path, status.st_size, status.st_mtime_ns)}\n"
+            )
     return digest_of("".join(lines).encode())
 
 
 @lru_cache(maxsize=256)  # a run asks several times before it begins
-def _content(path: Path, size: int, mtime_ns: int) -> str:
+def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
     del mtime_ns
     return f"{size} {digest_of(''.join(digests_of_file(path)).encode())}"
 
 
-def _weights(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     """The files that the model is read from."""
     index = folder / INDEX
-    single = folder / SINGLE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problem = "the index of the weights cannot be read"
-            raise UserError(
-                problem, where=str(index), fix="download or save the model again"
-            ) from error
-    return [single] if single.is_file() else []
+    if not index.is_file():
+        single = folder / SINGLE
+        return [single] if single.is_file() else []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            "the index of the weights cannot be read",
+            where=str(index),
+            fix="download or save the model again",
+        ) from error
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -460,24 +504,26 @@ def is_adapter_folder(folder: Path) -> bool:
 def read_settings(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises UserError when it is none."""
     path = folder / CONFIG
-    said = read_object(path, fix=AGAIN)
-    if not isinstance(said.get("peft_type"), str):
+    settings = read_object(path, fix=AGAIN)
+    if not isinstance(settings.get("peft_type"), str):
         raise UserError(f"{CONFIG} names no peft_type", where=str(path), fix=AGAIN)
-    return said
+    return settings
 
 
 def base_folder(folder: Path) -> Path:
     """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
-    name = read_settings(folder).get("base_model_name_or_path")
+    name = _base_name(folder)
     where = str(folder / CONFIG)
     fix = f"name the base yourself: BASE+{folder.name}"
-    if not isinstance(name, str) or not name or not name.isprintable():
+    if name is None:
         raise UserError("the adapter names no base model", where=where, fix=fix)
-    # a run that was moved
-    moved = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []
-    for place in (Path(name), folder / name, *moved):
-        if len(name) < 4000 and (place / "config.json").is_file():
-            return place
+    # A path, relative to the adapter too; the base in the folder of a run that was moved.
+    folders = [Path(name), folder / name]
+    if folder.parent.name == "checkpoints":
+        folders.append(folder.parent.parent / "base")
+    for candidate in folders if len(name) < LONGEST_PATH else []:
+        if (candidate / "config.json").is_file():
+            return candidate
     if not is_hub_id(name):
         raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, fix=fix)
     return fetch_model(name)
@@ -485,9 +531,16 @@ def base_folder(folder: Path) -> Path:
 
 def right_base(folder: Path) -> str:
     """The fix for an adapter on another base: the arguments with the base that it was trained on."""
+    name = _base_name(folder)
+    if name is None or len(name) >= LONGEST_PATH:
+        return "name the base that it was trained on: BASE+ADAPTER"
+    return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}')}"
+
+
+def _base_name(folder: Path) -> str | None:
+    """The base that adapter_config.json names; None where it is no printable text."""
     name = read_settings(folder).get("base_model_name_or_path")
-    known = isinstance(name, str) and bool(name) and name.isprintable() and len(name) < 4000
-    return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}') if known else 'BASE+ADAPTER'}"
+    return name if isinstance(name, str) and name and name.isprintable() else None
 
 
 def refuse_other_base(folder: Path, base: Path) -> None:
@@ -496,14 +549,14 @@ def refuse_other_base(folder: Path, base: Path) -> None:
     if not path.is_file() or path.stat().st_size > LARGEST_CONFIG:
         return
     try:
-        match json.loads(path.read_text(encoding="utf-8")):
-            case {"base": {"digest": str(noted), **told}}:
-                given = base_of(base)
-                fix = (
-                    None if given.folder == told.get("folder", given.folder) else right_base(folder)
-                )
-                given.refuse_change(noted, where=str(folder), fix=fix)
+        state = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"state.json is not JSON: {error}"[:200], where=str(path), fix=AGAIN
-        ) from error
+        problem = f"state.json is not JSON: {error}"[:200]
+        raise UserError(problem, where=str(path), fix=AGAIN) from error
+    match state:
+        case {"base": {"digest": str(trained_digest), **trained_base}}:
+            base_now = base_of(base)
+            # Another folder means another base; the same folder, that its files have changed.
+            is_same_folder = trained_base.get("folder", base_now.folder) == base_now.folder
+            fix = None if is_same_folder else right_base(folder)
+            base_now.refuse_change(trained_digest, where=str(folder), fix=fix)

@@ -86,7 +86,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
         mode,
         theirs=isinstance(recipe.adapter, Peft),
         pairs=tuple((name, pair.rank) for name, pair in found.pairs.items()),
-        whole=found.whole,
+        whole=found.modules_to_save,
         dora=found.dora,
         pissa=found.pissa,
         dropout=found.dropout > 0,
