@@ -1,6 +1,7 @@
 """Batches of conversations and pairs: numbered, marked, with references, and worth the same in every layout."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +176,7 @@ def gradients(
     data, total = loader(path, layout), 0.0
     for index in range(0, data.sequences, 4):
         batch = data.batch(Cursor(3, index), min(4, data.sequences - index))
-        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
+        batch = replace(batch, loss_mask=batch.loss_mask.double())
         loss = next_token_loss(
             forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask
         ).total

@@ -1,6 +1,7 @@
 """Text beside conversations: each source has the tokens, flags and rows that it has alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.data.packing import PackedSequences
@@ -144,7 +144,7 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     def cost(names: tuple[str, ...], visits: list[int] | None = None) -> tuple[float, float]:
         loader = Loader(folders[names], sequence_length=LENGTH, layout="packed", seed=3)
         batch = loader.batch(Cursor(3, 0), loader.sequences)
-        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
+        batch = replace(batch, loss_mask=batch.loss_mask.double())
         if visits is not None:
             visits += [loader.locate(index)[0] for index in range(loader.sequences)]
         head = pretraining(score_chunk=64).head(batch)
@@ -167,7 +167,7 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     twice_total, twice_count = 0.0, 0.0
     for row in set(again):
         batch = loader.batch(Cursor(3, next(i for i in extra if loader.locate(i)[1] == row)), 1)
-        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
+        batch = replace(batch, loss_mask=batch.loss_mask.double())
         with torch.no_grad():
             scores = forward(
                 model, batch, pretraining(score_chunk=64).head(batch), precision="float32"

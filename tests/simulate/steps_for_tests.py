@@ -161,7 +161,7 @@ def measured(plan: RunPlan) -> float:
         *model_and_optimizer.model.buffers(),
         *model_and_optimizer.optimizer.named_tensors().values(),
     ]
-    held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
+    held += [tensor for batch in batches for tensor in batch.tensors()]
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 
 

@@ -50,7 +50,7 @@ def measured(plan, teacher=None) -> float:
     models = [model_and_optimizer.model] + ([] if teacher is None else [teacher])
     held = [tensor for model in models for tensor in weights(model)]
     held += model_and_optimizer.optimizer.named_tensors().values()
-    held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
+    held += [tensor for batch in batches for tensor in batch.tensors()]
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 
 

@@ -17,7 +17,7 @@ from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import build_config, read_config
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill, Lora, Model, Peft, Quantize
-from bloomery.train import objectives as objectives_distil
+from bloomery.train import distillation
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
 
@@ -192,7 +192,7 @@ def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(
     sharp = load_file(teacher / "model.safetensors")
     sharp["lm_head.bias"] = torch.linspace(-5, 5, 300)
     save_file(sharp, teacher / "model.safetensors", metadata={"format": "pt"})
-    objectives_distil._loaded.cache_clear()
+    distillation._load.cache_clear()
     assert Run(plan.model_copy(update={"objective": asked}), tmp_path / "other").losses()[1] > 1
 
 

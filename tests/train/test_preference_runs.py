@@ -23,11 +23,9 @@ from bloomery.monitor.events import (
 )
 from bloomery.plan.choices import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
-from bloomery.train import context
-from bloomery.train import objectives as objectives
-from bloomery.train import objectives as references
+from bloomery.train import objectives, reference
 from bloomery.train.loop import run
-from bloomery.train.objectives import reference_file
+from bloomery.train.reference import reference_file
 from bloomery.train.source import open_loader
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
@@ -113,7 +111,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_refer
     second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
     assert second.losses() == {step: loss for step, loss in whole.losses().items() if step > 6}
     assert_same_tensors(second.tensors(12), whole.tensors(12))
-    monkeypatch.setattr(references, "scores_of", None)  # it is there now
+    monkeypatch.setattr(reference, "label_scores", None)  # it is there now
     third = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
     assert third.losses() == second.losses()
 
@@ -128,15 +126,15 @@ def test_a_run_may_be_stopped_while_its_reference_is_computed(answers, tmp_path)
 
 def test_a_killed_computation_of_the_reference_goes_on_where_it_was(answers, tmp_path, monkeypatch):
     plan = plan_of(answers("pairs"), DPO, eval={"every_steps": 6, "micro_batch_size": 2})
-    scores_of, calls = references.scores_of, []
+    label_scores, calls = reference.label_scores, []
 
     def dying(*args, **kwargs):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return scores_of(*args, **kwargs)
+        return label_scores(*args, **kwargs)
 
-    monkeypatch.setattr(references, "scores_of", dying)
+    monkeypatch.setattr(reference, "label_scores", dying)
     with pytest.raises(KeyboardInterrupt):
         Run(plan, tmp_path / "run")
     assert not reference_file(tmp_path / "run", "train").exists()
@@ -163,7 +161,7 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
     # an adapter begins at zero
     assert {health.update_ratio for health in disabled.of(StepHealth)} == {None}
     assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
-    for module in (context, objectives):
+    for module in (reference, objectives):
         monkeypatch.setattr(
             module,
             "reference_of",
@@ -174,11 +172,11 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
 
 
 def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
-    reference = [
+    kinds = [
         reference_of(DPO, Lora(kind="lora", modules_to_save=also)).value
         for also in ([], ["lm_head"])
     ]
-    assert reference == ["adapters", "precomputed"]
+    assert kinds == ["adapters", "precomputed"]
     assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
 
 

@@ -32,6 +32,12 @@ class Batch:
     sequences: Tensor | None = None  # int64
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch, extras included."""
+        fields = (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)
+        sequences = () if self.sequences is None else (self.sequences,)
+        return [*fields, *sequences, *self.extras.values()]
+
     def with_extras(self, **tensors: Tensor) -> "Batch":
         """The same batch with these extras added or replaced."""
         return replace(self, extras={**self.extras, **tensors})

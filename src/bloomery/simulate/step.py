@@ -53,8 +53,9 @@ from bloomery.parallel.stage import cut, stage_of
 from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
+from bloomery.train.distillation import meta_teacher
 from bloomery.train.forward import forward
-from bloomery.train.objectives import build_objective, meta_teacher, with_text_structure
+from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
@@ -496,7 +497,7 @@ def simulated_step(
         tracker.call("weights", [] if teacher is None else weights(teacher))
         tracker.call(
             "inputs",
-            [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None],
+            [tensor for batch in batches for tensor in batch.tensors()],
         )
         objective = build_objective(plan, lambda _: teacher or meta_teacher(plan))
 

@@ -23,7 +23,6 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
@@ -34,13 +33,7 @@ from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, chec
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer, fraction_done
 from bloomery.train.model_folder import restore_best
-from bloomery.train.objectives import (
-    Objective,
-    ReferenceProgress,
-    build_objective,
-    precompute,
-    reference_file,
-)
+from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import (
     allocator_sample,
     build_kernels,
@@ -48,8 +41,9 @@ from bloomery.train.process import (
     set_up_process,
     training_device,
 )
+from bloomery.train.reference import reference_files
 from bloomery.train.source import BatchSource, open_loader, source_of
-from bloomery.train.state import TrainState, build_state, restore
+from bloomery.train.state import TrainState, build_state
 from bloomery.train.step import StepResult
 
 
@@ -302,7 +296,7 @@ def announce(context: RunContext) -> None:
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
-            loss_unit=context.objective.per,
+            loss_unit=context.objective.loss_unit,
             epochs=in_epochs(plan),
             reasons={
                 decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices
@@ -318,44 +312,3 @@ def axes(plan: TrainPlan) -> dict[str, int]:
     """The axes of the mesh with more than one device."""
     sizes = {"replicate": plan.replicate, "shard": plan.shard}
     return {name: size for name, size in sizes.items() if size > 1}
-
-
-def reference_files(
-    plan: RunPlan,
-    run_dir: Path,
-    run: str,
-    splits: Sequence[SplitName],
-    state: TrainState,
-    emit: Emit,
-    resume_from: Path | None,
-    stop: Callable[[], bool],
-) -> dict[SplitName, Path]:
-    """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
-    if reference_of(plan.objective, plan.adapter).value != "precomputed":
-        return {}
-    mesh = state.model_and_optimizer.mesh
-    files = {split: reference_file(run_dir, split) for split in splits}
-    missing = {
-        split: file for split, file in files.items() if mesh.broadcast_bool(not file.is_file())
-    }
-    if missing and resume_from is not None:
-        restore(state, plan, None)
-    loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing}
-    done = 0
-    total = sum(loader.stored_sequences for loader in loaders.values())
-    for split, loader in loaders.items():
-        precompute(
-            state.model,
-            loader,
-            files[split],
-            batch_size=plan.eval.micro_batch_size,
-            score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision,
-            run=run,
-            progress=ReferenceProgress(emit, stop, done, total),
-            mesh=mesh,
-        )
-        done += loader.stored_sequences
-    if missing and resume_from is not None:
-        restore(state, plan, resume_from, policy=True)
-    return files

@@ -14,7 +14,6 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.context import RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample
 from bloomery.train.length import Timer, due, estimated_steps, fraction_done, passed
-from bloomery.train.objectives import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
     Action,
@@ -26,6 +25,7 @@ from bloomery.train.recover import (
     save_best,
     shrink,
 )
+from bloomery.train.run import Stopped
 from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 

@@ -1,4 +1,4 @@
-"""Losses of tokens, of preference pairs and of KTO responses, as sums.
+"""Losses of tokens, of preference pairs, of KTO responses and of distillation, as sums.
 
 Legend: B batch, T time, S sequence slots, P pair slots. The number of slots is the most that a micro-batch can hold, so
 that no shape depends on the data and the host never waits for the device.
@@ -22,9 +22,8 @@ class LossParts(NamedTuple):
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # loss tokens, pairs or responses; hides tuple.count
     metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: sum and count
-    auxiliary: Tensor | None = (
-        None  # `model.decoder.Output.auxiliary`, no part of the reported loss
-    )
+    # That of the decoder's Output, no part of the reported loss.
+    auxiliary: Tensor | None = None
 
 
 def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
@@ -45,27 +44,31 @@ def dft_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
 
 def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
     """[S], S even: the sum over each sequence's positions; 0 for an empty slot. Padding is -1."""
-    numbers = sequences_BT.flatten()
-    inside = torch.where(numbers >= 0, values_BT.flatten(), 0)
-    sums_S = values_BT.new_zeros(len(numbers) + len(numbers) % 2)
-    return sums_S.index_add(0, numbers.clamp(min=0), inside)
+    slots = sequences_BT.flatten()
+    values = torch.where(slots >= 0, values_BT.flatten(), 0)
+    sums_S = values_BT.new_zeros(len(slots) + len(slots) % 2)
+    return sums_S.index_add(0, slots.clamp(min=0), values)
 
 
-def mean_of(values: Tensor, there: Tensor) -> Tensor:
-    """[2]: sum and count of the values where `there`, detached."""
-    return torch.stack([torch.where(there, values.detach(), 0).sum(), there.sum().to(values.dtype)])
+def sum_and_count(values: Tensor, present: Tensor) -> Tensor:
+    """[2]: sum and count of the values where `present`, detached."""
+    total = torch.where(present, values.detach(), 0).sum()
+    return torch.stack([total, present.sum().to(values.dtype)])
 
 
 def added(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics summed over two micro-batches."""
-    return dict(sums) | {
-        name: sums[name] + some if name in sums else some for name, some in more.items()
-    }
+    metrics = dict(sums)
+    for name, metric in more.items():
+        metrics[name] = sums[name] + metric if name in sums else metric
+    return metrics
 
 
 def means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """The finite means. The host waits for the device."""
-    values = torch.stack([some[0] / some[1] for some in sums.values()]).tolist() if sums else []
+    if not sums:
+        return {}
+    values = torch.stack([total / count for total, count in sums.values()]).tolist()
     return {name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)}
 
 
@@ -83,7 +86,7 @@ class ResponseScores(NamedTuple):
 class PairScores(NamedTuple):
     chosen: ResponseScores
     rejected: ResponseScores
-    there_P: Tensor  # bool: the slot holds a pair
+    present_P: Tensor  # bool: the slot holds a pair
 
 
 def pairs_of(scores_BT: Tensor, loss_mask_BT: Tensor, sequences_BT: Tensor) -> PairScores:
@@ -91,25 +94,25 @@ def pairs_of(scores_BT: Tensor, loss_mask_BT: Tensor, sequences_BT: Tensor) -> P
     scores_P2 = sequence_sums(scores_BT * loss_mask_BT, sequences_BT).view(-1, 2)
     labels_P2 = sequence_sums(loss_mask_BT.to(scores_BT.dtype), sequences_BT).view(-1, 2)
     chosen, rejected = (ResponseScores(scores_P2[:, side], labels_P2[:, side]) for side in (0, 1))
-    return PairScores(chosen, rejected, there_pairs(sequences_BT))
+    return PairScores(chosen, rejected, present_pairs(sequences_BT))
 
 
-def there_pairs(sequences_BT: Tensor) -> Tensor:
+def present_pairs(sequences_BT: Tensor) -> Tensor:
     """bool [P]: both sequences of the pair are in the micro-batch."""
     positions_S = sequence_sums(torch.ones_like(sequences_BT), sequences_BT)
     return (positions_S.view(-1, 2) > 0).all(1)
 
 
-def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tensor) -> LossParts:
+def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], present_P: Tensor) -> LossParts:
     """Sums over pairs. `rewards_P`: of the chosen and the rejected responses."""
     chosen_P, rejected_P = rewards_P
     metrics = {
-        "accuracy": mean_of((chosen_P > rejected_P).to(losses_P.dtype), there_P),
-        "margin": mean_of(chosen_P - rejected_P, there_P),
-        "chosen_reward": mean_of(chosen_P, there_P),
-        "rejected_reward": mean_of(rejected_P, there_P),
+        "accuracy": sum_and_count((chosen_P > rejected_P).to(losses_P.dtype), present_P),
+        "margin": sum_and_count(chosen_P - rejected_P, present_P),
+        "chosen_reward": sum_and_count(chosen_P, present_P),
+        "rejected_reward": sum_and_count(rejected_P, present_P),
     }
-    return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
+    return LossParts(torch.where(present_P, losses_P, 0).sum(), present_P.sum(), metrics)
 
 
 def dpo_loss(
@@ -127,7 +130,7 @@ def dpo_loss(
         -F.logsigmoid(margins_P) * (1 - label_smoothing)
         - F.logsigmoid(-margins_P) * label_smoothing
     )
-    return pair_parts(losses_P, (chosen_P, rejected_P), pairs.there_P)
+    return pair_parts(losses_P, (chosen_P, rejected_P), pairs.present_P)
 
 
 def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossParts:
@@ -138,7 +141,7 @@ def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossPa
     chosen_P = pairs.chosen.mean_P - reference.chosen.mean_P
     rejected_P = pairs.rejected.mean_P - reference.rejected.mean_P
     losses_P = (chosen_P - rejected_P - 1 / (2 * beta)).square()
-    return pair_parts(losses_P, (beta * chosen_P, beta * rejected_P), pairs.there_P)
+    return pair_parts(losses_P, (beta * chosen_P, beta * rejected_P), pairs.present_P)
 
 
 def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
@@ -146,7 +149,7 @@ def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
     chosen_P = beta * pairs.chosen.mean_P
     rejected_P = beta * pairs.rejected.mean_P
     return pair_parts(
-        -F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P
+        -F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.present_P
     )
 
 
@@ -156,14 +159,17 @@ def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
     The probability of a response is the geometric mean of its tokens' probabilities.
     """
     chosen_P, rejected_P = (
-        torch.where(pairs.there_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected)
+        torch.where(pairs.present_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected)
     )
     odds_P = log_odds(chosen_P) - log_odds(rejected_P)
     parts = pair_parts(
-        -chosen_P - beta * F.logsigmoid(odds_P), (beta * chosen_P, beta * rejected_P), pairs.there_P
+        -chosen_P - beta * F.logsigmoid(odds_P),
+        (beta * chosen_P, beta * rejected_P),
+        pairs.present_P,
     )
-    more = {"nats": mean_of(-chosen_P, pairs.there_P), "log_odds": mean_of(odds_P, pairs.there_P)}
-    return parts._replace(metrics={**parts.metrics, **more})
+    nats = sum_and_count(-chosen_P, pairs.present_P)
+    log_odds_sums = sum_and_count(odds_P, pairs.present_P)
+    return parts._replace(metrics={**parts.metrics, "nats": nats, "log_odds": log_odds_sums})
 
 
 def reward_loss(values_BT: Tensor, sequences_BT: Tensor) -> LossParts:
@@ -174,13 +180,13 @@ def reward_loss(values_BT: Tensor, sequences_BT: Tensor) -> LossParts:
     following_BT = F.pad(sequences_BT[:, 1:], (0, 1), value=-1)
     last_BT = (sequences_BT != following_BT).to(values_BT.dtype)
     chosen_P, rejected_P = sequence_sums(values_BT * last_BT, sequences_BT).view(-1, 2).unbind(1)
-    there_P = there_pairs(sequences_BT)
-    return pair_parts(-F.logsigmoid(chosen_P - rejected_P), (chosen_P, rejected_P), there_P)
+    present_P = present_pairs(sequences_BT)
+    return pair_parts(-F.logsigmoid(chosen_P - rejected_P), (chosen_P, rejected_P), present_P)
 
 
-def kto_kl(mismatched: ResponseScores, reference: ResponseScores, there_P: Tensor) -> Tensor:
+def kto_kl(mismatched: ResponseScores, reference: ResponseScores, present_P: Tensor) -> Tensor:
     """[2]: the summed log-ratio of policy and reference model over the mismatched responses, and their number."""
-    return mean_of(mismatched.score_P - reference.score_P, there_P)
+    return sum_and_count(mismatched.score_P - reference.score_P, present_P)
 
 
 def kto_loss(
@@ -199,19 +205,36 @@ def kto_loss(
     desirable and undesirable responses.
     """
     rewards_P = pairs.chosen.score_P - reference.chosen.score_P
-    there_P = pairs.there_P
+    present_P = pairs.present_P
     lead_P = torch.where(desirable_P, rewards_P - kl, kl - rewards_P)
     losses_P = torch.where(desirable_P, *weights) * (1 - torch.sigmoid(beta * lead_P))
     metrics = {
-        "accuracy": mean_of((lead_P > 0).to(losses_P.dtype), there_P),
-        "chosen_reward": mean_of(beta * rewards_P, there_P & desirable_P),
-        "rejected_reward": mean_of(beta * rewards_P, there_P & ~desirable_P),
-        "kl": mean_of(kl.expand_as(rewards_P), there_P),
+        "accuracy": sum_and_count((lead_P > 0).to(losses_P.dtype), present_P),
+        "chosen_reward": sum_and_count(beta * rewards_P, present_P & desirable_P),
+        "rejected_reward": sum_and_count(beta * rewards_P, present_P & ~desirable_P),
+        "kl": sum_and_count(kl.expand_as(rewards_P), present_P),
     }
-    return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
+    return LossParts(torch.where(present_P, losses_P, 0).sum(), present_P.sum(), metrics)
 
 
 def log_odds(scores: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p, with p at most 1 - 1e-6 to stay finite."""
     scores = scores.clamp(max=-1e-6)
     return scores - torch.log(-torch.expm1(scores))
+
+
+def distillation_loss(
+    output_2BT: Tensor, loss_mask_BT: Tensor, *, kd_ratio: float, temperature: float
+) -> LossParts:
+    """kd_ratio * temperature^2 * KL(teacher || model) + (1 - kd_ratio) * cross-entropy, summed over the loss tokens.
+
+    arXiv:1503.02531, section 2: the square keeps the gradient's size independent of the temperature.
+    """
+    scores_BT, divergence_BT = output_2BT
+    is_loss_token_BT = loss_mask_BT != 0
+    losses_BT = kd_ratio * temperature**2 * divergence_BT - (1 - kd_ratio) * scores_BT
+    metrics = {
+        "kl": sum_and_count(divergence_BT, is_loss_token_BT),
+        "nats": sum_and_count(-scores_BT, is_loss_token_BT),
+    }
+    return LossParts((losses_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)

@@ -18,6 +18,10 @@ PROFILE_ASKED = "profile-asked"  # request file: how many steps to record
 NOT_RECORDED = "cannot write the profile"
 
 
+class Stopped(Exception):
+    """The run was stopped before the first step or during an evaluation."""
+
+
 class OutOfMemory(UserError):
     """A micro-batch of one sequence does not fit."""
 

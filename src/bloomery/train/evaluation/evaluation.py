@@ -23,8 +23,9 @@ from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.losses import added, means
-from bloomery.train.objectives import Objective, Stopped
+from bloomery.train.objectives import Objective
 from bloomery.train.recover import AllocationFailed, attempt, replan
+from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
 
 
@@ -105,7 +106,7 @@ def evaluate(
     sums = {name: mesh.all_reduce(some) for name, some in sums.items()}
     if count == 0:
         return None
-    scored = size if objective.per == "token" else None
+    scored = size if objective.loss_unit == "token" else None
     return EvalResult(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
 
 
