@@ -77,8 +77,8 @@ class Assembly:
         self._run_dir = run_dir
         self._path = run_dir / "ranks" / "present"
         self._variables = variables
-        own = Member(rank, world, os.getpid(), _start_of(os.getpid()), host_name(), launch)
-        self._own = Member.of(own.file_name) or own  # as others read it
+        own_member = Member(rank, world, os.getpid(), _start_of(os.getpid()), host_name(), launch)
+        self._own = Member.of(own_member.file_name) or own_member  # as others read it
         self._arrived: float | None = None  # by the clock of the file server
         self._beat_at = self._looked_at = -LOST_SECONDS
         self._over = False
@@ -88,12 +88,12 @@ class Assembly:
 
         Where it returns one, the others see this process for a while even if it ends.
         """
-        now = time.monotonic()
-        if self._over or not self._be_present(now):
+        time_now = time.monotonic()
+        if self._over or not self._be_present(time_now):
             return None
-        if now - self._looked_at < LOOK_SECONDS * (1 + self._own.world // 32):
+        if time_now - self._looked_at < LOOK_SECONDS * (1 + self._own.world // 32):
             return None
-        self._looked_at = now
+        self._looked_at = time_now
         error = self._error_of(self._members())
         if error is not None:
             refused = replace(self._own, refused=True)
@@ -108,16 +108,18 @@ class Assembly:
         if self._over or self._arrived is None:
             return ""
         with suppress(OSError):
-            named = [Member.of(path.name) for path in self._path.iterdir()]
+            members = [Member.of(path.name) for path in self._path.iterdir()]
             present = {
                 member.rank
-                for member in named
+                for member in members
                 if member is not None and member.launch == self._own.launch
             }
             present = {rank for rank in present if rank < self._own.world}
-            first = next((rank for rank in range(self._own.world) if rank not in present), None)
-            if first is not None:
-                return f"{self._own.world - len(present):,} of {self._own.world:,} ranks, such as rank {first}"
+            first_absent = next(
+                (rank for rank in range(self._own.world) if rank not in present), None
+            )
+            if first_absent is not None:
+                return f"{self._own.world - len(present):,} of {self._own.world:,} ranks, such as rank {first_absent}"
         return ""
 
     def end(self) -> None:
@@ -127,11 +129,11 @@ class Assembly:
             with suppress(OSError):
                 (self._path / self._own.file_name).unlink(missing_ok=True)
 
-    def _be_present(self, now: float) -> bool:
+    def _be_present(self, time_now: float) -> bool:
         if self._arrived is None and not (is_run(self._run_dir) and worked_on(self._run_dir)):
             return False  # rank 0 creates and locks the folder, and refuses one with other files
-        if now - self._beat_at > BEAT_SECONDS:
-            self._beat_at = now
+        if time_now - self._beat_at > BEAT_SECONDS:
+            self._beat_at = time_now
             with suppress(OSError):  # a full disk: training reports that
                 self._path.mkdir(parents=True, exist_ok=True)
                 file = self._path / self._own.file_name
@@ -151,12 +153,14 @@ class Assembly:
     def _members(self) -> list[Member]:
         """The processes of this launch, this one too."""
         try:
-            named = [Member.of(path.name) for path in self._path.iterdir()]
+            all_members = [Member.of(path.name) for path in self._path.iterdir()]
             own_beat = (self._path / self._own.file_name).stat().st_mtime
         except OSError:
             return []
         members = [
-            member for member in named if member is not None and member.launch == self._own.launch
+            member
+            for member in all_members
+            if member is not None and member.launch == self._own.launch
         ]
         ranks = [member.rank for member in members]
         worlds = {member.world for member in members}

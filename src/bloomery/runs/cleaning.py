@@ -55,11 +55,11 @@ def deletable(folder: Path) -> Leftover:
         fix = f"`bloomery stop {RunFolder(path).name}`, then run this again"
         raise UserError(problem, where=str(folder), fix=fix)
     names = {entry.name for entry in folder.iterdir()}
-    here = Path.cwd()
+    working_folder = Path.cwd()
     if (
         not names & {RUN_FILE, "lock", "events.jsonl"}
         or ".git" in names
-        or path.resolve() in (here, *here.parents)
+        or path.resolve() in (working_folder, *working_folder.parents)
     ):
         problem = "the folder is not that of a run alone; nothing was deleted"
         raise UserError(
@@ -68,7 +68,7 @@ def deletable(folder: Path) -> Leftover:
     steps = len(list((folder / "checkpoints").glob("step-*")))
     loss = counted(steps, "checkpoints") if steps else "no checkpoint"
     users = sorted(
-        other.name for other in all_runs() if other.absolute() != path and _starts_from(other, path)
+        run.name for run in all_runs() if run.absolute() != path and _starts_from(run, path)
     )
     if users:
         loss += f"; {', '.join(users)} started from it and cannot be resumed without it"
@@ -79,33 +79,33 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
     """What no run in runs/ uses, and reasons why something else is kept."""
     found = list[Leftover]()
     notes = list[str]()
-    used = dict[Path, str]()
+    used_data = dict[Path, str]()
     unknown = list[str]()
     for run in all_runs():
         folder = data_of(run)
         if folder is None:
             unknown.append(run.name)
         else:
-            used[folder.resolve()] = run.name
+            used_data[folder.resolve()] = run.name
     if unknown:
         notes.append(
             f"all prepared datasets are kept: it is not known which one {', '.join(unknown)} uses"
         )
     else:
-        found += _unused_data(used)
-    if used:
-        notes.append(f"kept for runs: {counted(len(used), 'prepared datasets')}")
-    for place in (
+        found += _unused_data(used_data)
+    if used_data:
+        notes.append(f"kept for runs: {counted(len(used_data), 'prepared datasets')}")
+    for folder_to_search in (
         Path(),
         Path("prepared"),
         Path("runs"),
         *all_runs(),
         *(run / "checkpoints" for run in all_runs()),
     ):
-        if place.is_dir() and not worked_on(place):
+        if folder_to_search.is_dir() and not worked_on(folder_to_search):
             found += [
                 Leftover(path, "draft", size_of(path), "of a process that was killed")
-                for path in sorted(place.iterdir())
+                for path in sorted(folder_to_search.iterdir())
                 if path.name.rpartition("-")[2].isdecimal() and abandoned(path)
             ]
     found += _old_caches()
@@ -121,27 +121,32 @@ def data_of(run: Path) -> Path | None:
     return None
 
 
-def _starts_from(run: Path, other: Path) -> bool:
+def _starts_from(run: Path, other_run: Path) -> bool:
     """Whether the model of a run is in the folder of another run."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
         source = json.loads(read_whole(run / "plan.json"))["model"]["source"]
-        return source is not None and Path(source).resolve().is_relative_to(other.resolve())
+        return source is not None and Path(source).resolve().is_relative_to(other_run.resolve())
     return False
 
 
-def _unused_data(used: dict[Path, str]) -> Iterator[Leftover]:
+def _unused_data(used_data: dict[Path, str]) -> Iterator[Leftover]:
     root = Path("prepared")
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if (
             folder.name.startswith(".tmp-")
-            or folder.resolve() in used
+            or folder.resolve() in used_data
             or not folder.is_dir()
             or folder.is_symlink()
         ):
             continue
-        if any(each.is_relative_to(folder.resolve()) for each in used) or _is_prepared_now(folder):
+        if any(
+            used_folder.is_relative_to(folder.resolve()) for used_folder in used_data
+        ) or _is_prepared_now(folder):
             continue
-        if any(each.parent.name == root.name and each.name == folder.name for each in used):
+        if any(
+            used_folder.parent.name == root.name and used_folder.name == folder.name
+            for used_folder in used_data
+        ):
             continue  # the plan has the path from before the folders were moved
         if (folder / MANIFEST).is_file() or (folder / ".lock").is_file():
             loss = "prepared again from its source when a recipe needs it"
@@ -170,14 +175,14 @@ def _old_caches() -> Iterator[Leftover]:
             yield Leftover(path, "cache", size_of(path), f"unused for {UNUSED_DAYS} days")
 
 
-def delete(found: Sequence[Leftover]) -> Iterator[Leftover]:
+def delete(leftovers: Sequence[Leftover]) -> Iterator[Leftover]:
     """Deletes, and yields each one that is gone. A run disappears at once: a kill leaves a draft for the next `clean`.
 
     Raises UserError where something cannot be deleted.
     """
-    for one in found:
-        path = one.path
-        if one.kind == "run" and (not is_run(path) or worked_on(path)):
+    for leftover in leftovers:
+        path = leftover.path
+        if leftover.kind == "run" and (not is_run(path) or worked_on(path)):
             raise UserError(
                 "the run was started or changed meanwhile", where=str(path), fix="run this again"
             )
@@ -190,5 +195,5 @@ def delete(found: Sequence[Leftover]) -> Iterator[Leftover]:
         except OSError as error:
             problem = f"cannot be deleted: {error.strerror}"
             fix = "correct its owner or permissions, then run this again"
-            raise UserError(problem, where=str(error.filename or one.path), fix=fix) from error
-        yield one
+            raise UserError(problem, where=str(error.filename or leftover.path), fix=fix) from error
+        yield leftover

@@ -74,19 +74,19 @@ def device_count(
     Raises UserError where `parallel` asks for more, or for another number than was chosen.
     """
     sizes = (recipe.parallel.replicate, recipe.parallel.shard)
-    asked = [size for size in sizes if size != "auto"]
+    sizes_set = [size for size in sizes if size != "auto"]
     product = 1
-    for size in asked:
+    for size in sizes_set:
         product *= size
-    exact = len(asked) == len(sizes)
+    exact = len(sizes_set) == len(sizes)
     if product > count or count % product or (named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
-        words = (
+        device_list = (
             "cpu," * (product - 1) + "cpu"
             if not machine.accelerators
             else ",".join(map(str, range(product)))
         )
-        fix = f"pass --devices {words}, or change parallel.replicate and parallel.shard"
+        fix = f"pass --devices {device_list}, or change parallel.replicate and parallel.shard"
         if started_by:
             fix = f"start {product} processes with {started_by}, or change parallel.replicate and parallel.shard"
         raise UserError(problem, where="parallel", fix=fix, code=2)
@@ -102,8 +102,10 @@ def device_count(
 def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
-    asked = [size for size in (recipe.parallel.replicate, recipe.parallel.shard) if size != "auto"]
-    if max([*asked, 1]) > count or recipe.parallel.pipeline > 1:
+    sizes_set = [
+        size for size in (recipe.parallel.replicate, recipe.parallel.shard) if size != "auto"
+    ]
+    if max([*sizes_set, 1]) > count or recipe.parallel.pipeline > 1:
         return narrow, 1
     return device_count(recipe, narrow, count, named=devices not in (None, "auto"))
 
@@ -115,11 +117,11 @@ def _alike(machine: Machine) -> list[Accelerator]:
         return []
     if best.integrated:
         return [best]
-    same = (best.vendor, best.arch, best.name, best.memory_bytes)
+    model_key = (best.vendor, best.arch, best.name, best.memory_bytes)
     return [
-        each
-        for each in visible_devices(machine)
-        if (each.vendor, each.arch, each.name, each.memory_bytes) == same
+        device
+        for device in visible_devices(machine)
+        if (device.vendor, device.arch, device.name, device.memory_bytes) == model_key
     ]
 
 
@@ -136,30 +138,38 @@ def _named(machine: Machine, word: str) -> Accelerator:
     return found
 
 
-def _only_these(machine: Machine, chosen: list[Accelerator]) -> Machine:
+def _only_these(machine: Machine, selected: list[Accelerator]) -> Machine:
     """Raises UserError where the user's visibility mask selects others."""
-    mask = mask_of(machine, chosen[0].vendor)
-    shown = [device for device in visible_devices(machine) if device.vendor == chosen[0].vendor]
-    if mask and any(device not in shown[: len(chosen)] for device in chosen):
-        named = ", ".join(device.name for device in shown) if shown else "no GPU"
+    mask = mask_of(machine, selected[0].vendor)
+    shown_devices = [
+        device for device in visible_devices(machine) if device.vendor == selected[0].vendor
+    ]
+    if mask and any(device not in shown_devices[: len(selected)] for device in selected):
+        shown_names = (
+            ", ".join(device.name for device in shown_devices) if shown_devices else "no GPU"
+        )
         value = machine.software.environment[mask]
-        hidden = next(device for device in chosen if device not in shown[: len(chosen)])
+        hidden = next(device for device in selected if device not in shown_devices[: len(selected)])
         raise UserError(
-            f"cannot use device {hidden.index} ({hidden.name}): {mask}={value} selects {named}",
+            f"cannot use device {hidden.index} ({hidden.name}): {mask}={value} selects {shown_names}",
             where="--devices",
             fix=f"unset {mask}",
             code=2,
         )
-    return with_cached_probes(only(machine, {device.index for device in chosen}))
+    return with_cached_probes(only(machine, {device.index for device in selected}))
 
 
-def same_devices(machine: Machine, before: Machine) -> Machine:
+def same_devices(machine: Machine, old_machine: Machine) -> Machine:
     """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume."""
-    known = {(device.index, device.arch) for device in before.accelerators}
-    kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
-    if len(kept) == 1 and len(machine.accelerators) > 1:
-        return _only_these(machine, kept)
-    narrow = kept or not before.accelerators
+    old_devices = {(device.index, device.arch) for device in old_machine.accelerators}
+    devices_left = [
+        device for device in machine.accelerators if (device.index, device.arch) in old_devices
+    ]
+    if len(devices_left) == 1 and len(machine.accelerators) > 1:
+        return _only_these(machine, devices_left)
+    narrow = devices_left or not old_machine.accelerators
     return (
-        with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
+        with_cached_probes(only(machine, {device.index for device in devices_left}))
+        if narrow
+        else machine
     )

@@ -125,10 +125,10 @@ class EventHub:
                     if plan is None
                     else run_facts(plan, self._machine())
                 )
-                before = read_events(self._folder.events) if plan is not None else ()
+                earlier_events = read_events(self._folder.events) if plan is not None else ()
                 stream = cast("IO[str]", ClosableStream(sys.stdout))
                 console = Console(file=stream, force_terminal=False if self._lines else None)
-                self._sinks.append(stack.enter_context(showing(facts, console, before)))
+                self._sinks.append(stack.enter_context(showing(facts, console, earlier_events)))
             self._sinks += self._opened(plan, stack)
             pending = self._pending
             self._pending = []

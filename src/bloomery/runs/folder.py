@@ -57,7 +57,7 @@ def start_mark(pid: int) -> str | None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    # fields 3 and 22 of proc(5)
+    # Fields 3 and 22 of proc(5): the state, and the time when the process started.
     state = after_name[0]
     started = after_name[19]
     return None if state in "ZX" else f"{boot} {started}"
@@ -69,7 +69,7 @@ PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
 _FIRST_DRAFTS = re.compile(
     r"\.tmp-(run\.json|recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+"
 )
-# files of a run without a plan
+# Files of a run without a plan.
 _BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")
 
 
@@ -127,14 +127,15 @@ def propose_folder(recipe_name: str) -> Path:
     return next(folder for folder in tries if not folder.exists())
 
 
-def refuse_little_disk(folder: Path, needed: int) -> None:
+def refuse_little_disk(folder: Path, needed_bytes: int) -> None:
     """Raises UserError where not even the first checkpoint, of `needed` bytes, fits. Later ones make room."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
         raise UserError(
-            f"{format_bytes(free)} of disk are free, and a checkpoint of this run needs {format_bytes(needed)}",
+            f"{format_bytes(free_bytes)} of disk are free, "
+            f"and a checkpoint of this run needs {format_bytes(needed_bytes)}",
             where=str(folder),
-            fix=f"free {format_bytes(needed - free)}, or pass a --run-dir on another disk",
+            fix=f"free {format_bytes(needed_bytes - free_bytes)}, or pass a --run-dir on another disk",
         )
 
 
@@ -162,9 +163,9 @@ def _refuse_occupied(folder: RunFolder) -> None:
     # Without the temporary files of an early kill.
     entries = folder.path.iterdir() if folder.path.is_dir() else ()
     names = {entry.name for entry in entries if not _FIRST_DRAFTS.fullmatch(entry.name)}
-    own = {folder.lock.name, folder.recipe.name}
+    run_files = {folder.lock.name, folder.recipe.name}
     if (
-        own <= names <= {*own, RUN_FILE, "ranks", *_BEFORE_A_PLAN}
+        run_files <= names <= {*run_files, RUN_FILE, "ranks", *_BEFORE_A_PLAN}
     ):  # a log with a lock but no recipe is another program's
         return  # only a run that ended before it had a plan: nothing is lost
     if folder.recipe.exists():
@@ -204,11 +205,11 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
     """
     with ExitStack() as stack:
         with _explained(folder.path):
-            place = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, place)
-            descriptor = open_regular(folder.lock, os.O_RDWR | os.O_CREAT)
-            stack.callback(os.close, descriptor)
-        text = _acquire(folder, place, descriptor)
+            folder_descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder_descriptor)
+            lock_descriptor = open_regular(folder.lock, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, lock_descriptor)
+        text = _acquire(folder, folder_descriptor, lock_descriptor)
         try:
             with _explained(folder.path):
                 for path in folder.path.iterdir():
@@ -216,18 +217,18 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
                         remove(path)
                     elif path.is_symlink():  # never write through a link
                         raise irregular(path)
-            with _beating(folder.lock, descriptor, text):
-                yield place, descriptor
+            with _beating(folder.lock, lock_descriptor, text):
+                yield folder_descriptor, lock_descriptor
         finally:
-            os.ftruncate(descriptor, 0)
+            os.ftruncate(lock_descriptor, 0)
             if holder_of(folder.lock) == json.loads(text):  # the file was deleted and written again
                 os.truncate(folder.lock, 0)
 
 
-def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
+def _acquire(folder: RunFolder, folder_descriptor: int, lock_descriptor: int) -> str:
     """Writes the lock; returns its text."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (try_lock(place) and try_lock(descriptor)):
+    while not (try_lock(folder_descriptor) and try_lock(lock_descriptor)):
         holder = holder_of(folder.lock)
         if alive(holder) or time.monotonic() > deadline:
             raise _in_use(folder, holder)
@@ -235,18 +236,18 @@ def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
     holder = holder_of(folder.lock)
     if holder and (alive(holder) if holder["host"] == host_name() else beats(folder.lock)):
         raise _in_use(folder, holder)
-    who: dict[str, Any] = {
+    holder_entry: dict[str, Any] = {
         "pid": os.getpid(),
         "started": start_mark(os.getpid()),
         "host": host_name(),
     }
-    # earlier events are another process's
-    who |= {"receives_signals": receives_signals(), "since": time.time()}
-    text = json.dumps(who)
+    # Events before this time are another process's.
+    holder_entry |= {"receives_signals": receives_signals(), "since": time.time()}
+    text = json.dumps(holder_entry)
     with _explained(folder.path):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
-        os.fsync(descriptor)
+        os.ftruncate(lock_descriptor, 0)
+        os.pwrite(lock_descriptor, text.encode(), 0)
+        os.fsync(lock_descriptor)
     return text
 
 
@@ -256,12 +257,12 @@ def holder_of(lock: Path) -> dict[str, Any]:
         entry: Any = json.loads(read_whole(lock, most=10_000))
     except (ValueError, OSError, RecursionError, UserError):
         return {}
-    whole = (
+    is_complete = (
         isinstance(entry, dict)
         and {"pid", "started", "host"} <= entry.keys()
         and isinstance(entry["pid"], int)
     )
-    return entry if whole else {}
+    return entry if is_complete else {}
 
 
 def alive(holder: dict[str, Any]) -> bool:
@@ -289,7 +290,7 @@ def worked_on(folder: Path) -> bool:
         if not lock.stat().st_size:  # emptied at the end of the run
             return False
         holder = holder_of(lock)
-        # a time far in the future is not an update
+        # A time far in the future is not an update.
         silent = abs(time.time() - lock.stat().st_mtime)
     except OSError:
         return False
@@ -321,14 +322,14 @@ def _in_place(lock: Path, descriptor: int) -> bool:
 
 
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
-    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-    there = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
+    holder_text = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    on_host = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
     stop = (
-        f"`bloomery stop {folder.name}`{there}" if holder else "wait until that process has ended"
+        f"`bloomery stop {folder.name}`{on_host}" if holder else "wait until that process has ended"
     )
-    stop += f"; if that machine no longer exists, delete {folder.lock}" if there else ""
+    stop += f"; if that machine no longer exists, delete {folder.lock}" if on_host else ""
     return UserError(
-        f"the run is in use by {who}",
+        f"the run is in use by {holder_text}",
         where=str(folder.path),
         fix=f"{stop}; or use another --run-dir",
     )
@@ -336,12 +337,12 @@ def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
 
 @contextmanager
 def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
-    ended = threading.Event()
+    end_event = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
+        while not end_event.wait(BEAT_SECONDS):
             os.utime(descriptor)
-            # a full disk or a deleted folder: writing events reports that
+            # A full disk or a deleted folder: writing events reports that.
             with suppress(OSError, UserError):
                 if not _in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
                     write_durably(lock, text)  # the file was deleted
@@ -351,7 +352,7 @@ def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         thread.join()
 
 
@@ -363,8 +364,10 @@ def is_run(folder: Path) -> bool:
 def all_runs() -> list[Path]:
     """The run folders in `runs/`, newest last."""
     root = Path("runs")
-    found = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
-    return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
+    folders = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
+    return sorted(
+        folders, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name)
+    )
 
 
 def find_run(name: str) -> Path:
@@ -376,8 +379,8 @@ def find_run(name: str) -> Path:
         if is_run(folder):
             return folder
     where = str(Path("runs").resolve())
-    begun = name.removeprefix("runs/").rstrip("/")
-    alike = [folder for folder in runs if begun and folder.name.startswith(begun)]
+    prefix = name.removeprefix("runs/").rstrip("/")
+    alike = [folder for folder in runs if prefix and folder.name.startswith(prefix)]
     if len(alike) == 1:
         return alike[0]
     if alike:
@@ -387,9 +390,9 @@ def find_run(name: str) -> Path:
         fix = "start one with `bloomery demo` or `bloomery train RECIPE`, or cd to the folder with runs/"
         raise UserError(f"no run {name!r}: there are no runs", where=where, fix=fix, code=2)
     names = [folder.name for folder in runs]
-    near = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
+    similar = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
     raise UserError(
-        f"no run {name!r}", where=where, fix="similar names: " + ", ".join(near), code=2
+        f"no run {name!r}", where=where, fix="similar names: " + ", ".join(similar), code=2
     )
 
 

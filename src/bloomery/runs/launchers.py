@@ -67,7 +67,7 @@ class Launch:
     meeting: str
     address: str | None = None
     port: int | None = None
-    # that gave the rank and the number of ranks
+    # Which variables gave the rank and the number of ranks.
     variables: tuple[str, str] = ("RANK", "WORLD_SIZE")
 
     @property
@@ -83,29 +83,29 @@ class Launch:
         return f"{self.launcher}: rank {self.rank} of {self.world}, {self.local_world} on this host"
 
 
-def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
+def current_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """The launcher of this process, from the variables `given` (default: its own); None without several ranks.
 
     A launcher may start one process of another on each host: then the variables of more ranks count. The batch script
     of a Slurm job is not a rank. Raises UserError where the variables contradict each other.
     """
-    given = os.environ if given is None else given
-    known = [
+    environment = os.environ if environment is None else environment
+    launchers = [
         names
         for names in VARIABLES
-        if given.get(names[1])
-        and given.get(names[2])
-        and (names[0] != "srun" or "SLURM_STEP_ID" in given or "SLURM_STEPID" in given)
-        # of the job, not of this step
-        and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in given)
+        if environment.get(names[1])
+        and environment.get(names[2])
+        and (names[0] != "srun" or "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment)
+        # SLURM_NTASKS counts the tasks of the job; this step may have fewer.
+        and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in environment)
     ]
-    for names in known:
-        _refuse_malformed(given, names)
-    if not known:
+    for names in launchers:
+        _refuse_malformed(environment, names)
+    if not launchers:
         return None
-    names = max(known, key=lambda each: int(given[each[2]]))
-    rank = int(given[names[1]])
-    world = int(given[names[2]])
+    names = max(launchers, key=lambda variable_names: int(environment[variable_names[2]]))
+    rank = int(environment[names[1]])
+    world = int(environment[names[2]])
     if world <= 1:
         return None
     if world > MOST_RANKS:
@@ -118,25 +118,25 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
         raise UserError(
             problem, where="the environment", fix=f"unset both, or start {world} processes", code=2
         )
-    address = given.get("MASTER_ADDR")
-    local_world = _number(given, names[4])
+    address = environment.get("MASTER_ADDR")
+    local_world = _number(environment, names[4])
     if local_world is None and names[0] == "srun":
-        local_world = _local_tasks(given)
+        local_world = _local_tasks(environment)
     if local_world is None:
         local_world = world if address in (*LOOPBACK, None, host_name()) else 1
-    local_rank = _number(given, names[3])
+    local_rank = _number(environment, names[3])
     launcher = names[0]
-    if any(name.startswith("ACCELERATE_") for name in given) and launcher == "torchrun":
+    if any(name.startswith("ACCELERATE_") for name in environment) and launcher == "torchrun":
         launcher = "accelerate launch"
-    elif launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in given:
+    elif launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment:
         launcher = "RANK and WORLD_SIZE"
-    job = _job(given, names[0], alone=local_world >= world)
-    store = [given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-    restarts = [given.get(name, "") for name in RESTARTS]
+    job = _job(environment, names[0], alone=local_world >= world)
+    store = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    restarts = [environment.get(name, "") for name in RESTARTS]
     # Variables set by hand: one parent need not have started all processes, and they meet at one port.
     by_hand = launcher == "RANK and WORLD_SIZE" and all(store)
     # The agent of torchrun listens at its port itself.
-    port = None if given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _port(given)
+    port = None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _port(environment)
     return Launch(
         launcher,
         rank,
@@ -152,25 +152,28 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     )
 
 
-def _refuse_malformed(given: Mapping[str, str], names: Sequence[str]) -> None:
+def _refuse_malformed(environment: Mapping[str, str], names: Sequence[str]) -> None:
     """Raises UserError for a variable of this launcher that is not a number, and for zero ranks."""
-    for name, least in ((names[1], 0), (names[2], 1), (names[3], 0), (names[4], 1)):
+    for name, minimum in ((names[1], 0), (names[2], 1), (names[3], 0), (names[4], 1)):
         if (
             not name
-            or not given.get(name)
-            or (given[name].isdecimal() and int(given[name]) >= least)
+            or not environment.get(name)
+            or (environment[name].isdecimal() and int(environment[name]) >= minimum)
         ):
             continue
-        wanted = "a positive number" if least else "a rank, which is 0 or a positive number"
+        expected = "a positive number" if minimum else "a rank, which is 0 or a positive number"
         fix = f"unset {names[1]} and {names[2]} to train without a launcher, or correct it"
         raise UserError(
-            f"{name}={given[name][:40]} is not {wanted}", where="the environment", fix=fix, code=2
+            f"{name}={environment[name][:40]} is not {expected}",
+            where="the environment",
+            fix=fix,
+            code=2,
         )
 
 
-def _port(given: Mapping[str, str]) -> int | None:
+def _port(environment: Mapping[str, str]) -> int | None:
     """Where the ranks meet; None where no variable names a port. Raises UserError for a text that is none."""
-    text = given.get("MASTER_PORT", "")
+    text = environment.get("MASTER_PORT", "")
     if text and not (text.isdecimal() and 0 < int(text) < 65536):
         problem = f"MASTER_PORT={text[:40]} is not a port"
         raise UserError(
@@ -182,39 +185,41 @@ def _port(given: Mapping[str, str]) -> int | None:
     return int(text) if text else None
 
 
-def _number(given: Mapping[str, str], name: str) -> int | None:
-    return int(given[name]) if given.get(name, "").isdecimal() else None
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    return int(environment[name]) if environment.get(name, "").isdecimal() else None
 
 
-def _local_tasks(given: Mapping[str, str]) -> int | None:
+def _local_tasks(environment: Mapping[str, str]) -> int | None:
     """Of "4(x2),3": tasks of each node, in the order of the nodes."""
     counts = list[int]()
-    for word in given.get("SLURM_STEP_TASKS_PER_NODE", given.get("SLURM_TASKS_PER_NODE", "")).split(
-        ","
-    ):
+    for word in environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")
+    ).split(","):
         if (part := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is not None:
             counts += [int(part[1])] * int(part[2] or 1)
-    node = _number(given, "SLURM_NODEID") or 0
+    node = _number(environment, "SLURM_NODEID") or 0
     return counts[node] if node < len(counts) else None
 
 
-def _job(given: Mapping[str, str], launcher: str, *, alone: bool) -> str:
+def _job(environment: Mapping[str, str], launcher: str, *, alone: bool) -> str:
     """`alone`: all ranks run on this host."""
     if launcher == "srun":
-        step = given.get("SLURM_STEP_ID", given.get("SLURM_STEPID", "0"))
-        return f"slurm-{given.get('SLURM_JOB_ID', given.get('SLURM_JOBID', '0'))}.{step}"
+        step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", "0"))
+        return (
+            f"slurm-{environment.get('SLURM_JOB_ID', environment.get('SLURM_JOBID', '0'))}.{step}"
+        )
     if launcher == "torchrun":
-        named = given.get("TORCHELASTIC_RUN_ID", "none")
-        if named != "none":
-            return f"torchrun-{named}"
-        # LOGS/none_RANDOM/attempt_N/RANK/error.json
-        report = Path(given.get("TORCHELASTIC_ERROR_FILE", ""))
+        run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+        if run_id != "none":
+            return f"torchrun-{run_id}"
+        # The path is LOGS/none_RANDOM/attempt_N/RANK/error.json.
+        report = Path(environment.get("TORCHELASTIC_ERROR_FILE", ""))
         if alone and len(report.parents) > 3:
             return f"torchrun-{report.parents[2].name}"
     else:
         for name in JOB_IDS:
-            if given.get(name):
-                return f"mpi-{given[name]}"
+            if environment.get(name):
+                return f"mpi-{environment[name]}"
     parent = os.getppid()
     mark = (start_mark(parent) or "").rpartition(" ")[2]
     return f"{parent}-{mark}" if alone and parent > 1 else ""
@@ -329,8 +334,8 @@ class Board:
         """As rank 0: the others may start."""
         attempt = 0 if self.word is None else self.word.attempt + 1
         self.path.mkdir(exist_ok=True)
-        for old in self.path.glob("end-*.json"):
-            old.unlink(missing_ok=True)
+        for end_file in self.path.glob("end-*.json"):
+            end_file.unlink(missing_ok=True)
         launch = self.launch
         address = self._address
         port = launch.port if launch.port is not None and not attempt else free_port()
@@ -338,14 +343,14 @@ class Board:
 
     def conclude(self, code: int) -> None:
         """As rank 0: no rank starts again."""
-        last = self.word or Word(
+        last_word = self.word or Word(
             self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
         )
-        if last.code is None:
-            # a full disk, or a deleted folder: the others see that the lock is gone
+        if last_word.code is None:
+            # A full disk, or a deleted folder: the others see that the lock is gone.
             with suppress(OSError):
                 self.path.mkdir(exist_ok=True)
-                self._write(replace(last, code=code))
+                self._write(replace(last_word, code=code))
 
     def _write(self, word: Word) -> None:
         write_durably(self.path / "word.json", json.dumps(asdict(word)))
@@ -370,11 +375,11 @@ class Board:
         `say` gets a sentence where rank 0 does not come. None when it has ended without a word, or `stopped()` became
         true. Raises UserError for a mistake of the launch.
         """
-        before = -1 if self.word is None else self.word.attempt
+        previous_attempt = -1 if self.word is None else self.word.attempt
         patience = FIRST_WORD_SECONDS if self.word is None else GONE_SECONDS
         began = time.monotonic()
         deadline = began + patience
-        said = False
+        has_said = False
         since_ended: float | None = None
         first_version = self._word_version()
         while not stopped() and time.monotonic() < deadline:
@@ -385,8 +390,8 @@ class Board:
             if works:
                 self.met = True
                 deadline = time.monotonic() + GONE_SECONDS
-            elif not self.met and not said and time.monotonic() - began > QUIET_SECONDS:
-                said = True
+            elif not self.met and not has_said and time.monotonic() - began > QUIET_SECONDS:
+                has_said = True
                 say(
                     f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet"
                 )
@@ -398,7 +403,7 @@ class Board:
                 if self.word is not None or works or is_new or is_late:
                     self.word = word
                     return word
-            elif word is not None and word.attempt > before and works:
+            elif word is not None and word.attempt > previous_attempt and works:
                 self.word = word
                 return word
             time.sleep(POLL_SECONDS)
@@ -407,22 +412,23 @@ class Board:
     def over(self) -> bool:
         """As another rank: whether rank 0 has ended this attempt, or is gone. Reads at most one time per second."""
         if time.monotonic() - self._checked_at > 1.0:
-            self._checked_at, word = time.monotonic(), self._current()
-            at = None if self.word is None else self.word.attempt
+            self._checked_at = time.monotonic()
+            word = self._current()
+            attempt = None if self.word is None else self.word.attempt
             self._is_over = (
                 word is None
-                or word.attempt != at
+                or word.attempt != attempt
                 or word.code is not None
                 or not worked_on(self._folder.path)
             )
         return self._is_over
 
-    def leave(self, rank: int, ended: Ended) -> None:
+    def leave(self, rank: int, ending: Ended) -> None:
         """How a rank ended, for rank 0."""
         entry = {
-            "code": ended.code,
-            "report": ended.report,
-            "tail": ended.tail,
+            "code": ending.code,
+            "report": ending.report,
+            "tail": ending.tail,
             "host": host_name(),
         }
         with suppress(OSError):
@@ -449,9 +455,9 @@ def began_by(folder: RunFolder, launch: Launch) -> bool:
     )
 
 
-def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(launch: Launch, word: Word, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process's rank."""
-    loopback = launch.alone and "GLOO_SOCKET_IFNAME" not in given
+    loopback = launch.alone and "GLOO_SOCKET_IFNAME" not in environment
     return {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.world),
@@ -459,6 +465,6 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
         "LOCAL_WORLD_SIZE": str(launch.local_world),
         "MASTER_ADDR": word.address,
         "MASTER_PORT": str(word.port),
-        # a later attempt would find the keys of an earlier one
+        # In the agent's store a later attempt would find the keys of an earlier one.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     } | ({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if loopback else {})

@@ -74,7 +74,7 @@ from bloomery.train.run import is_done, name_of, read_history
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
-# over the planned tensors; for headers and JSON
+# Over the planned tensors: headers and JSON.
 CHECKPOINT_MARGIN = 1.05
 CHECKPOINT_SLACK = MIB
 
@@ -103,7 +103,7 @@ class _StopRequested(Exception):
 
 
 Edit = Callable[[RunPlan], RunPlan]  # of a new plan
-# gets every event; may request a stop or a save, or raise
+# Gets every event; may request a stop or a save, or raise.
 Watch = Callable[[Event, StopRequests], None]
 
 
@@ -222,8 +222,10 @@ def start(
     path = new_folder(loaded.name) if run_dir is None else run_dir
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
-    if launch is not None and began_by(begun := RunFolder(expanded(path).absolute()), launch):
-        refuse_other_recipe(begun, load_recipe(begun.recipe).recipe, loaded.recipe, job=launch.job)
+    if launch is not None and began_by(earlier_run := RunFolder(expanded(path).absolute()), launch):
+        refuse_other_recipe(
+            earlier_run, load_recipe(earlier_run.recipe).recipe, loaded.recipe, job=launch.job
+        )
         return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
     refuse_recipe(loaded.recipe)
     refuse_pipeline(loaded.recipe)
@@ -428,7 +430,7 @@ def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except UserError as error:
-        # after a usage error, the last RunEnded stays
+        # After a usage error, the last RunEnded stays.
         if flow.hub.began or not flow.folder.events.exists():
             flow.end("failed", error.problem)
         raise
@@ -470,11 +472,11 @@ def _write(
     folder: RunFolder,
     plan: RunPlan,
     machine: Machine,
-    others: Mapping[str, str] = MappingProxyType({}),
+    other_files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes plan and machine, replaced together with `others`."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
-    write_sealed(folder.path, {**others, **files})
+    write_sealed(folder.path, {**other_files, **files})
 
 
 def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
@@ -517,31 +519,73 @@ def _resumed(
     overrides: Sequence[str],
     devices: str | None,
 ) -> int:
+    """Trains on from the newest checkpoint, or from that of `step`. The plan stays as far as this machine allows."""
     folder = flow.folder
     if step is not None:
         _go_back(flow, step)
-    gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
-    if gone:
+
+    # Without its plan the run is planned again; what stands in the checkpoints stays.
+    missing_files = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
+    if missing_files:
         if saved_steps(folder.checkpoints):
-            flow.hub.emit(
-                Warned(reason=f"missing {' and '.join(gone)}: planned again from recipe.yaml")
-            )
+            reason = f"missing {' and '.join(missing_files)}: planned again from recipe.yaml"
+            flow.hub.emit(Warned(reason=reason))
         write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         return _started(flow, loaded, devices, resumed=True)
+
+    # The stored plan, or the safer one that the last crash left for --recover.
     fallback_after = take_fallback(folder)
-    plan = (
-        _fall_back(flow, fallback_after)
-        if fallback_after is not None and flow.recover
-        else read_plan(folder.plan)
-    )
-    if not (plan.data.prepared / MANIFEST).is_file():
-        flow.hub.emit(
-            Warned(reason=f"prepared dataset missing: {plan.data.prepared}; preparing it again")
-        )
-        _prepare(flow, plan.data.prepared)
-    _refuse_other_dataset(flow, loaded, plan)
+    if fallback_after is not None and flow.recover:
+        stored_plan = _fall_back(flow, fallback_after)
+    else:
+        stored_plan = read_plan(folder.plan)
+
+    # The dataset must be the one that the run has trained on so far.
+    prepared = stored_plan.data.prepared
+    if not (prepared / MANIFEST).is_file():
+        flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
+        _prepare(flow, prepared)
+    _refuse_other_dataset(flow, loaded, stored_plan)
+
+    # What has changed since: the machine, its devices, and what the user overrides.
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
-    before = read_machine(folder.machine)
+    old_machine = read_machine(folder.machine)
+    now = _devices_now(flow, loaded, stored_plan, old_machine, overrides, devices)
+    changes = differences(old_machine, now.machine)
+    if now.count != stored_plan.train.ranks:
+        changes.append(f"devices changed: {stored_plan.train.ranks} -> {now.count}")
+    elif any(word.startswith("parallel.") for word in now.overrides) and not changes:
+        changes.append("parallel changed")
+    plan = stored_plan
+    if changes or now.overrides:
+        plan = _replanned(flow, stored_plan, now, changes)
+        _write(folder, plan, now.machine, {folder.recipe.name: dump_recipe(now.loaded)})
+    return _train(flow, plan, now.machine, resumed=True)
+
+
+@dataclass(frozen=True)
+class _DevicesNow:
+    """What a resumed run trains on: `count` devices on `hosts` hosts, and the recipe with `overrides` for them."""
+
+    machine: Machine
+    count: int
+    hosts: int
+    loaded: LoadedRecipe
+    overrides: tuple[str, ...]
+
+
+def _devices_now(
+    flow: _Flow,
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    old_machine: Machine,
+    overrides: Sequence[str],
+    devices: str | None,
+) -> _DevicesNow:
+    """The devices of the launcher, those that the user names, else those of the run where they still exist.
+
+    Raises UserError.
+    """
     launch = current_launch()
     hosts = 1
     if launch is not None:
@@ -549,50 +593,57 @@ def _resumed(
         count = launch.world
         hosts = launch.hosts if machine.accelerators else 1
     elif devices is None:
-        machine = same_devices(detect(), before)
-        count = (
-            min(plan.train.ranks, len(machine.accelerators))
-            if machine.accelerators
-            else plan.train.ranks
-        )
+        machine = same_devices(detect(), old_machine)
+        count = plan.train.ranks
+        if machine.accelerators:
+            count = min(count, len(machine.accelerators))
     else:
         machine, count = chosen_devices(detect(), devices)
+
+    # Sizes of `parallel` in the recipe were those of the devices before.
     if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
-        # sizes of other devices
         overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")
-        loaded = load_recipe(folder.recipe, overrides)
+        loaded = load_recipe(flow.folder.recipe, overrides)
     if launch is None:
-        machine, count = device_count(
-            loaded.recipe, machine, count, named=devices not in (None, "auto")
+        named = devices not in (None, "auto")
+        machine, count = device_count(loaded.recipe, machine, count, named=named)
+    return _DevicesNow(machine, count, hosts, loaded, tuple(overrides))
+
+
+def _replanned(
+    flow: _Flow, stored_plan: RunPlan, now: _DevicesNow, changes: Sequence[str]
+) -> RunPlan:
+    """The stored plan with what another machine changes (each with a warning) and what the user overrides.
+
+    Raises UserError for a length below the steps that are already trained.
+    """
+    # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan before.
+    facts = facts_of(
+        now.loaded,
+        now.machine,
+        prepared=stored_plan.data.prepared,
+        dataset=stored_plan.dataset,
+    )
+    fresh_plan = resolve(now.loaded, facts, gpus=now.count // now.hosts, nodes=now.hosts)
+    plan = stored_plan
+    if changes:
+        plan, choices = moved(stored_plan, fresh_plan)
+        reasons = [*changes, *choices]
+        if UP_TO_ROUNDING not in choices:
+            reasons.append(f"rounding may differ on this machine: {UP_TO_ROUNDING}")
+        for reason in reasons:
+            flow.hub.emit(Warned(step=last_step(flow.folder), reason=reason))
+    if now.overrides:
+        plan = prolonged(plan, fresh_plan, now.overrides)
+
+    steps = saved_steps(flow.folder.checkpoints)
+    if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
+        raise UserError(
+            f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
+            where=f"train.{now.loaded.recipe.train.length_key}",
+            fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
         )
-    changes = differences(before, machine)
-    if count != plan.train.ranks:
-        changes.append(f"devices changed: {plan.train.ranks} -> {count}")
-    if any(word.startswith("parallel.") for word in overrides) and not changes:
-        changes.append("parallel changed")
-    if changes or overrides:
-        # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan above.
-        facts = facts_of(loaded, machine, prepared=plan.data.prepared, dataset=plan.dataset)
-        fresh = resolve(loaded, facts, gpus=count // hosts, nodes=hosts)
-        if changes:
-            plan, choices = moved(plan, fresh)
-            rounding = (
-                ()
-                if UP_TO_ROUNDING in choices
-                else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)
-            )
-            for reason in (*changes, *choices, *rounding):
-                flow.hub.emit(Warned(step=last_step(folder), reason=reason))
-        plan = prolonged(plan, fresh, overrides) if overrides else plan
-        steps = saved_steps(folder.checkpoints)
-        if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
-            raise UserError(
-                f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
-                where=f"train.{loaded.recipe.train.length_key}",
-                fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
-            )
-        _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
-    return _train(flow, plan, machine, resumed=True)
+    return plan
 
 
 def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
@@ -605,10 +656,14 @@ def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> N
         for step in saved_steps(checkpoints)
         for name in TOKENIZERS
     ]
-    # one may be damaged, all are copies of the same
-    used = [path for path in saved if path.is_file()]
-    here = {name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()}
-    same_tokenizer = not used or any(path.read_bytes() == here.get(path.name) for path in used)
+    # One copy may be damaged; all are copies of the same tokenizer.
+    saved_tokenizers = [path for path in saved if path.is_file()]
+    current_tokenizers = {
+        name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()
+    }
+    same_tokenizer = not saved_tokenizers or any(
+        path.read_bytes() == current_tokenizers.get(path.name) for path in saved_tokenizers
+    )
     if not (same_text and same_tokenizer):
         raise UserError(
             "the prepared dataset has changed since the run started",
@@ -637,23 +692,23 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
         if fallback_after is None or flow.requests.asked:
             break
-        # one rank alone also recovers by itself
-        counts = not fallback_after.unasked or plan.train.ranks > 1
-        if (counts and restarts == MOST_RESTARTS) or (
+        # One rank alone also recovers by itself, without a restart: that is not counted.
+        is_counted = not fallback_after.unasked or plan.train.ranks > 1
+        if (is_counted and restarts == MOST_RESTARTS) or (
             not fallback_after.unasked and not flow.recover
         ):
             break
-        restarts += counts
+        restarts += is_counted
         plan = _fall_back(flow, fallback_after)
         resumed = True
     error = failure(ending, flow.folder, step=last_step(flow.folder))
     if fallback_after is None:
         raise error
     store_fallback(flow.folder, fallback_after)  # for the command in the last line
-    tried = f" (after {restarts} restarts)" if restarts else ""
+    restarts_text = f" (after {restarts} restarts)" if restarts else ""
     command = f"`bloomery resume {flow.folder.name} --recover` restarts with: {fallback_after.fallback.action}"
     fix = f"{error.fix}\n       {command}" if error.fix else command
-    raise UserError(error.problem + tried, where=error.where, fix=fix, code=error.code)
+    raise UserError(error.problem + restarts_text, where=error.where, fix=fix, code=error.code)
 
 
 def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
@@ -673,10 +728,12 @@ def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
 def _environment(flow: _Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
     """Variables to set before torch is imported. The user's own values stay; warns where they differ."""
     profile = build_profile(machine)
-    # the user's values may have changed
+    # The user's variables may have changed since the plan was made.
     plan = plan.model_copy(update={"environment": profile.environment.value})
     environment = child_environment(plan, os.environ)
-    conflicts = {name: (ours, reason) for name, (_, ours, reason) in profile.overridden.items()}
+    conflicts = {
+        name: (planned, reason) for name, (_, planned, reason) in profile.overridden.items()
+    }
     fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
     conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
     flow.hub.line(
@@ -693,17 +750,21 @@ def _go_back(flow: _Flow, step: int) -> None:
     """Moves newer checkpoints into a separate folder, so that the run continues from `step`."""
     folder = flow.folder.checkpoints
     steps = saved_steps(folder)
-    wrong = damage(step_folder(folder, step)) if step in steps else "it does not exist"
-    if wrong is not None:
+    problem = damage(step_folder(folder, step)) if step in steps else "it does not exist"
+    if problem is not None:
         fix = f"use one of these steps: {', '.join(map(str, steps)) or 'none'}"
         raise UserError(
-            f"cannot use the checkpoint of step {step}: {wrong}", where=str(folder), fix=fix
+            f"cannot use the checkpoint of step {step}: {problem}", where=str(folder), fix=fix
         )
-    newer = [step_folder(folder, later) for later in steps if later > step]
-    newer += [weights_folder(folder, later) for later in best_weight_steps(folder) if later > step]
+    newer = [step_folder(folder, newer_step) for newer_step in steps if newer_step > step]
+    newer += [
+        weights_folder(folder, newer_step)
+        for newer_step in best_weight_steps(folder)
+        if newer_step > step
+    ]
     if newer:
         aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.mkdir()
-        for later in newer:
-            later.rename(aside / later.name)
+        for newer_step in newer:
+            newer_step.rename(aside / newer_step.name)
         flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))

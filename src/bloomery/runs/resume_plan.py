@@ -53,10 +53,10 @@ BITWISE = ("model", "optimizer", "train")  # sections in which another choice ro
 UP_TO_ROUNDING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
 
 
-def refuse_overrides(words: Sequence[str]) -> None:
+def refuse_overrides(overrides: Sequence[str]) -> None:
     """Raises UserError (code 2) for the first override that a resumed run does not accept."""
-    for word in words:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         if not _may_change(key):
             path = tuple(key.split("."))
             if path not in known_keys():
@@ -78,7 +78,9 @@ def _may_change(key: str) -> bool:
     )
 
 
-def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job: str) -> None:
+def refuse_other_recipe(
+    folder: RunFolder, stored_recipe: Recipe, new_recipe: Recipe, *, job: str
+) -> None:
     """Raises UserError (code 2) where a `job` that began the run is started again with another recipe."""
 
     def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -88,14 +90,19 @@ def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job
         else:
             yield path, value
 
-    old, new = (
-        dict(leaves(recipe.model_dump(mode="json", by_alias=True))) for recipe in (stored, given)
+    old_values, new_values = (
+        dict(leaves(recipe.model_dump(mode="json", by_alias=True)))
+        for recipe in (stored_recipe, new_recipe)
     )
-    changed = [key for key in new | old if new.get(key) != old.get(key) and not _may_change(key)]
-    if changed:
-        key = changed[0]
+    changed_keys = [
+        key
+        for key in new_values | old_values
+        if new_values.get(key) != old_values.get(key) and not _may_change(key)
+    ]
+    if changed_keys:
+        key = changed_keys[0]
         raise UserError(
-            f"the run of {job} has another recipe: {key} is {old.get(key)} there, and {new.get(key)} now",
+            f"the run of {job} has another recipe: {key} is {old_values.get(key)} there, and {new_values.get(key)} now",
             where=str(folder.path),
             fix="name a new run: --run-dir DIR, or torchrun --rdzv-id NAME; "
             f"`bloomery resume {folder.name}` continues the old one",
@@ -103,17 +110,21 @@ def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job
         )
 
 
-def differences(before: Machine, now: Machine) -> list[str]:
+def differences(old_machine: Machine, new_machine: Machine) -> list[str]:
     """Changes of the machine that can change a result, one short text each."""
     pairs = (
-        ("devices", _devices(before), _devices(now)),
-        ("CPU", before.host.cpu_name, now.host.cpu_name),
-        ("CPU cores", before.host.cpu_cores, now.host.cpu_cores),
-        ("C++ compiler", before.host.compiler or "none", now.host.compiler or "none"),
-        ("PyTorch", before.software.torch, now.software.torch),
-        ("PyTorch build", before.software.build, now.software.build),
+        ("devices", _devices(old_machine), _devices(new_machine)),
+        ("CPU", old_machine.host.cpu_name, new_machine.host.cpu_name),
+        ("CPU cores", old_machine.host.cpu_cores, new_machine.host.cpu_cores),
+        ("C++ compiler", old_machine.host.compiler or "none", new_machine.host.compiler or "none"),
+        ("PyTorch", old_machine.software.torch, new_machine.software.torch),
+        ("PyTorch build", old_machine.software.build, new_machine.software.build),
     )
-    return [f"{what} changed: {old} -> {new}" for what, old, new in pairs if old != new]
+    return [
+        f"{name} changed: {old_value} -> {new_value}"
+        for name, old_value, new_value in pairs
+        if old_value != new_value
+    ]
 
 
 def _devices(machine: Machine) -> str:
@@ -122,84 +133,84 @@ def _devices(machine: Machine) -> str:
     )
 
 
-def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
+def moved(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
-    fresh = _of_the_same_batch(fresh, stored)
+    fresh_plan = _of_the_same_batch(fresh_plan, stored_plan)
     sections = dict[str, BaseModel]()
     changes: list[str] = []
-    reasons = {decision.key: decision.reason for decision in fresh.choices}
+    reasons = {decision.key: decision.reason for decision in fresh_plan.choices}
     reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
-        old = getattr(stored, section)
-        new = getattr(fresh, section)
-        # a fallback's choice stays
-        free = [field for field in fields if f"{section}.{field}" not in stored.recovered]
-        changed = {
-            field: getattr(new, field)
-            for field in free
-            if getattr(old, field) != getattr(new, field)
+        old_section = getattr(stored_plan, section)
+        new_section = getattr(fresh_plan, section)
+        # What a fallback chose stays.
+        movable = [field for field in fields if f"{section}.{field}" not in stored_plan.recovered]
+        changed_fields = {
+            field: getattr(new_section, field)
+            for field in movable
+            if getattr(old_section, field) != getattr(new_section, field)
         }
-        sections[section] = old.model_copy(update=changed)
-        for field, value in changed.items():
+        sections[section] = old_section.model_copy(update=changed_fields)
+        for field, value in changed_fields.items():
             key = f"{section}.{field}"
             reason = f": {reasons[key]}" if key in reasons else ""
-            changes.append(f"{key}: {getattr(old, field)} -> {value}{reason}")
-        exact = exact and not (changed and section in BITWISE)
+            changes.append(f"{key}: {getattr(old_section, field)} -> {value}{reason}")
+        exact = exact and not (changed_fields and section in BITWISE)
     if not exact:
         changes.append(UP_TO_ROUNDING)
     facts = {
-        name: getattr(fresh, name)
+        name: getattr(fresh_plan, name)
         for name in ("memory", "step_seconds", "torch", "choices", "parallel")
     }
-    return stored.model_copy(update=sections | facts), changes
+    return stored_plan.model_copy(update=sections | facts), changes
 
 
-def _of_the_same_batch(fresh: RunPlan, stored: RunPlan) -> RunPlan:
+def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:
     """`fresh` with micro-batches that make the tokens per step of `stored`: a batch is part of the training.
 
     With a fused backward, a batch that the recipe leaves open is what the machine can hold.
     """
-    tokens = stored.train.tokens_per_step
-    train = fresh.train
+    tokens = stored_plan.train.tokens_per_step
+    train = fresh_plan.train
     if train.tokens_per_step == tokens:
-        return fresh
-    sequences = tokens // stored.data.sequence_length
-    each = -(-sequences // train.ranks)  # of the rank that gets most
+        return fresh_plan
+    sequences = tokens // stored_plan.data.sequence_length
+    most_sequences = -(-sequences // train.ranks)  # of the rank that gets most
     sizes = (
-        (each,)
-        if stored.optimizer.fused_backward
-        else range(min(train.micro_batch_size, each), 0, -1)
+        (most_sequences,)
+        if stored_plan.optimizer.fused_backward
+        else range(min(train.micro_batch_size, most_sequences), 0, -1)
     )
-    size = next(size for size in sizes if each % size == 0)
-    same = {
+    size = next(size for size in sizes if most_sequences % size == 0)
+    batch_fields = {
         "tokens_per_step": tokens,
         "micro_batch_size": size,
-        "accumulation": each // size,
-        "empty_sequences": each * train.ranks - sequences,
+        "accumulation": most_sequences // size,
+        "empty_sequences": most_sequences * train.ranks - sequences,
     }
-    return fresh.model_copy(update={"train": train.model_copy(update=same)})
+    return fresh_plan.model_copy(update={"train": train.model_copy(update=batch_fields)})
 
 
-def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
+def prolonged(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequence[str]) -> RunPlan:
     """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, logging."""
-    named = {word.partition("=")[0].partition(".")[0] for word in words}
+    sections = {override.partition("=")[0].partition(".")[0] for override in overrides}
     update: dict[str, object] = {
-        section: getattr(fresh, section)
+        section: getattr(fresh_plan, section)
         for section in ("eval", "sample", "checkpoint", "logging")
-        if section in named
+        if section in sections
     }
-    if "train" in named:
+    if "train" in sections:
         fields = ("steps", "seconds", "min_steps")
-        length = {name: getattr(fresh.train, name) for name in fields}
-        update["train"] = stored.train.model_copy(update=length)
-        update["optimizer"] = stored.optimizer.model_copy(
-            update={"decay_steps": fresh.optimizer.decay_steps}
+        length = {name: getattr(fresh_plan.train, name) for name in fields}
+        update["train"] = stored_plan.train.model_copy(update=length)
+        update["optimizer"] = stored_plan.optimizer.model_copy(
+            update={"decay_steps": fresh_plan.optimizer.decay_steps}
         )
-        update["total_tokens"] = fresh.total_tokens
-    if fresh.lengths is not None:
-        update["lengths"] = fresh.lengths
-    return stored.model_copy(update=update)
+        update["total_tokens"] = fresh_plan.total_tokens
+    if fresh_plan.lengths is not None:
+        update["lengths"] = fresh_plan.lengths
+    return stored_plan.model_copy(update=update)
 
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -262,22 +273,22 @@ def next_fallback(
 
 def store_fallback(folder: RunFolder, fallback_after: FallbackAfter) -> None:
     """Stores the fallback for `bloomery resume RUN --recover`, which applies it before its first step."""
-    stored = {
+    entry = {
         "reason": fallback_after.reason,
         "action": fallback_after.fallback.action,
         "plan": fallback_after.fallback.plan.model_dump_json(),
     }
-    write_sealed(folder.path, {folder.fallback.name: json.dumps(stored)})
+    write_sealed(folder.path, {folder.fallback.name: json.dumps(entry)})
 
 
 def take_fallback(folder: RunFolder) -> FallbackAfter | None:
     """Removes and returns the stored fallback; None when there is none, or it is from another version."""
     try:
-        stored = json.loads(
+        entry = json.loads(
             read_sealed(folder.fallback, fix="delete it, and resume without --recover")
         )
-        plan = RunPlan.model_validate_json(stored["plan"])
-        fallback = FallbackAfter(Fallback(plan, stored["action"]), stored["reason"])
+        plan = RunPlan.model_validate_json(entry["plan"])
+        fallback = FallbackAfter(Fallback(plan, entry["action"]), entry["reason"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
         fallback = None
     folder.fallback.unlink(missing_ok=True)

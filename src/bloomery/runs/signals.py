@@ -29,9 +29,9 @@ class StopRequests:
         """Raises KeyboardInterrupt for a Ctrl+C after an earlier request, unless the run is over."""
         if self.asked and not self.over and number == signal.SIGINT:
             raise KeyboardInterrupt
-        first = not self.asked
+        is_first = not self.asked
         self.asked = True
-        if first and self.listener is not None:
+        if is_first and self.listener is not None:
             self.listener()
 
     def ask_save(self) -> None:
@@ -66,11 +66,11 @@ def receives_signals() -> bool:
 @contextmanager
 def held_back(number: int) -> Iterator[None]:
     """Blocks the signal for children started inside the block, until they install a handler."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextmanager
@@ -88,9 +88,11 @@ def stop_requests() -> Iterator[StopRequests]:
     if not receives_signals():
         yield requests
         return
-    before = {number: signal.signal(number, handle) for number in (*STOP_SIGNALS, SAVE_SIGNAL)}
+    previous_handlers = {
+        number: signal.signal(number, handle) for number in (*STOP_SIGNALS, SAVE_SIGNAL)
+    }
     try:
         yield requests
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -34,7 +34,7 @@ Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
 KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
-# the same where other processes supervise them, maybe over a slow file system
+# The same where other processes supervise them, maybe over a slow file system.
 PEER_WORDS_SECONDS = 8.0
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
@@ -104,7 +104,7 @@ class _Process:
                 errors="replace",
                 env=dict(environment),
                 pass_fds=(child_end, *inherited),
-                # Ctrl+C reaches only the parent, and the group can be killed as a whole
+                # Ctrl+C reaches only the parent, and the group can be killed as a whole.
                 start_new_session=True,
             )
         os.close(child_end)
@@ -174,10 +174,15 @@ class _Peer:
         self._ended = self._ended or {"code": -signal.SIGKILL}
 
     def result(self, stage: Stage, rank: int | None) -> StageResult:
-        ended = self._ended or {"code": -signal.SIGKILL}
-        host = "" if ended.get("host") == host_name() else str(ended.get("host", ""))
+        ending = self._ended or {"code": -signal.SIGKILL}
+        host = "" if ending.get("host") == host_name() else str(ending.get("host", ""))
         return StageResult(
-            stage, int(ended["code"]), ended.get("report"), tuple(ended.get("tail", ())), rank, host
+            stage,
+            int(ending["code"]),
+            ending.get("report"),
+            tuple(ending.get("tail", ())),
+            rank,
+            host,
         )
 
 
@@ -197,9 +202,8 @@ class _Group:
         stacks: Path,
         over_elsewhere: Callable[[], bool] | None = None,
     ) -> None:
-        # ranks in the order of their ends
         self.members = members
-        self.ended = list[int]()
+        self.ended = list[int]()  # ranks in the order of their ends
         self._world = world
         self._stacks = stacks
         self._over_elsewhere = over_elsewhere
@@ -229,21 +233,21 @@ class _Group:
 
     @property
     def _good(self) -> tuple[int, ...]:
-        # without an agreed save, a rank that stopped is missing
+        # Without an agreed save, a rank that stopped is missing.
         return (0, STOPPED) if self._saves else (0,)
 
-    def _end_the_rest(self, now: float) -> None:
+    def _end_the_rest(self, seconds_now: float) -> None:
         failed = any(self.members[rank].poll() not in self._good for rank in self.ended)
         failed |= self._over_elsewhere is not None and self._over_elsewhere()
-        self._failed_at = min(self._failed_at, now) if failed else math.inf
-        self._overdue |= not self._saves and now - self._stopping_since > STOP_SECONDS
+        self._failed_at = min(self._failed_at, seconds_now) if failed else math.inf
+        self._overdue |= not self._saves and seconds_now - self._stopping_since > STOP_SECONDS
         running = [rank for rank in self.members if rank not in self.ended]
         if failed and not self._asked_stacks and self._dumped():
             self._asked_stacks = True
             for rank in running:
                 if self._file(rank).exists():  # a rank that has not begun would die of the signal
                     self.members[rank].dump()
-        if self._overdue or now - self._failed_at > self._patience:
+        if self._overdue or seconds_now - self._failed_at > self._patience:
             self._silent |= set(running)
             for member in self.members.values():
                 member.kill()
@@ -270,46 +274,57 @@ class _Group:
         ]
         if self._world == 1:
             return results[0]
-        asked = [each for each in results if each.code == STOPPED]
-        lost = [
-            each
-            for each in results
-            if each.report is None and (each.code >= 0 or each.rank in self._silent)
+        stopped = [member_result for member_result in results if member_result.code == STOPPED]
+        lost_ranks = [
+            member_result
+            for member_result in results
+            if member_result.report is None
+            and (member_result.code >= 0 or member_result.rank in self._silent)
         ]
-        # the others only lost the one that was asked
-        if self._overdue or (asked and len(lost) == len(results)):
-            return replace((asked or results)[0], code=STOPPED)
-        if any(each.code == 1 and each.report is None for each in results) and (
-            stacks := self._dumped()
-        ):
+        # The others only lost their connection to the one that was asked to stop.
+        if self._overdue or (stopped and len(lost_ranks) == len(results)):
+            return replace((stopped or results)[0], code=STOPPED)
+        if any(
+            member_result.code == 1 and member_result.report is None for member_result in results
+        ) and (stacks := self._dumped()):
             return self._hung(results, stacks)
-        early = [each for each in results if each.code not in (0, STOPPED)]
-        # not by this process
-        killed = [each for each in early if each.code < 0 and each.rank not in self._silent]
-        reported = [each for each in early if each.report is not None]
-        if len(reported) > 1 and all(each.report == reported[0].report for each in reported):
+        failed = [
+            member_result for member_result in results if member_result.code not in (0, STOPPED)
+        ]
+        # Killed from outside, not by this process.
+        killed_ranks = [
+            member_result
+            for member_result in failed
+            if member_result.code < 0 and member_result.rank not in self._silent
+        ]
+        reported = [member_result for member_result in failed if member_result.report is not None]
+        if len(reported) > 1 and all(
+            member_result.report == reported[0].report for member_result in reported
+        ):
             reported[0] = replace(reported[0], rank=None)  # the ranks agreed on it
-        return (killed or reported or early or results)[0]
+        return (killed_ranks or reported or failed or results)[0]
 
     def _hung(self, results: Sequence[StageResult], stacks: Mapping[int, str]) -> StageResult:
         """Of ranks without progress: the one that left no stack, else one that did not wait for the others."""
-        places = {rank: training_place(stack) for rank, stack in stacks.items()}
+        places_by_rank = {rank: training_place(stack) for rank, stack in stacks.items()}
         silent = sorted(self._silent - stacks.keys())
-        outside = [rank for rank, place in places.items() if not place.waits]
-        known = next((each for each in results if each.rank in (silent or outside)[:1]), results[0])
-        host = f" on {known.host}" if known.host else ""
+        outside_collectives = [rank for rank, place in places_by_rank.items() if not place.waits]
+        suspects = silent or outside_collectives
+        of_suspect = [rank_result for rank_result in results if rank_result.rank in suspects[:1]]
+        culprit = (of_suspect or results)[0]
+        host = f" on {culprit.host}" if culprit.host else ""
         if silent:
-            begun = self._file(silent[0]).exists()
-            how = (
-                "it is stopped, or stuck in a driver"
-                if begun
-                else "it was not started, or has not begun"
-            )
-            problem = f"rank {silent[0]}{host} does not respond: {how}"
-        elif outside and len(outside) < len(places):
-            problem = f"rank {outside[0]}{host} hangs in {places[outside[0]].line}, and the others wait for it"
+            has_begun = self._file(silent[0]).exists()
+            reason = "it was not started, or has not begun"
+            if has_begun:
+                reason = "it is stopped, or stuck in a driver"
+            problem = f"rank {silent[0]}{host} does not respond: {reason}"
+        elif outside_collectives and len(outside_collectives) < len(places_by_rank):
+            rank = outside_collectives[0]
+            line = places_by_rank[rank].line
+            problem = f"rank {rank}{host} hangs in {line}, and the others wait for it"
         else:
-            line = next(iter(places.values())).line
+            line = next(iter(places_by_rank.values())).line
             problem = f"training hangs on all ranks, in {line}"
         fix = f"bloomery resume {name_of(self._stacks.parent)}"
         report = {
@@ -318,7 +333,7 @@ class _Group:
             "fix": fix,
             "code": 1,
         }
-        return replace(known, code=1, report=report, rank=None)
+        return replace(culprit, code=1, report=report, rank=None)
 
 
 @final
@@ -333,13 +348,16 @@ class Place:
 def training_place(stack: str) -> Place:
     """From a text of faulthandler, which lists every thread, innermost frame first."""
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
-    main = next((one for one in threads if "worker.py" in one and " in main" in one), threads[-1])
+    main = next(
+        (thread for thread in threads if "worker.py" in thread and " in main" in thread),
+        threads[-1],
+    )
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', main)
     if not frames:
         return Place("an unknown place", False)
     waits = any("torch/distributed/" in file for file, _, _ in frames)
-    own = next((frame for frame in frames if "/bloomery/" in frame[0]), frames[0])
-    file, line, function = own if waits else frames[0]
+    bloomery_frame = next((frame for frame in frames if "/bloomery/" in frame[0]), frames[0])
+    file, line, function = bloomery_frame if waits else frames[0]
     return Place(f"{function} ({Path(file).name}:{line})", waits)
 
 
@@ -379,20 +397,24 @@ def run_stage(
                 rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)
             }
         if 0 in variables and stacks.is_dir():
-            for old in stacks.glob("rank-*.txt"):
-                old.unlink(missing_ok=True)
+            for stack_file in stacks.glob("rank-*.txt"):
+                stack_file.unlink(missing_ok=True)
         members: dict[int, Member] = {}
-        own = list[_Process]()
-        for rank, extra in variables.items():
-            said = on_line if len(variables) == 1 else partial(_prefixed, rank, on_line)
-            own.append(_Process(command, words, {**environment, **extra}, inherited, said))
-            stack.callback(own[-1].close)
-            members[rank] = own[-1]
+        processes = list[_Process]()
+        for rank, rank_variables_only in variables.items():
+            on_rank_line = on_line if len(variables) == 1 else partial(_prefixed, rank, on_line)
+            processes.append(
+                _Process(
+                    command, words, {**environment, **rank_variables_only}, inherited, on_rank_line
+                )
+            )
+            stack.callback(processes[-1].close)
+            members[rank] = processes[-1]
         if board is not None and 0 in variables:
             members |= {rank: _Peer(board, rank) for rank in range(1, ranks)}
         group = _Group(members, ranks, stacks, over_elsewhere)
-        stop = group.stop if stage == "train" else lambda: kill_group(own[0].child.pid)
-        save = partial(own[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
+        stop = group.stop if stage == "train" else lambda: kill_group(processes[0].child.pid)
+        save = partial(processes[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
         absence = None if board is None or board.launch.rank else _Absence(board, on_event)
         with requests.handled_by(stop, save):
             for event in follow(folder.events, partial(_over, group, board, absence), start=size):
@@ -454,44 +476,46 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     if result.report is not None:
         error = UserError(**result.report)
         if result.rank is not None:
-            there = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
-            error.where = f"{error.where} ({there})" if error.where else there
+            place = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
+            error.where = f"{error.where} ({place})" if error.where else place
         return error
     name = "preparation" if result.stage == "prepare" else "training"
     name = name if result.rank is None else f"rank {result.rank} of {name}"
     name += f" on {result.host}" if result.host else ""
-    after = f" after step {step}" if step else ""
-    again = f"bloomery resume {folder.name}"
-    known = _recognized(result, folder)
-    if known is not None:
-        how = (
-            f"killed{after} by {signal_name(-result.code)}" if result.code < 0 else f"failed{after}"
+    after_step = f" after step {step}" if step else ""
+    resume_command = f"bloomery resume {folder.name}"
+    symptom = _recognized(result, folder)
+    if symptom is not None:
+        ending = (
+            f"killed{after_step} by {signal_name(-result.code)}"
+            if result.code < 0
+            else f"failed{after_step}"
         )
         steps = [  # with this run's recipe instead of RECIPE
             step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
-            for step in known.fix
+            for step in symptom.fix
             if step.partition("  # ")[0] != "bloomery resume last"
         ]
         return UserError(
-            f"{name} {how}: {known.what}\n       ({known.cause})",
-            where=f"{known.line[:LONGEST_LINE]}\n       (full output: {folder.log})",
-            fix="\n       ".join([*steps, again]),
+            f"{name} {ending}: {symptom.what}\n       ({symptom.cause})",
+            where=f"{symptom.line[:LONGEST_LINE]}\n       (full output: {folder.log})",
+            fix="\n       ".join([*steps, resume_command]),
         )
     if result.code == -signal.SIGKILL:
         return UserError(
-            f"{name} process killed from outside{after} (SIGKILL)",
+            f"{name} process killed from outside{after_step} (SIGKILL)",
             where=str(folder.log),
             fix="on an out-of-memory kill (see `dmesg`), set train.micro_batch_size=1 or free host memory; then "
-            f"`{again}`",
+            f"`{resume_command}`",
         )
     if result.code < 0:
         return UserError(
-            f"{name} process killed{after} by {signal_name(-result.code)}, in a library or a driver",
+            f"{name} process killed{after_step} by {signal_name(-result.code)}, in a library or a driver",
             where=str(folder.log),
-            fix=again,
+            fix=resume_command,
         )
-    problem = f"{name} failed{after}: {last_words(result.tail) or 'no output'}"
-    return UserError(problem, where=f"traceback in {folder.log}", fix=again)
+    problem = f"{name} failed{after_step}: {last_words(result.tail) or 'no output'}"
+    return UserError(problem, where=f"traceback in {folder.log}", fix=resume_command)
 
 
 def _recognized(result: StageResult, folder: RunFolder) -> Match | None:
@@ -501,9 +525,11 @@ def _recognized(result: StageResult, folder: RunFolder) -> Match | None:
     machine = read_machine(folder.machine) if folder.machine.is_file() else None
     texts = [last_words(result.tail)] if result.code > 0 else []
     for text in (*texts, "\n".join(result.tail)):
-        known = [one for one in match(text, machine=machine) if one.level == "blocks"]
-        if known:
-            return known[0]
+        symptoms = [
+            symptom for symptom in match(text, machine=machine) if symptom.level == "blocks"
+        ]
+        if symptoms:
+            return symptoms[0]
     return None
 
 

@@ -48,25 +48,27 @@ class Guard:
     _held_by: SensorReading | None = None  # the device that caused the pause
     _last_reading: float = 0.0  # the time of its last temperature
 
-    def check(self, readings: Sequence[SensorReading], now: float) -> Change | None:
+    def check(self, readings: Sequence[SensorReading], time_now: float) -> Change | None:
         """`now`: seconds of any clock."""
-        known = [
+        known_readings = [
             (r, r.temperature, limit)
             for r in readings
             if r.temperature and (limit := self._limit(r)) is not None
         ]
         if self._held_by is not None:
             return self._paused(
-                self._held_by, [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now
+                self._held_by,
+                [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known_readings],
+                time_now,
             )
-        for reading, heat, limit in known:
+        for reading, heat, limit in known_readings:
             samples = self._over_limit.get(reading.device, 0) + 1 if heat > limit else 0
             self._over_limit[reading.device] = samples
             at_once = reading.critical is not None and heat >= reading.critical
             if samples >= SAMPLES_OVER_LIMIT or (at_once and samples):
-                self.since = now
+                self.since = time_now
                 self._held_by = reading
-                self._last_reading = now
+                self._last_reading = time_now
                 resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
                 return Change(
                     True,
@@ -75,20 +77,25 @@ class Guard:
         return None
 
     def _paused(
-        self, device: SensorReading, known: Sequence[tuple[SensorReading, float, float]], now: float
+        self,
+        device: SensorReading,
+        known_readings: Sequence[tuple[SensorReading, float, float]],
+        time_now: float,
     ) -> Change | None:
         assert self.since is not None
-        temperatures = [heat for reading, heat, _ in known if reading.device == device.device]
-        self._last_reading = now if temperatures else self._last_reading
-        silent = now - self._last_reading > BLIND_SECONDS
-        if not (temperatures or silent) or any(heat >= below for _, heat, below in known):
+        temperatures = [
+            heat for reading, heat, _ in known_readings if reading.device == device.device
+        ]
+        self._last_reading = time_now if temperatures else self._last_reading
+        silent = time_now - self._last_reading > BLIND_SECONDS
+        if not (temperatures or silent) or any(heat >= below for _, heat, below in known_readings):
             return None
         state = (
             f"at {temperatures[0]:.0f} °C"
             if temperatures
             else f"without a reading for {BLIND_SECONDS:.0f} s"
         )
-        reason = f"training resumed after {now - self.since:.0f} s: {_name(device)} {state}"
+        reason = f"training resumed after {time_now - self.since:.0f} s: {_name(device)} {state}"
         self.since = self._held_by = None
         self._over_limit.clear()
         return Change(False, reason)
@@ -124,14 +131,14 @@ class Waiting:
         self._step = event.step if isinstance(event, StepDone) else self._step
         self._emit(event)
 
-    def until(self, asked: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
+    def until(self, should_stop: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
         """Waits until the pause ends; returns whether a stop was requested."""
-        stop, pause = self._most(asked(), self._pause.exists())
+        stop, pause = self._most(should_stop(), self._pause.exists())
         if pause and not stop:
             self._emit(Phase(step=self._step, name="paused"))
         while pause and not stop:
             time.sleep(poll_seconds)
-            stop, pause = self._most(asked(), self._pause.exists())
+            stop, pause = self._most(should_stop(), self._pause.exists())
         return bool(stop)
 
 
@@ -246,20 +253,20 @@ class Watcher:
 
     def _sample(self) -> None:
         readings = self._reader.read()
-        now = time.monotonic()
-        before = self._sampled
-        self._sampled = now
-        change = self._guard.check(readings, now)
+        time_now = time.monotonic()
+        previous_time = self._sampled
+        self._sampled = time_now
+        change = self._guard.check(readings, time_now)
         if change is not None:
             if change.paused and not self._ending.is_set():
                 self._pause.touch()
             else:
                 self._pause.unlink(missing_ok=True)
             self._emit(Warned(step=self._step, reason=change.reason))
-        if before is not None:
+        if previous_time is not None:
             for reading in readings:
                 stretch = self._stretches.setdefault(reading.device, Stretch())
-                stretch.add(reading, min(now - before, LONGEST_SECONDS))
+                stretch.add(reading, min(time_now - previous_time, LONGEST_SECONDS))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ MEET_SECONDS = (
 )
 FIRST_SECONDS = 1800.0  # before the first step: a compilation, a slow file system, the other ranks
 SAVE_SECONDS = 1800.0
-# variable: replaces LEAST_SECONDS; the others become ten times as long
+# The variable that replaces LEAST_SECONDS; the other limits become ten times as long.
 OVERRIDE = "BLOOMERY_HANG_SECONDS"
 
 
@@ -53,12 +53,12 @@ class Deadline:
         folder.mkdir(exist_ok=True)
         self._file = (folder / f"rank-{rank}.txt").open("w", encoding="utf-8")
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
-        given = float(os.environ.get(OVERRIDE, "0"))
-        self._least = given or LEAST_SECONDS
+        override = float(os.environ.get(OVERRIDE, "0"))
+        self._least = override or LEAST_SECONDS
         self._first, self._save = (
-            (10 * given, 10 * given) if given else (FIRST_SECONDS, SAVE_SECONDS)
+            (10 * override, 10 * override) if override else (FIRST_SECONDS, SAVE_SECONDS)
         )
-        self._meet = 10 * given or MEET_SECONDS
+        self._meet = 10 * override or MEET_SECONDS
         self._seconds = deque[float](maxlen=50)  # of the last steps
 
     def meet(self) -> None:
@@ -67,9 +67,12 @@ class Deadline:
 
     def arm(self) -> None:
         """There is progress: from now on a step may take its time."""
-        wanted = STEPS * statistics.median(self._seconds) if self._seconds else self._first
+        step_seconds = STEPS * statistics.median(self._seconds) if self._seconds else self._first
         self._set(
-            max(self._least, wanted if self._least == LEAST_SECONDS or not self._seconds else 0.0)
+            max(
+                self._least,
+                step_seconds if self._least == LEAST_SECONDS or not self._seconds else 0.0,
+            )
         )
 
     def extend(self) -> None:
@@ -91,7 +94,7 @@ class Deadline:
 DONE = 0
 FAILED = 1
 STOPPED = 75
-# failures with a fallback
+# Failures that have a fallback.
 UNSOUND = 3
 OUT_OF_MEMORY = 4
 DIVERGED = 5
@@ -114,20 +117,20 @@ class StopFlag:
 
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
-        asked = self.save_asked
+        save_asked = self.save_asked
         self.save_asked = False
-        return asked
+        return save_asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == SAVE_SIGNAL:
             self.save_asked = True
             return
-        first = not self.asked
+        is_first = not self.asked
         self.asked = True
         if not self.step:
             os._exit(STOPPED)
-        if first and self.emit is not None:
+        if is_first and self.emit is not None:
             with suppress(UserError):  # the training loop reports a full disk
                 self.emit(Phase(step=self.step, name="stopping"))
 
@@ -153,17 +156,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--resumed", action="store_true")
-    words = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     flag = StopFlag()
-    if words.stage == "train":
+    if options.stage == "train":
         flag.install()
-    die_with_parent(words.parent)
-    folder = RunFolder(words.folder)
+    die_with_parent(options.parent)
+    folder = RunFolder(options.folder)
     try:
         with EventLog(folder.events) as emit:
-            if words.stage == "prepare":
-                return _prepare(folder, words.data, emit)
-            return _train(folder, emit, flag, resumed=words.resumed)
+            if options.stage == "prepare":
+                return _prepare(folder, options.data, emit)
+            return _train(folder, emit, flag, resumed=options.resumed)
     except (UserError, OSError) as failed:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
@@ -174,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
             "fix": error.fix,
             "code": error.code,
         }
-        os.write(words.report, json.dumps(report).encode())
+        os.write(options.report, json.dumps(report).encode())
         kinds = ((Unsound, UNSOUND), (OutOfMemory, OUT_OF_MEMORY), (Diverged, DIVERGED))
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
@@ -212,12 +215,16 @@ def _check_peft_settings(recipe: "Recipe") -> None:
 
 def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], None]:
     """Phases as events: the start and the end of each, and between them one per `seconds`."""
-    last: dict[str, float] = {}
+    last_times: dict[str, float] = {}
 
     def report(name: str, done: float, total: float) -> None:
-        now = time.monotonic()
-        if name not in last or done >= total > 0 or now - last[name] >= seconds:
-            last[name] = now
+        current_time = time.monotonic()
+        if (
+            name not in last_times
+            or done >= total > 0
+            or current_time - last_times[name] >= seconds
+        ):
+            last_times[name] = current_time
             emit(Phase(name=name, done=done, total=total))
 
     return report
@@ -262,10 +269,10 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         return flag.asked
 
     def stop() -> bool:
-        asked = waiting.until(progress)
-        if asked and mesh.world > 1:  # for the launcher, which ends ranks that never agree
+        should_stop = waiting.until(progress)
+        if should_stop and mesh.world > 1:  # for the launcher, which ends ranks that never agree
             emit(Phase(step=flag.step, name="saving"))
-        return asked
+        return should_stop
 
     def emit_event(event: Event) -> None:
         if deadline is not None:
@@ -304,5 +311,5 @@ if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # everything is saved; a normal exit of torch and a driver takes seconds, and may crash
+    # Everything is saved; a normal exit of torch and a driver takes seconds, and may crash.
     os._exit(ended)
