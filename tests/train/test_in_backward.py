@@ -151,7 +151,7 @@ def test_adamw_clips_each_gradient_alone():
             positions_BT=batch(2).positions,
             documents_BT=batch(2).documents,
             head=OBJECTIVE.head(batch(2)),
-        ),
+        ).head,
         batch(2),
     )
     (parts.total / batch(2).loss_mask.sum()).backward()
@@ -173,9 +173,8 @@ def test_a_backward_that_was_cut_short_leaves_nothing_armed():
     bomb.remove()
     who.optimizer.zero_grad()
     before = weights(who)
-    OBJECTIVE.loss(
-        who.model(batch(2).tokens, head=OBJECTIVE.head(batch(2))), batch(2)
-    ).total.backward()
+    output = who.model(batch(2).tokens, head=OBJECTIVE.head(batch(2)))
+    OBJECTIVE.loss(output.head, batch(2)).total.backward()
     assert all(torch.equal(p, q) for p, q in zip(weights(who), before, strict=True))
     assert all(p.grad is not None for p in who.model.parameters())
 
