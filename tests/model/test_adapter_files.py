@@ -150,7 +150,7 @@ def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         values = ours.double()(tokens(), head=Values()).head
-        assert_close(again.double()(tokens(), head=Values()), values, atol=1e-5, rtol=0)
+        assert_close(again.double()(tokens(), head=Values()).head, values, atol=1e-5, rtol=0)
         assert_close(values[:, -1:], theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
 
 
