@@ -361,7 +361,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     for layers, wide in ((2, 2048), (24, 8192)):
         sizes = {"hidden_size": 512, "intermediate_size": wide, "num_hidden_layers": layers}
         folder = saved_case("llama2", tmp_path / f"model-{layers}", torch_dtype="bfloat16", **sizes)
-        done = preloaded.run([sys.executable, "-c", PEAK, folder], text=True)
+        done = subprocess.run([sys.executable, "-c", PEAK, folder], capture_output=True, text=True)
         peaks.append(int(done.stdout) // 1024)
     assert (
         (tmp_path / "model-24.gguf").stat().st_size
@@ -460,7 +460,7 @@ gguf.export_gguf(find_model(Path(sys.argv[1])), Path("out.gguf"), kind="f32", ve
 
 def test_a_killed_export_leaves_no_file_and_the_next_one_clears_its_draft(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
-    done = preloaded.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL
     (draft,) = [path.name for path in tmp_path.iterdir() if path != source]
     assert draft.startswith(".tmp-out.gguf-")

@@ -3,13 +3,13 @@
 import io
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import preloaded
 from bloomery import cli
 
 MODEL = """{family: llama, hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1,
@@ -52,11 +52,13 @@ def process(
     timeout: float = PATIENCE_SECONDS,
 ) -> Result:
     """`bloomery words` as a process in `folder`; `code` runs in it before."""
-    done = preloaded.run(
+    done = subprocess.run(
         [*python(code), *words],
         cwd=folder,
         env=os.environ | dict(environment or {}),
         timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
         start_new_session=True,
     )
     return Result(

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from command_line import PATIENCE_SECONDS, assert_clear, here, process, python
 
-import preloaded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.store import write_sealed
 from bloomery.train.checkpoint import copy_tokenizer
@@ -121,7 +120,7 @@ def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
     odd = stopped.folder / "; rm -rf $HOME é\n<b>"
     stopped.run.rename(odd)
     words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.max_steps=300"]
-    with preloaded.Popen(
+    with subprocess.Popen(
         words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as first:
         try:
@@ -176,7 +175,7 @@ def test_ctrl_c(workshop, moment):
         *TRAIN,
         "train.max_steps=3000" if moment == "evaluation" else "train.max_steps=3",
     ]
-    with preloaded.Popen(
+    with subprocess.Popen(
         words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
@@ -203,7 +202,7 @@ def test_ctrl_c_while_preparing_keeps_what_is_there(workshop):
     with (workshop / "text/much.txt").open("w") as file:
         file.writelines(f"line {number} of a text that takes a while\n" for number in range(15_000))
     words = [*python(), "prepare", "tiny.yaml", "data.prepared=shards"]
-    with preloaded.Popen(
+    with subprocess.Popen(
         words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as child:
         wait_for(lambda: (workshop / "shards/tokenizer.json").exists() or child.poll() is not None)
@@ -338,7 +337,7 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, plain, ver
     words = [*python(), "train", "tiny.yaml", "--run-dir", "runs/one"]
     reading, writing = os.pipe()
     os.close(reading)  # whoever read has gone, as `| head -1` does
-    with preloaded.Popen(
+    with subprocess.Popen(
         words, cwd=odd, env=homeless, stdout=writing, stderr=subprocess.PIPE
     ) as child:
         os.close(writing)

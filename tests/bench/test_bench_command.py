@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import preloaded
 from bloomery.bench import measuring
 from bloomery.cli import cli
 from bloomery.cli.bench import one_of_several
@@ -139,7 +138,7 @@ def test_a_giver_is_a_name(here, contributor):
 
 
 def test_ctrl_c_leaves_nothing_behind(here):
-    process = preloaded.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,7 +154,7 @@ def test_ctrl_c_leaves_nothing_behind(here):
 
 
 def test_a_child_does_not_outlive_a_killed_bench(here):
-    process = preloaded.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

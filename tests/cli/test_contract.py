@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import preloaded
 from bloomery.cli import COMMANDS, cli, main
 from bloomery.cli.demo import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
@@ -417,7 +417,7 @@ def workshop(tmp_path_factory) -> Path:
         "tiny.yaml",
         "logging.trackers=[tensorboard]",
     ]
-    done = preloaded.run(command, cwd=folder, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 

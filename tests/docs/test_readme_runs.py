@@ -4,11 +4,10 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 
 from words_of_docs import ROOT
-
-import preloaded
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
@@ -91,7 +90,9 @@ def test_the_fine_tuning_commands_run_and_the_exports_open(tmp_path):
         words = shlex.split(line)
         tiny = ["model.from=tiny"] if "qwen2.5-0.5b-lora" in words else []
         command = [sys.executable, "-m", *words, *tiny]
-        done = preloaded.run(command, cwd=tmp_path, env=env, input="What is 7?\n", text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, input="What is 7?\n", capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "my-model").eval()
     os.chdir(tmp_path)  # the adapter names its base as the recipe does

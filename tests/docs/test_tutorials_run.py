@@ -3,13 +3,12 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from words_of_docs import ROOT
-
-import preloaded
 
 RUN = re.compile(r"<!-- run -->\n```bash\n(.*?)```", re.DOTALL)
 FILES = re.compile(
@@ -41,6 +40,6 @@ def test_every_command_succeeds(page: str, tmp_path: Path) -> None:
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "HF_HUB_OFFLINE": "1",
         }
-        done = preloaded.run(command, cwd=tmp_path, env=env, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert (tmp_path / ("my-adapter" if page == "dpo" else "my-model")).is_dir()

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from tiny_models import saved_reference, tiny_reference, tokens
 from torch.testing import assert_close
 
 import bloomery
-import preloaded
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.families import config_from_hf
@@ -139,7 +139,7 @@ def test_loading_makes_no_second_copy(family: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
     command = [sys.executable, "-c", PROBE, str(tmp_path / "large"), str(tmp_path / "small")]
-    told = preloaded.run(command, cwd=tmp_path, text=True)
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert float(told.stdout) < 1.2
 

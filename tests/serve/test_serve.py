@@ -19,7 +19,6 @@ import pytest
 import torch
 from server_for_tests import LIMITS, Running, running
 
-import preloaded
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
@@ -557,7 +556,7 @@ def test_a_signal_ends_the_command_and_its_answers(folder: Path, number: int) ->
         "-d",
         "cpu",
     ]
-    child = preloaded.Popen(
+    child = subprocess.Popen(
         words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ
     )
     try:

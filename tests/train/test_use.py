@@ -1,6 +1,7 @@
 """A model is used as its run trained it: the same base, the same precision, in the memory that this takes."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 from safetensors.torch import load_file
 
-import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
@@ -269,7 +269,7 @@ def test_a_quantized_base_is_never_whole_in_memory(tmp_path):
         write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
     file = (tmp_path / "large/model.safetensors").stat().st_size
     words = [sys.executable, "-c", PROBE, str(tmp_path / "small"), str(tmp_path / "large")]
-    told = preloaded.run(words, text=True)
+    told = subprocess.run(words, capture_output=True, text=True)
     peak, held = map(int, told.stdout.split())
     assert held < 0.17 * file
     assert peak < held + 60e6 < 0.6 * file
@@ -339,7 +339,7 @@ def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepare
     adapter_on(config, tmp_path / "large", prepared)
     adapter_on(CONFIG, tmp_path / "small", prepared)
     command = [sys.executable, "-c", MERGE, str(tmp_path)]
-    told = preloaded.run(command, text=True)
+    told = subprocess.run(command, capture_output=True, text=True)
     assert int(told.stdout) < 0.35 * (tmp_path / "large/model.safetensors").stat().st_size
     for name in ("small", "large"):
         folder = tmp_path / name
