@@ -40,9 +40,9 @@ CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}
 
 def train(recipe: str, folder: Path, *words: str) -> list[Any]:
     """The events of one run, to its end."""
-    from bloomery.cli.demo import followed
+    from bloomery.cli.demo import follow_run
 
-    return list(followed(folder, "train", recipe, *words, "--run-dir", str(folder)))
+    return list(follow_run(folder, "train", recipe, *words, "--run-dir", str(folder)))
 
 
 def make_base(work: Path, steps: int) -> Path:
@@ -116,9 +116,9 @@ def whole(folder: Path) -> bool:
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     """What a run told."""
-    from bloomery.cli.demo_chat import _trainable
     from bloomery.core.units import MIB
     from bloomery.monitor.events import EvalDone, StepDone, read_events
+    from bloomery.plan.estimate.states import TrainedModel
     from bloomery.plan.store import read_plan
 
     events, plan = list(read_events(folder / "events.jsonl")), read_plan(folder / "plan.json")
@@ -130,7 +130,7 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     return {
         "name": name,
         "folder": folder.name,
-        "trained": _trainable(plan),
+        "trained": TrainedModel.of(plan, plan.model.config).trained_count,
         "learning_rate": plan.optimizer.learning_rate,
         "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],

@@ -29,7 +29,6 @@ from bloomery.report.charts import (
     bar_chart,
     downsample,
     line_chart,
-    part,
     prose,
     ticks,
 )
@@ -433,8 +432,3 @@ def test_evaluations_of_a_killed_run_are_the_last_told(tmp_path):
     )
     assert [event.perplexity for event in read_record(folder).evals] == [8.0]
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[2])["perplexity"] == 9.0
-
-
-def test_answers_are_text_and_no_markup():
-    page = part("responses", prompts=[("<q>", [("<r>", "<b>"), ("x", "<a>")])], note="")
-    assert all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page

@@ -13,24 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import COMMANDS, cli, main
-from bloomery.cli.demo import evaluate_demo
+from bloomery.cli.demo import _evaluate
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Recipe
 
-FORGATHER = {  # hidden from --help
-    "--max-steps",
-    "--train-epochs",
-    "--models-dir",
-    "--model-name",
-    "--dataset-proj",
-    "--dataset-config",
-    "--safe-load",
-    "--gradient-checkpointing",
-    "--log-peak-memory",
-    "--chat-template",
-}
 FLAGS = {
     "completion": set(),
     "demo": {"--json", "--run-dir"},
@@ -54,7 +42,6 @@ FLAGS = {
         "--dry-run",
         "--smoke-test",
         "--recover",
-        *FORGATHER,
     },
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
@@ -306,14 +293,6 @@ def test_verbs_and_flags():
         assert flags == known, words
 
 
-def test_the_flags_of_forgather_work_and_are_hidden():
-    train = leaves(cli)["train"]
-    hidden = {
-        name for option in train.params if getattr(option, "hidden", False) for name in option.opts
-    }
-    assert hidden == FORGATHER
-
-
 @pytest.mark.parametrize("name", sorted(FLAGS))
 def test_help_is_a_short_sentence_for_each_command_and_option(name):
     command = leaves(cli)[name]
@@ -350,7 +329,7 @@ def test_events_and_the_fields_of_a_step():
 
 def test_keys_of_the_demo():
     """It takes two minutes, so its source has to do."""
-    source = inspect.getsource(evaluate_demo)
+    source = inspect.getsource(_evaluate)
     for key in (
         "bits_per_byte",
         "gzip_bits_per_byte",

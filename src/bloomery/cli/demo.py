@@ -16,9 +16,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -59,6 +58,18 @@ from bloomery.plan.types import RunPlan
 if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
 
+KILL_AT = 0.6  # of the run's steps: after the first checkpoint from there on
+NUM_REPEATED = 10  # steps between that checkpoint and the kill, to compare their losses
+FIRST_TIMED_STEP = 3  # earlier ones warm caches up
+LAST_TIMED_STEP = 12
+FORWARD_SHARE = 1 / 3  # of a step's time: backward takes the rest
+CONTEXT_READS = 2  # the final evaluation reads every token twice: half of each window is context
+# The end of the demo (loading, evaluation, sample, export, page) takes as long as this many starts of a run.
+END_IN_STARTS = 1.0
+BAR_WIDTH = 22
+EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character that a bar ends with
+SAMPLE_LINES = 8
+
 
 @final
 class Story:
@@ -71,27 +82,25 @@ class Story:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
         self.width = min(WIDTH, self._console.width) if self._console.is_terminal else WIDTH
         self._status = self._console.status("starting", spinner="line")
-        self._view = PlainView(RunFacts(every_steps=2**62), self._print, width=self.width)
         self._steps: int | None = None
+        self._table = PlainView(RunFacts(every_steps=2**62), self._print, width=self.width)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
 
-    def write(self, title: str = "", *lines: str) -> None:
-        """The title in the first columns of the first line, the lines in the others, wrapped."""
-        room = self.width - TITLE
-        wrapped = [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]
-        ]
-        for line in titled(title, *wrapped):
+    def write(self, title: str = "", *paragraphs: str) -> None:
+        """The title in the first columns of the first line, the paragraphs in the others, wrapped."""
+        lines = []
+        for paragraph in paragraphs:
+            wrapped = textwrap.wrap(paragraph, self.width - TITLE, break_on_hyphens=False)
+            lines.extend(wrapped or [""])
+        for line in titled(title, *lines):
             self._print(line)
 
     def show(self, event: Event) -> None:
         """A line of the table per evaluation, with the checkpoint of that step; on a terminal the progress, too."""
         if isinstance(event, StepDone | EvalDone | Saved | RunEnded):
-            self._view.write(event)
+            self._table.write(event)
         if isinstance(event, RunStarted | Phase | StepDone):
             self.show_status(progress_text(event, self._steps))
 
@@ -103,7 +112,7 @@ class Story:
 
     def note(self, step: int, text: str) -> None:
         """A line in the table."""
-        self._view.note(step, text)
+        self._table.note(step, text)
 
     @contextmanager
     def busy(self, text: str) -> Iterator[None]:
@@ -116,30 +125,14 @@ class Story:
 
     def begin_table(self, steps: int) -> None:
         """Once the length of the run is known; earlier lines have no ETA."""
-        self._view = PlainView(
-            RunFacts(every_steps=2**62, steps=steps), self._print, width=self.width
-        )
+        facts = RunFacts(every_steps=2**62, steps=steps)
+        self._table = PlainView(facts, self._print, width=self.width)
         self._steps = steps
 
     def end_table(self) -> None:
         self._status.stop()
-        self._view.close()
+        self._table.close()
         click.echo(err=self._console.stderr)
-
-
-KILL_AT = 0.6  # of the run's steps: after the first checkpoint from there on
-REPEATED = 10  # steps between that checkpoint and the kill, to compare their losses
-TIMED_STEPS = range(3, 13)  # the plan's step time is their median; earlier ones warm caches up
-FORWARD_SHARE = 1 / 3  # of a step's time: backward takes the rest
-CONTEXT_READS = 2  # the final evaluation reads every token twice: half of each window is context
-END_STARTS = (
-    # loading, sample, exports and report, in times from a process's start to its first step: 7 s against 4.7
-    1.5
-)
-BUSY_CORES = 0.25  # used by other programs, from which on the demo mentions them
-SLOWER = 1.15  # steps against the timed ones, from which on the demo mentions them
-BAR = 22  # characters of the longest bar
-SAMPLE_LINES = 8
 
 
 @dataclass
@@ -147,30 +140,64 @@ class Kill:
     """The kill, and the losses of the repeated steps before and after it."""
 
     step: int
-    saved: int  # the checkpoint that the run resumes from
-    before: dict[int, float | None]
-    after: dict[int, float | None] = field(default_factory=dict)
-    at: float = field(default_factory=time.time)
-    gap_seconds: float = 0.0  # from the kill to the end of the first step after it
+    saved_step: int  # of the checkpoint that the run resumes from
+    losses_before: dict[int, float | None]
+    losses_after: dict[int, float | None] = field(default_factory=dict)
+    killed_at: float = field(default_factory=time.time)
 
     @property
-    def differing(self) -> list[int]:
-        return [step for step, loss in self.before.items() if self.after.get(step) != loss]
+    def differing_steps(self) -> list[int]:
+        return [
+            step for step, loss in self.losses_before.items() if self.losses_after.get(step) != loss
+        ]
+
+
+@dataclass
+class StartUp:
+    """When a training process reached the first of its events, in seconds since the epoch."""
+
+    launched: float
+    first_event: float | None = None
+    prepared: float | None = None  # the last event of the dataset
+    first_step: float | None = None
+    build_seconds: float = 0.0  # to compile C++, which happens once per machine
+
+    def note(self, event: Event) -> None:
+        if self.first_event is None:
+            self.first_event = event.time
+        match event:
+            case Phase(name="tokenizer" | "tokens" | "checksums"):
+                self.prepared = event.time
+            case RunStarted():
+                self.build_seconds = event.build_seconds
+            case StepDone(step=1):
+                self.first_step = event.time
+
+    @property
+    def seconds(self) -> float:
+        """From the launch to the first step, without what a resume does not repeat: the dataset and the build."""
+        assert self.first_event is not None and self.first_step is not None
+        before_dataset = self.first_event - self.launched
+        after_dataset = self.first_step - (self.prepared or self.first_event)
+        return max(0.0, before_dataset + after_dataset - self.build_seconds)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of a step, and of the whole demo, from its first timed steps."""
+
+    step: float
+    total: float
 
 
 def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     """The whole demo; returns the document of `--json`. Raises UserError."""
     began = time.time()
-    folder = run_dir or free_folders("demo")[0]
+    folder = run_dir or free_folder("demo")
     story = Story(to_stderr=as_json)
     story.write("Bloomery demo: train a small language model on this machine's Python source code")
     story.show_status("checking this machine")
-    busy = cores_used_by_others(0.5)
     story.write(f"{describe(detect())} · no download")
-    if busy >= BUSY_CORES:
-        story.write(
-            f"Other programs use {busy:.1f} cores now: the demo takes longer than on a quiet machine."
-        )
     story.write()
     story.show_status("starting")
     try:
@@ -179,35 +206,15 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
             _resume(folder, story, kill)
     finally:
         story.end_table()
-    return evaluate_demo(folder, story, kill, began, forecast)
+    return _evaluate(folder, story, kill, forecast, began)
 
 
-def cores_used_by_others(seconds: float) -> float:
-    """CPU time that other programs take from this process's cores within `seconds`; 0 where the system hides it."""
-
-    def busy() -> float:
-        """Seconds of these cores in user and system mode, niced or not, or stolen by the host."""
-        with suppress(OSError, ValueError, IndexError):
-            lines = Path("/proc/stat").read_text().splitlines()
-            ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-            fields = [line.split() for line in lines if line.split()[0] in ours]
-            return sum(sum(int(field[at]) for at in (1, 2, 3, 8)) for field in fields) / os.sysconf(
-                "SC_CLK_TCK"
-            )
-        return 0.0
-
-    before = busy()
-    own = time.process_time()
-    time.sleep(seconds)
-    return max(0.0, busy() - before - (time.process_time() - own)) / seconds
-
-
-def free_folders(*names: str) -> list[Path]:
-    """runs/NAME of each, all of them with the same number if one exists: no run is overwritten."""
+def free_folder(name: str) -> Path:
+    """runs/NAME, with a number if it exists: no run is overwritten."""
     for number in count(1):
-        folders = [Path("runs") / (name if number == 1 else f"{name}-{number}") for name in names]
-        if not any(folder.exists() for folder in folders):
-            return folders
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return folder
     raise AssertionError("numbers never end")
 
 
@@ -220,13 +227,23 @@ def describe(machine: Machine) -> str:
     return " · ".join([*gpus, cpu, f"{host.memory_bytes / GIB:.0f} GiB memory"])
 
 
-def followed(folder: Path, *arguments: str) -> Generator[Event]:
+def shown_path(path: Path) -> str:
+    """Relative to the working folder where it lies in it."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+def run_name(folder: Path) -> str:
+    """How a command names this run."""
+    return shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
+
+
+def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
     """The events of `bloomery ARGUMENTS` in a process until it ends; `close` kills it and its ranks.
 
     Its process group is its own, and Ctrl+C is forwarded once. Raises UserError with its error when it fails.
     """
     events = folder / "events.jsonl"
-    known = events.stat().st_size if events.exists() else 0
+    known_bytes = events.stat().st_size if events.exists() else 0
     process = subprocess.Popen(
         [sys.executable, "-m", "bloomery", *arguments],
         stdin=subprocess.DEVNULL,
@@ -237,7 +254,7 @@ def followed(folder: Path, *arguments: str) -> Generator[Event]:
     try:
         try:
             yield from follow(
-                events, lambda: process.poll() is not None, start=known, poll_seconds=0.05
+                events, lambda: process.poll() is not None, start=known_bytes, poll_seconds=0.05
             )
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
@@ -248,92 +265,82 @@ def followed(folder: Path, *arguments: str) -> Generator[Event]:
             process.communicate()
     if process.returncode != 0:
         lines = errors.decode("utf-8", errors="replace").strip().splitlines()
+        reason = f": {lines[0].removeprefix('error: ')}" if lines else ""
         raise UserError(
-            "training of the demo failed"
-            + (f": {lines[0].removeprefix('error: ')}" if lines else ""),
+            f"training of the demo failed{reason}",
             where=str(folder / "log.txt"),
             fix=f"resume from the last checkpoint: `bloomery resume {folder}`",
             code=process.returncode if process.returncode > 0 else 1,
         )
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Seconds of the whole demo, from its first timed steps. `start`: from a process's launch to its first step."""
+def _train_and_kill(
+    folder: Path, story: Story, demo_began: float
+) -> tuple[Kill | None, Forecast | None]:
+    """No kill when training ended before one after a checkpoint, no forecast when it ended before the timed steps."""
+    start_up = StartUp(launched=time.time())
+    losses: dict[int, float | None] = {}
+    step_seconds: list[float] = []
+    steps = 0
+    saved_step = 0
+    forecast: Forecast | None = None
+    with closing(follow_run(folder, "train", "demo", "--run-dir", str(folder))) as events:
+        for event in events:
+            story.show(event)
+            start_up.note(event)
+            match event:
+                case RunStarted():
+                    steps = event.steps
+                    dataset_seconds = (start_up.prepared or event.time) - start_up.launched
+                    _show_dataset(story, read_plan(folder / "plan.json"), dataset_seconds)
+                case Saved(weights_only=False):
+                    saved_step = event.step
+                case StepDone():
+                    losses[event.step] = event.loss
+                    step_seconds.append(event.step_seconds)
+                case _:
+                    continue
 
-    step: float
-    start: float
-    total: float
+            # The plan of the whole demo is printed once this machine's own steps are timed.
+            if isinstance(event, StepDone) and event.step == LAST_TIMED_STEP:
+                plan = read_plan(folder / "plan.json")
+                forecast = forecast_of(
+                    plan,
+                    elapsed=event.time - demo_began,
+                    done=event.step,
+                    step=statistics.median(step_seconds[FIRST_TIMED_STEP - 1 :]),
+                    start=start_up.seconds,
+                    validation=read_manifest(plan.data.prepared).validation.tokens,
+                )
+                story.begin_table(steps)
+                _show_plan(story, plan, forecast)
+
+            # Some steps after a checkpoint, so that the resumed run has losses to repeat.
+            late = saved_step >= KILL_AT * steps and event.step >= saved_step + NUM_REPEATED
+            if isinstance(event, StepDone) and late:
+                events.close()
+                story.note(event.step, "training process killed on purpose (kill -9)")
+                losses_before = {step: loss for step, loss in losses.items() if step > saved_step}
+                return Kill(event.step, saved_step, losses_before), forecast
+    return None, forecast
 
 
 def forecast_of(
     plan: RunPlan, *, elapsed: float, done: int, step: float, start: float, validation: int
 ) -> Forecast:
-    """The demo `elapsed` seconds after its beginning, with `done` steps taken; `validation`: tokens of that set.
+    """The demo `elapsed` seconds after its beginning, with `done` steps taken of `step` seconds each.
 
-    Still to come: the other steps, those repeated after the kill, evaluations, the resume, and the end.
+    Still to come: the other steps, those repeated after the kill, evaluations, the resume, and the end. `start`:
+    seconds that a run takes to its first step. `validation`: tokens of that set.
     """
     steps = plan.train.steps
     assert steps is not None, "the length of the demo is fixed"
     evaluations = steps // plan.eval.every_steps if plan.eval.every_steps else 1
-    sequences = evaluations * (plan.eval.sequences or 0)
-    read = sequences * plan.data.sequence_length + CONTEXT_READS * validation
-    forward = FORWARD_SHARE * read / plan.train.tokens_per_step
-    left = (steps - done + REPEATED + forward) * step + (1 + END_STARTS) * start
-    return Forecast(step=step, start=start, total=elapsed + left)
-
-
-def _train_and_kill(
-    folder: Path, story: Story, demo_began: float
-) -> tuple[Kill | None, Forecast | None]:
-    """No kill when training ended before one after a checkpoint, no forecast when it ended before the timed steps."""
-    losses: dict[int, float | None] = {}
-    seconds: list[float] = []
-    forecast: Forecast | None = None
-    saved = 0
-    steps = 0
-    launched = time.time()
-    first_event = 0.0
-    prepared = 0.0
-    with closing(followed(folder, "train", "demo", "--run-dir", str(folder))) as events:
-        for event in events:
-            story.show(event)
-            first_event = first_event or event.time
-            match event:
-                case Phase(name="tokenizer" | "tokens" | "checksums"):
-                    prepared = event.time
-                case RunStarted():
-                    steps = event.steps
-                    _show_dataset(
-                        story, read_plan(folder / "plan.json"), (prepared or event.time) - launched
-                    )
-                case Saved(weights_only=False):
-                    saved = event.step
-                case StepDone():
-                    losses[event.step] = event.loss
-                    seconds.append(event.step_seconds)
-                    # the time before the dataset's first event, and from its last one
-                    if event.step == 1:
-                        start = first_event - launched + event.time - (prepared or first_event)
-                    if event.step == TIMED_STEPS[-1]:
-                        plan = read_plan(folder / "plan.json")
-                        forecast = forecast_of(
-                            plan,
-                            elapsed=event.time - demo_began,
-                            done=event.step,
-                            start=start,
-                            step=statistics.median(seconds[TIMED_STEPS[0] - 1 :]),
-                            validation=read_manifest(plan.data.prepared).validation.tokens,
-                        )
-                        story.begin_table(steps)
-                        _show_plan(story, plan, forecast)
-                    if saved >= KILL_AT * steps and event.step >= saved + REPEATED:
-                        events.close()
-                        story.note(event.step, "training process killed on purpose (kill -9)")
-                        return Kill(
-                            event.step, saved, {s: x for s, x in losses.items() if s > saved}
-                        ), forecast
-    return None, forecast
+    evaluated_tokens = evaluations * (plan.eval.sequences or 0) * plan.data.sequence_length
+    evaluated_tokens += CONTEXT_READS * validation
+    evaluated_steps = FORWARD_SHARE * evaluated_tokens / plan.train.tokens_per_step
+    remaining_steps = steps - done + NUM_REPEATED + evaluated_steps
+    return Forecast(step, elapsed + remaining_steps * step + (1 + END_IN_STARTS) * start)
 
 
 def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
@@ -348,61 +355,57 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
         f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
         f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set",
     )
-    each = size / (train.tokens + validation.tokens)
-    bpe = f"byte-level BPE, {manifest.vocab_size:,} tokens, {each:.1f} bytes per token"
-    # at the right margin
-    story.write("tokenizer", f"{bpe:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")
+    bytes_per_token = size / (train.tokens + validation.tokens)
+    tokenizer = (
+        f"byte-level BPE, {manifest.vocab_size:,} tokens, {bytes_per_token:.1f} bytes per token"
+    )
+    # The time stands at the right margin.
+    story.write("tokenizer", f"{tokenizer:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")
 
 
 def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
-    """The plan, once the first steps are timed."""
     train = plan.train
     memory = plan.memory
-    reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
-    size = format_count(parameter_count(plan.model.config))
-    tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
-    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB"
-    whole = f"about {format_seconds(forecast.total)} in all, {forecast.step:.2f} s per step"
+    precision = next(choice for choice in plan.choices if choice.key == "train.precision")
+    parameters = format_count(parameter_count(plan.model.config))
     story.write(
-        "plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", f"{fits} · {whole}"
+        "plan",
+        f"{parameters} parameters · {train.steps:,} steps x {train.tokens_per_step:,} tokens · "
+        f"{train.precision} ({precision.reason})",
+        f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · "
+        f"about {format_seconds(forecast.total)} in all, {forecast.step:.2f} s per step",
     )
 
 
-def time_text(forecast: Forecast, took: float, kill: Kill | None, step_seconds: float) -> str:
-    """Planned and measured time of the whole demo; slower steps than those timed are named."""
-    text = f"time {forecast.total:.0f} s, took {took:.0f} s ({took / forecast.total - 1:+.0%})"
-    if kill is not None:
-        text += f", resume {kill.gap_seconds:.1f} s"
-    if step_seconds > SLOWER * forecast.step:
-        text += f"; steps took {step_seconds:.2f} s, not {forecast.step:.2f}: other programs used the CPU"
-    return text
-
-
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
+    """Resumes the killed run, compares the losses of the steps that it repeats, and follows it to its end."""
     story.show_status("resuming from the last checkpoint")
-    with closing(followed(folder, "resume", str(folder))) as events:
+    first_step_at = 0.0
+    with closing(follow_run(folder, "resume", str(folder))) as events:
         for event in events:
-            if isinstance(event, StepDone) and not kill.after:
-                kill.gap_seconds = event.time - kill.at
-            if isinstance(event, StepDone) and event.step in kill.before:
-                kill.after[event.step] = event.loss
-                if event.step == kill.step:
-                    first = f"steps {kill.saved + 1} to {kill.step}"
-                    differing = kill.differing
-                    same = "losses bitwise identical"
-                    if differing:
-                        same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
-                    story.note(
-                        kill.saved, f"resumed in {kill.gap_seconds:.1f} s; repeated {first}: {same}"
-                    )
             if event.step > kill.step:
                 story.show(event)
+            if not isinstance(event, StepDone) or event.step not in kill.losses_before:
+                continue
+            first_step_at = first_step_at or event.time
+            kill.losses_after[event.step] = event.loss
+            if event.step == kill.step:
+                story.note(kill.saved_step, _resume_text(kill, first_step_at - kill.killed_at))
 
 
-def evaluate_demo(
-    folder: Path, story: Story, kill: Kill | None, began: float, forecast: Forecast | None = None
+def _resume_text(kill: Kill, seconds: float) -> str:
+    outcome = "losses bitwise identical"
+    if differing := kill.differing_steps:
+        compared = len(kill.losses_before)
+        outcome = f"{len(differing)} of {compared} losses differ, the first at step {differing[0]}"
+    repeated = f"steps {kill.saved_step + 1} to {kill.step}"
+    return f"resumed in {seconds:.1f} s; repeated {repeated}: {outcome}"
+
+
+def _evaluate(
+    folder: Path, story: Story, kill: Kill | None, forecast: Forecast | None, began: float
 ) -> dict[str, Any]:
-    """Evaluation, sample, export and report of the finished run; returns the document of `--json`."""
+    """Evaluation, sample, export and page of the finished run; returns the document of `--json`."""
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
         from bloomery.model.decoding import Sampling
@@ -415,7 +418,9 @@ def evaluate_demo(
         checkpoint = model_folder(folder, "last")
         decoder = load_decoder(checkpoint)
         tokenizer = load_tokenizer(checkpoint)
-    bits = _bits_per_byte(story, decoder, tokenizer, plan.data.prepared)
+
+    bits_per_byte = _compare_with_compressors(story, decoder, tokenizer, plan.data.prepared)
+
     prompt = plan.sample.prompts[0]
     sampling = Sampling(
         max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0
@@ -424,82 +429,60 @@ def evaluate_demo(
         completion = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
-    model = folder / "export" / "hf"
+
+    exported = folder / "export" / "hf"
     with story.busy("writing the report"):
-        if not model.exists():
-            export(checkpoint, model)
-        title = "Bits per byte on the whole validation set"
-        note = "Lower is better. Evaluations during training score a part of the set."
-        bars = Bars(title, tuple(bits.items()), unit="bits per byte", note=note, own="this model")
-        gguf, gguf_line = export_demo_gguf(model, folder / "export" / f"{folder.name}.gguf")
+        if not exported.exists():
+            export(checkpoint, exported)
+        bars = Bars(
+            "Bits per byte on the whole validation set",
+            tuple(bits_per_byte.items()),
+            unit="bits per byte",
+            note="Lower is better. Evaluations during training score a part of the set.",
+            own="this model",
+        )
         report = write_report(folder, extras=(bars,))
-    summary = summary_of(read_events(folder / "events.jsonl"))
-    memory = plan.memory.total / GIB
-    peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
-    took = time.time() - began
-    times = (
-        ""
-        if forecast is None
-        else time_text(forecast, took, kill, summary.trained_seconds / summary.steps_run)
-    )
-    story.write("planned", *filter(None, (times, peak)))
-    story.write(
-        "report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings"
-    )
-    story.write("model", f"{model!s:<31}opens in transformers and vLLM")
-    story.write("gguf", gguf_line)
+
+    seconds = time.time() - began
+    if forecast is not None:
+        story.write("planned", _planned_and_measured(folder, plan, forecast, seconds))
+    story.write("report", f"{shown_path(report):<31}training curves, samples, events, settings")
+    story.write("model", f"{shown_path(exported):<31}opens in transformers and vLLM")
     story.write()
-    _next_steps(story, folder)
+    _show_next_steps(story, folder)
     return {
-        "bits_per_byte": bits["this model"],
-        "gzip_bits_per_byte": bits["gzip -9"],
-        "xz_bits_per_byte": bits["xz -9"],
-        "seconds": took,
+        "bits_per_byte": bits_per_byte["this model"],
+        "gzip_bits_per_byte": bits_per_byte["gzip -9"],
+        "xz_bits_per_byte": bits_per_byte["xz -9"],
+        "seconds": seconds,
         "planned_seconds": forecast.total if forecast else None,
-        "step_seconds": summary.trained_seconds / summary.steps_run,
-        "resume_seconds": kill.gap_seconds if kill else None,
         "report": str(report),
         "folder": str(folder),
-        "gguf": None if gguf is None else str(gguf),
         "killed_at_step": kill.step if kill else None,
-        "repeated_steps": len(kill.before) if kill else 0,
-        "differing_losses": len(kill.differing) if kill else 0,
+        "repeated_steps": len(kill.losses_before) if kill else 0,
+        "differing_losses": len(kill.differing_steps) if kill else 0,
     }
 
 
-def export_demo_gguf(model: Path, out: Path) -> tuple[Path | None, str]:
-    """Writes a demo's model as a GGUF file unless `out` exists: the file, or None, and a line for the terminal."""
-    from bloomery.export.gguf import export_gguf
-    from bloomery.train.model_folder import find_model
-
-    if find_spec("gguf") is None:
-        return None, "not written: the gguf package is not installed; pip install 'bloomery[gguf]'"
-    if not out.exists():
-        export_gguf(find_model(model), out)
-    shown = os.path.relpath(out) if out.absolute().is_relative_to(Path.cwd()) else str(out)
-    return out, f"{shown:<31}runs in llama.cpp and Ollama: llama-cli -m {shlex.quote(shown)}"
-
-
-def _bits_per_byte(
+def _compare_with_compressors(
     story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepared: Path
 ) -> dict[str, float]:
-    """Of two compressors and the model on the validation set, printed as bars."""
+    """Bits per byte of two compressors and the model on the validation set, printed as bars."""
     from bloomery.runs.evaluate import evaluate
 
     with story.busy("evaluating on the validation set"):
         split = open_split(prepared, "validation")
-        texts = [
-            tokenizer.decode([int(token) for token in split.document(n)[1:-1]])
-            for n in range(len(split))
-        ]
-        known = set(texts)
-        repeated = repeated_lines(
-            texts, (t for f in stdlib_files() if (t := read_file(f.path)) not in known)
-        )
-        whole = "".join(texts).encode()
-        bits = {
-            "gzip -9": 8 * len(gzip.compress(whole, 9)) / len(whole),
-            "xz -9": 8 * len(lzma.compress(whole, preset=9)) / len(whole),
+        # Without BOS and EOS, which every document begins and ends with.
+        documents = (split.document(number)[1:-1] for number in range(len(split)))
+        texts = [tokenizer.decode(tokens.tolist()) for tokens in documents]
+        known_texts = set(texts)
+        training_texts = (read_file(file.path) for file in stdlib_files())
+        repeated = repeated_lines(texts, (t for t in training_texts if t not in known_texts))
+
+        content = "".join(texts).encode()
+        bits_per_byte = {
+            "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
+            "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
             "this model": evaluate(decoder, tokenizer, prepared)[0].bits_per_byte or math.nan,
         }
     story.write(
@@ -507,30 +490,37 @@ def _bits_per_byte(
         "bits per byte on the whole validation set "
         f"(lower is better; {repeated:.0%} of its lines occur in training)",
     )
-    for name, value in bits.items():
-        eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
-        story.write(
-            "",
-            f"  {name:<10}{value:>6.2f}  {'█' * (eighths // 8)}{' ▏▎▍▌▋▊▉'[eighths % 8].strip()}",
-        )
-    return bits
+    longest = max(bits_per_byte.values())
+    for name, value in bits_per_byte.items():
+        full, eighths = divmod(round(value / longest * BAR_WIDTH * 8), 8)
+        story.write("", f"  {name:<10}{value:>6.2f}  {'█' * full}{EIGHTHS[eighths].strip()}")
+    return bits_per_byte
 
 
-def _next_steps(story: Story, folder: Path) -> None:
-    name = shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
-    script = Path(sys.prefix) / "bin" / "activate"
-    near = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
-    found = shutil.which("bloomery") is not None or not script.is_file()  # not after `make demo`
+def _planned_and_measured(folder: Path, plan: RunPlan, forecast: Forecast, seconds: float) -> str:
+    planned_gib = plan.memory.total / GIB
+    peak_gib = summary_of(read_events(folder / "events.jsonl")).peak_gib
+    time_error = seconds / forecast.total - 1
+    memory_error = peak_gib / planned_gib - 1
+    return (
+        f"time {forecast.total:.0f} s, took {seconds:.0f} s ({time_error:+.0%}) · "
+        f"memory {planned_gib:.2f} GiB, peak {peak_gib:.2f} GiB ({memory_error:+.0%})"
+    )
+
+
+def _show_next_steps(story: Story, folder: Path) -> None:
     commands = {
-        **({} if found else {f"source {near}": ""}),
-        f'bloomery generate {name} --prompt "def read_json(path):"': "",
-        "bloomery demo chat": "fine-tune it, 2 minutes",
+        f'bloomery generate {run_name(folder)} --prompt "def read_json(path):"': "",
+        "bloomery demo chat": "fine-tune it, a minute",
         'bloomery train demo data.path=~/my-code data.glob="*.go"': "your own code",
         'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "before you buy a GPU",
     }
-    story.write(
-        "next", *(f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items())
-    )
+    # After `make demo`, bloomery is in an environment that this shell has not activated.
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("bloomery") is None and activate.is_file():
+        commands = {f"source {shown_path(activate)}": "", **commands}
+    lines = (f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items())
+    story.write("next", *lines)
 
 
 @click.command()
@@ -542,15 +532,14 @@ def _next_steps(story: Story, folder: Path) -> None:
 def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
 
-    `bloomery demo chat` then fine-tunes that model with LoRA and in full: 2 minutes more.
+    `bloomery demo chat` then fine-tunes that model with LoRA: a minute more.
 
     Example: bloomery demo --run-dir runs/first
     """
     from bloomery.cli import demo_chat
 
-    document = (demo_chat.demonstrate if what == "chat" else demonstrate)(
-        run_dir=run_dir, as_json=as_json
-    )
+    run_demo = demo_chat.demonstrate if what == "chat" else demonstrate
+    document = run_demo(run_dir=run_dir, as_json=as_json)
     if as_json:
         print_json(document)
     return 0

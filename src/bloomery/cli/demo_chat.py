@@ -1,25 +1,21 @@
-"""`bloomery demo chat`: fine-tune the model of `bloomery demo` with LoRA and in full, and compare the results."""
+"""`bloomery demo chat`: fine-tune the model of `bloomery demo` with LoRA, and compare it with its base."""
 
-import ast
-import shlex
 import time
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo import Story, describe, export_demo_gguf, followed, free_folders
+from bloomery.cli.demo import Story, describe, follow_run, free_folder, run_name, shown_path
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
-from bloomery.core.units import format_count, format_seconds
+from bloomery.core.units import format_count
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hardware.detect import detect
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import read_config
-from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events
-from bloomery.monitor.summary import summary_of
+from bloomery.monitor.events import RunEnded, RunStarted, read_events
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
@@ -28,46 +24,40 @@ from bloomery.runs.folder import all_runs
 if TYPE_CHECKING:
     from bloomery.train.evaluation.answers import PromptAndResponse
 
-RECIPES = {"lora": "demo-chat-lora", "full": "demo-chat-full"}
-NUM_PROMPTS = 24  # for responses; the loss is over the whole validation set
+RECIPE = "demo-chat-lora"
 MAX_TOKENS = 160
-LINES = 6  # of a response that are printed
-COLUMN = 11
+NUM_PROMPTS_TRIED = 24  # the shortest is shown
+RESPONSE_LINES = 6
+RESPONSE_WIDTH = 86
 
 
 def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     """The whole demo; returns the document of `--json`. Raises UserError."""
     began = time.time()
     story = Story(to_stderr=as_json)
-    story.write("Bloomery chat demo: fine-tune the model of `bloomery demo` with LoRA and in full")
+    story.write("Bloomery chat demo: fine-tune the model of `bloomery demo` with LoRA")
     story.show_status("checking this machine")
     story.write(f"{describe(detect())} · no download")
     story.write()
     base = find_base() or _train_base(story)
-    size = format_count(parameter_count(read_config(base)))
-    story.write("base", f"{_near(base)}: {size} parameters, pretrained on Python source code")
-    folders = (
-        [run_dir / kind for kind in RECIPES]
-        if run_dir is not None
-        else free_folders(*RECIPES.values())
-    )
-    runs = dict(zip(RECIPES, folders, strict=True))
-    _train(story, RECIPES["lora"], runs["lora"], f"model.from={base}")
-    plan = read_plan(runs["lora"] / "plan.json")
-    same = (f"train.max_steps={plan.train.steps}", f"data.prepared={plan.data.prepared}")
-    _train(story, RECIPES["full"], runs["full"], f"model.from={base}", *same)
-    return _evaluate_all(story, base, runs, began)
+    parameters = format_count(parameter_count(read_config(base)))
+    story.write("base", f"{shown_path(base)}: {parameters} parameters, pretrained on Python code")
+    folder = run_dir or free_folder(RECIPE)
+    _train(story, RECIPE, folder, f"model.from={base}")
+    return _compare(story, base, folder, began)
 
 
 def find_base() -> Path | None:
     """The export of the newest finished run of `bloomery demo`."""
     for folder in reversed(all_runs()):
-        events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []
-        ended = [event for event in events if isinstance(event, RunEnded)]
-        name = folder.name == "demo" or (
-            folder.name.startswith("demo-") and folder.name[5:].isdecimal()
+        name, _, number = folder.name.partition("-")
+        if name != "demo" or not (folder.name == name or number.isdecimal()):
+            continue
+        path = folder / "events.jsonl"
+        endings = (
+            [e for e in read_events(path) if isinstance(e, RunEnded)] if path.is_file() else []
         )
-        if name and ended and ended[-1].status == "done":
+        if endings and endings[-1].status == "done":
             return _exported(folder)
     return None
 
@@ -95,199 +85,112 @@ def _train_base(story: Story) -> Path:
 
 
 def _train(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
-    """Trains and prints the table of the run, below its dataset and trainable parameters."""
-    shown = False
+    """Trains, and prints the table of the run below its dataset and trainable parameters."""
     story.show_status("starting")
-    with closing(followed(folder, "train", recipe, *overrides, "--run-dir", str(folder))) as events:
+    arguments = ("train", recipe, *overrides, "--run-dir", str(folder))
+    with closing(follow_run(folder, *arguments)) as events:
         for event in events:
-            planned = isinstance(event, RunStarted) or (
-                isinstance(event, Phase) and event.name == "length"
-            )
-            plan = read_plan(folder / "plan.json") if planned else None
-            if plan is not None and plan.train.steps is not None and not shown:
-                shown = True
-                _show_run(story, plan)
-                story.begin_table(plan.train.steps)
+            if isinstance(event, RunStarted):
+                _show_run(story, read_plan(folder / "plan.json"))
+                story.begin_table(event.steps)
             story.show(event)
     story.end_table()
 
 
 def _show_run(story: Story, plan: RunPlan) -> None:
-    """Dataset and trainable parameters, once the number of steps is known."""
     steps = f"{plan.train.steps:,} steps x {plan.train.tokens_per_step:,} tokens"
-    if plan.adapter.kind == "none" and plan.objective.spec.reads_text:
+    if plan.adapter.kind != "lora":  # the base
         story.write("", steps)
         return
-    trainable = f"{format_count(_trainable(plan))} trainable parameters, {steps}"
-    if plan.adapter.kind == "none":
-        story.write("full", f"full fine-tuning: {trainable}")
-        return
     manifest = read_manifest(plan.data.prepared)
-    train = manifest.train.documents
-    validation = manifest.validation.documents
-    pairs = f"{train:,} prompts and responses from the docstrings of Python's standard library"
     story.write(
         "dataset",
-        f"{pairs}; {validation} more are the validation set",
+        f"{manifest.train.documents:,} prompts and responses from the docstrings of Python's "
+        f"standard library; {manifest.validation.documents} more are the validation set",
         "trains on the responses only",
     )
-    story.write()
-    rank = getattr(plan.adapter, "rank", None)
-    story.write("lora", f"LoRA, rank {rank}, base weights frozen: {trainable}")
-
-
-def _trainable(plan: RunPlan) -> int:
-    return TrainedModel.of(plan, plan.model.config).trained_count
+    trainable = format_count(TrainedModel.of(plan, plan.model.config).trained_count)
+    story.write(
+        "lora",
+        f"rank {plan.adapter.rank}, base weights frozen: {trainable} trainable parameters, {steps}",
+    )
 
 
 @dataclass(frozen=True)
 class ChatResult:
-    """Evaluation of one model; None: not of a base."""
+    """Evaluation of one model. `loss`: nats per response token of the validation set."""
 
     name: str
     loss: float
-    eos_share: float  # of the responses, that end with EOS
-    python_share: float  # of the responses, that are a Python function
     response: str
-    trainable: int | None = None
-    memory_gib: float | None = None
-    seconds: float | None = None
 
 
-def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float) -> dict[str, Any]:
-    """Prints results, a response of each model, reports and next commands; returns the document of `--json`."""
+def _compare(story: Story, base: Path, run: Path, began: float) -> dict[str, Any]:
+    """Prints the losses and a response of base and adapter, the page and next commands; returns the document."""
     with story.busy("loading the model"):
         from bloomery.report import Bars, write_report
         from bloomery.train.evaluation.answers import shown, validation_prompts
 
-    prepared = read_plan(runs["lora"] / "plan.json").data.prepared
+    prepared = read_plan(run / "plan.json").data.prepared
     tokenizer = load_tokenizer(prepared)
-    prompts = validation_prompts(prepared, NUM_PROMPTS)
-    example = min(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
-    with story.busy("evaluating the three models on the validation set"):
-        results = [_evaluate("base", base, prepared, prompts, example, tokenizer)]
-        for name, run in runs.items():
-            summary = summary_of(read_events(run / "events.jsonl"))
-            result = _evaluate(name, run, prepared, prompts, example, tokenizer)
-            trainable = _trainable(read_plan(run / "plan.json"))
-            results.append(
-                replace(
-                    result,
-                    trainable=trainable,
-                    memory_gib=summary.peak_gib,
-                    seconds=summary.seconds,
-                )
-            )
-    _show_results(story, results, read_manifest(prepared).validation.documents, len(prompts))
-    story.write("prompt", *shown(tokenizer, prompts[example].prompt).splitlines())
+    prompts = validation_prompts(prepared, NUM_PROMPTS_TRIED)
+    prompt = min(prompts, key=lambda item: len(item.prompt))
+    with story.busy("evaluating both models on the validation set"):
+        results = [
+            _evaluate(name, model, prepared, prompt, tokenizer)
+            for name, model in (("base", base), ("lora", run))
+        ]
+
+    num_prompts = read_manifest(prepared).validation.documents
+    losses = (f"{result.name} {result.loss:.3f}" for result in results)
+    unit = f"nats per response token on {num_prompts} prompts of the validation set"
+    story.write("result", f"loss: {' · '.join(losses)} ({unit}; lower is better)")
+    story.write()
+    story.write("prompt", *shown(tokenizer, prompt.prompt).splitlines())
     for result in results:
-        story.write(result.name, *_cut(result.response))
-    story.write("reference", *_cut(shown(tokenizer, prompts[example].reference)))
+        story.write(result.name, *_shortened(result.response))
+    story.write("reference", *_shortened(shown(tokenizer, prompt.reference)))
     story.write()
-    losses = tuple((result.name, result.loss) for result in results)
-    note = "Response tokens. Lower is better."
-    with story.busy("writing the reports"):
-        bars = [
-            Bars("Validation loss", losses, unit="nats per token", note=note, own=name)
-            for name in runs
-        ]
-        full_run = runs["full"]
-        gguf, gguf_line = export_demo_gguf(full_run, full_run / "export" / f"{full_run.name}.gguf")
-        reports = [
-            write_report(run, extras=(chart,))
-            for run, chart in zip(runs.values(), bars, strict=True)
-        ]
-    for title, report in zip(("report", ""), reports, strict=True):
-        story.write(title, str(_near(report)))
-    story.write("gguf", gguf_line)
-    story.write()
-    lora, full = (
-        shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values()
+
+    with story.busy("writing the report"):
+        bars = Bars(
+            "Validation loss",
+            tuple((result.name, result.loss) for result in results),
+            unit="nats per token",
+            note="Response tokens. Lower is better.",
+            own="lora",
+        )
+        report = write_report(run, extras=(bars,))
+    story.write("report", shown_path(report))
+    name = run_name(run)
+    story.write(
+        "next", f"bloomery chat {name}", f"bloomery export {name} --to merged --out my-model"
     )
-    export = f"bloomery export {full} --to hf --out my-model"
-    story.write("next", f"bloomery chat {full}", f"bloomery chat {lora}", export)
     return {
-        "models": [
-            {key: value for key, value in vars(result).items() if key != "response"}
-            for result in results
-        ],
-        "prompts": len(prompts),
+        "models": [{"name": result.name, "loss": result.loss} for result in results],
         "seconds": time.time() - began,
-        "reports": [str(report) for report in reports],
-        "gguf": None if gguf is None else str(gguf),
-        "folders": [str(run) for run in runs.values()],
+        "report": str(report),
+        "folder": str(run),
     }
 
 
-def _near(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def _evaluate(
-    name: str,
-    model: Path,
-    prepared: Path,
-    prompts: "list[PromptAndResponse]",
-    example: int,
-    tokenizer: Tokenizer,
+    name: str, model: Path, prepared: Path, prompt: "PromptAndResponse", tokenizer: Tokenizer
 ) -> ChatResult:
     from bloomery.runs.evaluate import evaluate, load_to_evaluate
     from bloomery.train.evaluation.answers import answer, shown
 
     decoder, _ = load_to_evaluate(model)
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
-    responses = [answer(decoder, tokenizer, each, max_new_tokens=MAX_TOKENS) for each in prompts]
-    texts = [shown(tokenizer, response.ids) for response in responses]
-    count = len(responses)
-    functions = sum(
-        is_function(text, each.ended) for text, each in zip(texts, responses, strict=True)
-    )
-    whole = texts[example] + ("" if responses[example].ended else " …")
-    return ChatResult(
-        name, loss, sum(each.ended for each in responses) / count, functions / count, whole
-    )
+    completion = answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS)
+    ellipsis = "" if completion.ended else " …"
+    return ChatResult(name, loss, shown(tokenizer, completion.ids) + ellipsis)
 
 
-def is_function(text: str, ended: bool) -> bool:
-    """Whether a response is complete and a valid Python function, as all responses of the dataset."""
-    if not ended or not text.startswith(("def ", "async def ", "@")):
-        return False
-    try:
-        return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-
-
-def _show_results(story: Story, results: list[ChatResult], documents: int, count: int) -> None:
-    def row(title: str, values: Sequence[str]) -> str:
-        return f"{title:<44}" + "".join(f"{value:>{COLUMN}}" for value in values)
-
-    story.write(
-        "result",
-        row(f"validation set, {documents} prompts", [r.name for r in results]),
-        row("  loss, nats per response token", [f"{r.loss:.3f}" for r in results]),
-        row(f"  {count} responses: end with EOS", [f"{r.eos_share:.0%}" for r in results]),
-        row(
-            f"  {count} responses: valid Python function",
-            [f"{r.python_share:.0%}" for r in results],
-        ),
-        row(
-            "  trainable parameters",
-            ["" if r.trainable is None else format_count(r.trainable) for r in results],
-        ),
-        row(
-            "  peak memory, GiB",
-            ["" if r.memory_gib is None else f"{r.memory_gib:.2f}" for r in results],
-        ),
-        row(
-            "  training time",
-            ["" if r.seconds is None else format_seconds(r.seconds) for r in results],
-        ),
-    )
-    story.write()
-
-
-def _cut(text: str) -> list[str]:
+def _shortened(text: str) -> list[str]:
+    """The first lines without blank ones, cut at the margin; "…" stands for what is left out."""
     lines = [line.rstrip() for line in harmless(text).splitlines() if line.strip()] or ["(empty)"]
-    cut = [line if len(line) <= 86 else line[:85] + "…" for line in lines[:LINES]]
-    return cut if len(lines) <= LINES else [*cut[:-1], "…"]
+    cut_lines = [
+        line if len(line) <= RESPONSE_WIDTH else f"{line[: RESPONSE_WIDTH - 1]}…" for line in lines
+    ]
+    return cut_lines if len(lines) <= RESPONSE_LINES else [*cut_lines[: RESPONSE_LINES - 1], "…"]

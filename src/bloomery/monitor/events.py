@@ -44,6 +44,7 @@ class RunStarted(Event):
     reasons: dict[str, str] = field(default_factory=dict)  # of the planner's choices
     loss_unit: str = "token"  # the loss is nats per loss token, or per label, pair or response
     epochs: str = ""  # of the dataset, as text
+    build_seconds: float = 0.0  # to compile C++ for this machine, which happens once
 
 
 @dataclass(frozen=True, kw_only=True)

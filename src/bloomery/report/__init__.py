@@ -2,15 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.progress import progress
 from bloomery.report.charts import Bars
-
-if TYPE_CHECKING:
-    from bloomery.report.page import Answers
 
 __all__ = ["Bars", "refuse_occupied", "write_report"]
 
@@ -18,7 +14,7 @@ __all__ = ["Bars", "refuse_occupied", "write_report"]
 def write_report(
     run_dir: Path,
     *,
-    extras: "Sequence[Bars | Answers]" = (),
+    extras: Sequence[Bars] = (),
     out: Path | None = None,
 ) -> Path:
     """Writes `report.html` into the run folder or to `out` and returns its path. The run may be unfinished.

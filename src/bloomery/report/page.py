@@ -1,7 +1,6 @@
 """Content of the page about a run; run.html is its template."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -27,7 +26,6 @@ from bloomery.report.charts import (
     bar_chart,
     interval_chart,
     line_chart,
-    part,
     render,
 )
 from bloomery.report.record import RunRecord, check_claims, read_record
@@ -53,19 +51,9 @@ _METRIC_UNITS = {
 _DRAWN = 8  # devices with a color in charts
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Answers of several programs to one prompt, side by side: (program, text), below a note."""
-
-    title: str
-    prompt: str
-    answers: Sequence[tuple[str, str]]
-    note: str = ""
-
-
 def page(
     record: RunRecord,
-    extras: Sequence[Bars | Answers],
+    extras: Sequence[Bars],
     name: str,
 ) -> str:
     """The whole document."""
@@ -92,10 +80,7 @@ def page(
         record=record,
         lead=lead,
         cards=_cards(record),
-        extras=[
-            bar_chart(one) if isinstance(one, Bars) else part("answered", **vars(one))
-            for one in extras
-        ],
+        extras=[bar_chart(bars) for bars in extras],
         loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
         legend_of_marks=" · ".join(
             f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds

@@ -210,7 +210,7 @@ def open_context(
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
-    build_kernels(plan)
+    build_seconds = build_kernels(plan)
     check_attention(state.model, plan)
     prepared = plan.data.prepared
     adapts = not isinstance(plan.adapter, NoAdapter)
@@ -253,7 +253,7 @@ def open_context(
         saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
     )
-    announce(context)
+    announce(context, build_seconds=build_seconds)
     follow(context, resume_from)
     if resume_from is not None:
         emit(Resumed(step=context.step, path=str(resume_from), seconds=time.perf_counter() - began))
@@ -277,7 +277,7 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
         progress.best_loss = progress.best_step = None
 
 
-def announce(context: RunContext) -> None:
+def announce(context: RunContext, *, build_seconds: float) -> None:
     """Emit RunStarted."""
     plan = context.plan
     # whole, not a shard
@@ -298,6 +298,7 @@ def announce(context: RunContext) -> None:
             device=plan.train.device,
             loss_unit=context.objective.loss_unit,
             epochs=in_epochs(plan),
+            build_seconds=build_seconds,
             reasons={
                 decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices
             },

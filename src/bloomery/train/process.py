@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,11 +35,13 @@ def set_up_process(plan: RunPlan) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
 
 
-def build_kernels(plan: RunPlan) -> None:
-    """Compile what the plan computes with C++ of ours: a few seconds once per machine, then it is read from the cache.
+def build_kernels(plan: RunPlan) -> float:
+    """Compile what the plan computes with C++ of ours; returns the seconds that it took.
 
+    It takes a few seconds once per machine, then the code is read from the cache.
     Raises UserError: the plan names the code of every result, and another would not resume to the same bits.
     """
+    began = time.perf_counter()
     try:
         if plan.model.scores == "compiled":
             compiled_scores.build()
@@ -50,6 +53,7 @@ def build_kernels(plan: RunPlan) -> None:
             where=f"attention: {plan.model.attention}, log-probabilities: {plan.model.scores}",
             fix="install g++ (apt install g++); or set train.attention=per_document, which computes both in PyTorch",
         ) from error
+    return time.perf_counter() - began
 
 
 # The last alternative: oneDNN's message when a CPU kernel gets no memory.
