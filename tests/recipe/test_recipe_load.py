@@ -97,7 +97,7 @@ def test_all_mistakes_at_once_each_with_its_line(write):
     assert "4 mistakes" in said
     assert "line 1: model.preset: must be go-coder-tiny, go-coder-small or go-coder-medium" in said
     assert "did you mean go-coder-tiny?" in said
-    assert "line 4: `train.max_step`: use `train.max_steps=3`" in said
+    assert "line 4: train.max_step: no such key; did you mean train.max_steps?" in said
     assert "line 5: train.max_grad_norm: must be above 0, not -1" in said
     assert "line 6: optimizr: no such key; did you mean optimizer?" in said
 

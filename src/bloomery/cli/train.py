@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,6 @@ from bloomery.cli.common import (
     recipe_or_model,
     run_argument,
 )
-from bloomery.core.errors import UserError
-from bloomery.core.text import expanded
 from bloomery.runs.folder import find_run
 
 if TYPE_CHECKING:
@@ -60,17 +58,6 @@ class WithLauncher(click.Command):
 @click.option(
     "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
 )
-# from here on: options of `forgather train`
-@click.option("--max-steps", type=click.IntRange(min=1), hidden=True)
-@click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), hidden=True)
-@click.option("--models-dir", metavar="DIR", hidden=True)
-@click.option("--model-name", metavar="NAME", hidden=True)
-@click.option("--dataset-proj", metavar="PATH", hidden=True)
-@click.option("--dataset-config", metavar="GLOB", hidden=True)
-@click.option("--chat-template", metavar="FILE", hidden=True)
-@click.option("--gradient-checkpointing", is_flag=True, hidden=True)
-@click.option("--log-peak-memory", is_flag=True, hidden=True)
-@click.option("--safe-load", is_flag=True, hidden=True)
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -81,7 +68,6 @@ def command(
     dry_run: bool,
     smoke_test: bool,
     recover: bool,
-    **flags: str | float | bool | None,
 ) -> int:
     """Pretrain or fine-tune with a recipe. Tokenizes the dataset first.
 
@@ -96,17 +82,12 @@ def command(
     from bloomery.runs.launchers import new_folder
     from bloomery.runs.lifecycle import start
 
-    given = keys_of(flags)
-    for flag, override in given.items():
-        echo(f"{flag} -> {override}", err=True)
     launcher, own = click.get_current_context().meta.get(LAUNCHER, ((), ()))
     under = torchrun(launcher, own)
     if under and not dry_run:
         sys.stdout.flush()
         os.execv(under[0], under)
-    loaded, words = chosen_recipe(
-        recipe, (*overrides, *given.values()), model, data, fetch=not dry_run
-    )
+    loaded, words = chosen_recipe(recipe, overrides, model, data, fetch=not dry_run)
     if dry_run:
         from bloomery.cli.plan import show_plan
 
@@ -178,41 +159,6 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     card = make_measurement_file(rows, machine)
     if card is not None and not any(row.disturbed for row in rows):
         store(card)
-
-
-def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
-    """The options of `forgather train` as overrides, by option. Raises UserError."""
-    given = {
-        f"--{name.replace('_', '-')}": value
-        for name, value in flags.items()
-        if value not in (None, False)
-    }
-    folder = given.pop("--models-dir", None)
-    name = given.get("--model-name")
-    if folder is not None and name is None:
-        raise UserError(
-            "--models-dir requires --model-name",
-            where="`bloomery train`",
-            fix="add --model-name",
-            code=2,
-        )
-    keys = {
-        "--max-steps": "train.max_steps={}",
-        "--train-epochs": "train.epochs={:g}",
-        "--model-name": "model.from={}",
-        "--dataset-proj": "data.path={}",
-        "--dataset-config": "data.glob={}",
-        "--chat-template": "data.chat.template={}",
-        "--gradient-checkpointing": "train.activation_checkpointing=full",
-        "--log-peak-memory": "logging.memory=true",
-        "--safe-load": "model.load_with=transformers",
-    }
-    overrides = {flag: keys[flag].format(value) for flag, value in given.items()}
-    if folder is None:
-        return overrides
-    overrides.pop("--model-name")
-    place = (expanded(str(folder)) / str(name)).as_posix()
-    return {"--models-dir, --model-name": keys["--model-name"].format(place)} | overrides
 
 
 def conclude(run: "EndedRun") -> int:

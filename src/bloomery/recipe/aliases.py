@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,7 @@ _MICRO_BATCH = (
     "micro_batch_size",
     "batch_size",
 )
-# of a misspelled name in the table; 0.65 of a key in its own section, 0.75 of a section
-_SIMILAR = 0.88
+_SIMILAR = 0.8  # difflib ratio of names that may be the same one, misspelled
 _SAFE = re.compile(r"[\w./<>|@+-][\w ./:<>|@+%-]*")
 
 
@@ -39,7 +38,8 @@ class Alias:
 
     def __str__(self) -> str:
         if self.guess:
-            return f"did you mean {' or '.join(self.edits)}?"
+            names = " or ".join(filter(None, [", ".join(self.edits[:-1]), self.edits[-1]]))
+            return f"did you mean {names}?"
         # as the command line takes them: a value with blanks in quotes; the key alone where it is long
         shown = []
         for edit in self.edits:
@@ -67,47 +67,20 @@ def look_up(
 ) -> Alias | None:
     """What to write for a key that the schema does not have, or None. `siblings`: the keys next to it.
 
-    In order: the table (rows of `program` first), the same key in another section, the nearest key of its section.
+    The row of this name in the table (of `program` first), else up to three keys of a similar name.
     """
     names = tuple(part for part in path if isinstance(part, str))
-    shown = ".".join(names)
-    last = names[-1]
-    sections = _table()["sections"]
-    if len(names) == 1 and last in sections and isinstance(value, dict) and value:
+    name = ".".join(names)
+    at_top = _row(f".{names[-1]}", program) if len(names) == 1 else None
+    row = at_top or _row(name, program) or _row(names[-1], program)
+    if row is not None:
+        return _answer(row, name, value, siblings)
+    for beginning, reason in _table()["families"].items():
+        if name.startswith(beginning) or names[-1].startswith(beginning):
+            return Alias(name, reason=reason)
+    if isinstance(value, dict) and value:
         return None  # a section: its keys have answers of their own
-    moved = (sections[names[0]], *names[1:]) if names[0] in sections else names
-    if row := (_row(f".{last}", program) if len(names) == 1 else None) or _row(shown, program):
-        return _answer(row, shown, value, siblings)
-    if names in known_keys() or (moved in known_keys() and len(names) > 1):
-        return None if moved == names else Alias(shown, edits=_with_value(moved, value))
-    here = {_normal(key[-1]).rstrip("s"): key for key in known_keys() if key[:-1] == names[:-1]}
-    if len(names) > 1 and (key := here.get(_normal(last).rstrip("s"))):
-        return Alias(shown, edits=_with_value(key, value))
-    if row := _row(last, program):
-        return _answer(row, shown, value, siblings)
-    if moved != names:
-        return Alias(shown, edits=moved) if len(names) == 1 else look_up(moved, value, siblings)
-    same = [] if isinstance(value, dict) or last in ("kind", "name") else _elsewhere(last)
-    if len(same) == 1:
-        return Alias(shown, edits=_with_value(same[0], value))
-    if same:
-        return Alias(shown, reason=f"write {' or '.join('.'.join(key) for key in same)}")
-    simple = _normal(last)
-    used = re.sub(r"^(use|enable|with)", "", simple)
-    variants = (
-        simple + "s",
-        simple.removesuffix("s"),
-        *([used, f".{used}"] if used != simple else []),
-    )
-    if row := next(
-        (_rows(program)[name] for name in variants if name in _rows(program)),
-        _version_1().get(simple),
-    ):
-        return _answer(row, shown, value, siblings)
-    for family, reason in _table()["families"].items():
-        if shown.startswith(family) or last.startswith(family):
-            return Alias(shown, reason=reason)
-    return _similar(names, value, siblings)
+    return _near(names, value)
 
 
 def look_up_value(path: KeyPath, value: Any) -> Alias | None:
@@ -141,31 +114,29 @@ def accepted(edit: str, *others: str) -> bool:
     return True
 
 
-def _elsewhere(name: str) -> list[tuple[str, ...]]:
-    """The keys of other sections with this name, without claims."""
-    same = [key for key in known_keys() if key[-1] == name and len(key) > 1]
-    return [key for key in same if key[0] != "claims" and "sources" not in key]
-
-
-def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> Alias | None:
-    """A misspelled key of the same section, or name of the table: a slip rarely changes the first letter or a digit."""
+def _near(names: Sequence[str], value: Any) -> Alias | None:
+    """Up to three keys of a similar name; with the value where one key has this name in another section."""
+    keys: dict[str, list[str]] = {}
+    for key in known_keys():
+        if key[0] != "claims" and "sources" not in key and key[-1] not in ("kind", "name"):
+            keys.setdefault(_normal(key[-1]), []).append(".".join(key))
     name = _normal(names[-1])
-    table = _rows("")
-    here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
+    same_name = keys.get(name, [])
+    if len(same_name) == 1:
+        return Alias(".".join(names), edits=_with_value(same_name[0].split("."), value))
 
-    def near(known: Iterable[str], cutoff: float) -> str:
-        alike = [one for one in known if one[0] == name[:1] and "." not in one]
-        alike = [one for one in alike if re.findall(r"\d", one) == re.findall(r"\d", name)]
-        return "".join(closest(name, alike, cutoff=cutoff))
+    # A misspelled name of another program leads to the keys of its row.
+    for row_name, row in _rows("").items():
+        if isinstance(row.answers, str) and row_name not in keys:
+            edits, _ = _split(row.answers)
+            keys[row_name] = [edit.partition("=")[0] for edit in edits if edit[:1] != "@"]
+    similar_names = [name] if same_name else closest(name, keys, count=3, cutoff=_SIMILAR)
+    similar = dict.fromkeys(key for near_name in similar_names for key in keys[near_name])
 
-    found = near(here, _SIMILAR)
-    slips = (one for one in table if abs(len(one) - len(name)) <= 2 and len(name) > 4)
-    if not found and (slip := near(slips, _SIMILAR)):
-        return _answer(table[slip], table[slip].name, value, siblings)
-    found = found or near(here, 0.65 if len(names) > 1 else 0.75)
-    if not found or (len(names) == 1 and abs(len(found) - len(name)) > 2):
-        return None
-    return Alias(".".join(names), edits=(".".join(here[found]),), guess=True)
+    # Those of the same section are likelier.
+    section = ".".join(names[:-1]) + "."
+    nearest = sorted(similar, key=lambda key: not key.startswith(section))[:3]
+    return Alias(".".join(names), edits=tuple(nearest), guess=True) if nearest else None
 
 
 # The table
@@ -179,26 +150,12 @@ def _table() -> dict[str, Any]:
 @cache
 def _rows(program: str) -> dict[str, _Row]:
     """Every row by its name in lower case without signs; those of `program` win."""
-    tables = {
-        name: rows
-        for name, rows in _table().items()
-        if name not in ("sections", "families", "values")
-    }
+    tables = {name: rows for name, rows in _table().items() if name not in ("families", "values")}
     ordered = [name for name in tables if name != program][::-1] + [program] * (program in tables)
     return {
         _normal(name): _Row(name, owner, row)
         for owner in ordered
         for name, row in tables[owner].items()
-    }
-
-
-@cache
-def _version_1() -> dict[str, _Row]:
-    """Its rows by the key alone."""
-    rows = _table()["recipe version 1"]
-    return {
-        _normal(name.rpartition(".")[2]): _Row(name, "recipe version 1", row)
-        for name, row in rows.items()
     }
 
 
