@@ -22,25 +22,25 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
         if len(alike) < len(machine.accelerators) and len(alike) > 1:
             machine = with_cached_probes(only(machine, {device.index for device in alike}))
         return machine, max(1, len(alike))
-    words = [word.strip() for word in devices.split(",")]
-    if set(words) == {"cpu"}:
-        if len(words) > MOST_CPU_RANKS:
-            problem = (
-                f"{len(words):,} processes on one CPU: at most {MOST_CPU_RANKS} train together"
-            )
+    device_names = [word.strip() for word in devices.split(",")]
+    if set(device_names) == {"cpu"}:
+        if len(device_names) > MOST_CPU_RANKS:
+            problem = f"{len(device_names):,} processes on one CPU: at most {MOST_CPU_RANKS} train together"
             raise UserError(
                 problem, where="--devices", fix="use -d cpu, which takes every core", code=2
             )
-        return with_cached_probes(machine.model_copy(update={"accelerators": ()})), len(words)
-    chosen = [_named(machine, word) for word in words]
-    if len({device.index for device in chosen}) < len(chosen):
+        return with_cached_probes(machine.model_copy(update={"accelerators": ()})), len(
+            device_names
+        )
+    selected = [_named(machine, word) for word in device_names]
+    if len({device.index for device in selected}) < len(selected):
         problem = f"a device is named twice: {devices!r}"
         raise UserError(problem, where="--devices", fix="name each device once", code=2)
-    if len({(device.vendor, device.arch, device.name) for device in chosen}) > 1:
-        names = ", ".join(f"{device.index} ({device.name})" for device in chosen)
+    if len({(device.vendor, device.arch, device.name) for device in selected}) > 1:
+        names = ", ".join(f"{device.index} ({device.name})" for device in selected)
         fix = "train on GPUs of one model"
         raise UserError(f"these devices are not alike: {names}", where="--devices", fix=fix, code=2)
-    return _only_these(machine, chosen), len(chosen)
+    return _only_these(machine, selected), len(selected)
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
@@ -125,17 +125,19 @@ def _alike(machine: Machine) -> list[Accelerator]:
     ]
 
 
-def _named(machine: Machine, word: str) -> Accelerator:
-    number = re.sub(r"^(cuda|hip|rocm):", "", word)
-    found = next((device for device in machine.accelerators if str(device.index) == number), None)
-    if found is None:
-        known = (
+def _named(machine: Machine, name: str) -> Accelerator:
+    number = re.sub(r"^(cuda|hip|rocm):", "", name)
+    named_device = next(
+        (device for device in machine.accelerators if str(device.index) == number), None
+    )
+    if named_device is None:
+        known_devices = (
             ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators)
             or "none"
         )
-        fix = f"use cpu or one of these GPUs: {known}"
-        raise UserError(f"no such device: {word!r}", where="--devices", fix=fix, code=2)
-    return found
+        fix = f"use cpu or one of these GPUs: {known_devices}"
+        raise UserError(f"no such device: {name!r}", where="--devices", fix=fix, code=2)
+    return named_device
 
 
 def _only_these(machine: Machine, selected: list[Accelerator]) -> Machine:

@@ -185,10 +185,12 @@ def evaluate_as_trained(
         or not tokens
     ):
         return None
-    own = plan.train.device == next(decoder.parameters()).device.type
+    on_own_device = plan.train.device == next(decoder.parameters()).device.type
     for module in decoder.modules():
         if isinstance(module, Backbone | Attention):
-            module.backend = plan.model.attention if own else "mask"  # supported by every device
+            module.backend = (
+                plan.model.attention if on_own_device else "mask"
+            )  # supported by every device
     loader = open_loader(plan, "validation")
     sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
@@ -235,27 +237,35 @@ def evaluate_pairs(
     """
     sides = list(_sides_of(data, tokenizer, template))
     refuse_unknown_ids(chain.from_iterable(ids for ids, _ in sides), decoder.config.vocab_size)
-    whole = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
+    full_lengths = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
     first = np.array([first for _, first in sides], np.int64).reshape(-1, 2)
-    lengths = whole if sequence_length is None else truncated_lengths(whole, sequence_length)
+    lengths = (
+        full_lengths
+        if sequence_length is None
+        else truncated_lengths(full_lengths, sequence_length)
+    )
     lengths = np.minimum(lengths, decoder.config.max_positions)
-    good = np.all(first < lengths, axis=1)
-    if not good.any():
+    scorable = np.all(first < lengths, axis=1)
+    if not scorable.any():
         fix = "use pairs of a chosen and a rejected response: --data PATH"
         raise UserError("no pair to score", where=str(data), fix=fix)
-    kept = [
-        (ids[:count], fits)
-        for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)
+    cut_sides = [
+        (ids[:count], is_scorable)
+        for (ids, _), count, is_scorable in zip(
+            sides, lengths.ravel(), scorable.repeat(2), strict=True
+        )
     ]
-    metrics = score_pairs(decoder, [ids for ids, fits in kept if fits])
+    metrics = score_pairs(decoder, [ids for ids, is_scorable in cut_sides if is_scorable])
     if not math.isfinite(metrics.loss):
         problem = "the values of the reward model are not finite numbers: the weights are damaged"
         raise UserError(problem, where=str(data), fix="evaluate an earlier checkpoint with --step")
     notes = []
-    if cut := int(np.any(lengths < whole, axis=1)[good].sum()):
-        notes.append(f"{cut:,} of {counted(len(whole), 'pairs')} are truncated to the context")
-    if out := int((~good).sum()):
-        notes.append(f"left out: {counted(out, 'pairs')} with a side without loss tokens")
+    if cut := int(np.any(lengths < full_lengths, axis=1)[scorable].sum()):
+        notes.append(
+            f"{cut:,} of {counted(len(full_lengths), 'pairs')} are truncated to the context"
+        )
+    if num_left_out := int((~scorable).sum()):
+        notes.append(f"left out: {counted(num_left_out, 'pairs')} with a side without loss tokens")
     return metrics, notes
 
 
@@ -341,7 +351,7 @@ def texts_of(
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if start and ids[:1] == start else start + ids
-            yield Text(ids, _bytes(content, ids, sizes, whole=bool(start)))
+            yield Text(ids, _bytes(content, ids, sizes, has_bos=bool(start)))
 
 
 def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: ShardKind) -> Text:
@@ -352,22 +362,24 @@ def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: Shar
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
     root = data
     glob = None
-    places = [index for index, part in enumerate(data.parts) if any(mark in part for mark in "*?[")]
+    wildcard_parts = [
+        index for index, part in enumerate(data.parts) if any(mark in part for mark in "*?[")
+    ]
     # the folder before the first wildcard, and the pattern after it
-    if places and not data.exists():
-        root = Path(*data.parts[: places[0]])
-        glob = str(Path(*data.parts[places[0] :]))
+    if wildcard_parts and not data.exists():
+        root = Path(*data.parts[: wildcard_parts[0]])
+        glob = str(Path(*data.parts[wildcard_parts[0] :]))
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
     dataset = _open_any(Source(path=str(root), glob=glob))
-    whole = tuple(
+    files = tuple(
         replace(file, format="code" if file.format == "text" else file.format)
         for file in dataset.files
     )
     ends = (tokenizer.bos_id, tokenizer.eos_id)
     for document in read_documents(
-        replace(dataset, files=whole), on_error="stop", stats=ReadStats()
+        replace(dataset, files=files), on_error="stop", stats=ReadStats()
     ):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
         yield document.content if document.tokens is None else document.tokens
@@ -388,13 +400,13 @@ def _open_any(source: Source) -> Dataset:
 
 
 def _bytes(
-    content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, whole: bool
+    content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, has_bos: bool
 ) -> int:
     """UTF-8 bytes of the tokens after the first; of the whole text after a BOS."""
     if isinstance(content, tuple):
         return int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum())
     size = len(content.encode())
-    return size if whole or not ids else max(size - int(sizes[ids[0]]), 0)
+    return size if has_bos or not ids else max(size - int(sizes[ids[0]]), 0)
 
 
 def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
@@ -424,12 +436,12 @@ def notes_of(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int
     masked = [text for text in texts if text.loss_mask is not None]
     if masked:
         scored = sum(text.scored for text in masked)
-        whole = sum(len(text.tokens) for text in masked)
+        num_tokens = sum(len(text.tokens) for text in masked)
         part = {
             "pairs": f"the chosen response of {counted(len(masked), 'pairs')}",
             "kto": f"{counted(len(masked), 'desirable responses')}",
         }.get(masked[0].kind, f"assistant tokens of {counted(len(masked), 'conversations')}")
-        notes.append(f"scored: {part}, {scored:,} of {whole:,} tokens")
+        notes.append(f"scored: {part}, {scored:,} of {num_tokens:,} tokens")
     if bos and tokenizer.bos_id is None and len(masked) < len(texts):
         notes.append("the tokenizer has no BOS token: the first token of each text is not scored")
     return notes

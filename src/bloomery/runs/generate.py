@@ -48,9 +48,9 @@ def load_model(
 
     Raises UserError, also for a reward model.
     """
-    loaded = Model.load(model, step=step, use=use, on_load=on_load)
-    refuse_values(loaded.decoder.config, where=str(model))
-    return loaded.decoder, loaded.tokenizer
+    model_loaded = Model.load(model, step=step, use=use, on_load=on_load)
+    refuse_values(model_loaded.decoder.config, where=str(model))
+    return model_loaded.decoder, model_loaded.tokenizer
 
 
 @final
@@ -93,12 +93,12 @@ class Model:
         """
         refuse_values(self.decoder.config, where="the model")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
+        turns_told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
         with _chat_form(self.tokenizer, template) as form:
             sampling = replace(Sampling(**settings), stop_ids=form.stop_ids)
             ends = (*stop, *form.stop_strings)
             return "".join(
-                continued(self.decoder, self.tokenizer, form.encode(told), sampling, ends)
+                continued(self.decoder, self.tokenizer, form.encode(turns_told), sampling, ends)
             )
 
 
@@ -165,8 +165,8 @@ def speculation_of(
         return Speculation(PromptLookup(lookup))
     if draft is None:
         return None
-    smaller, words = load_model(draft, use=use, on_load=on_load)
-    if words.hash != tokenizer.hash:
+    smaller, draft_tokenizer = load_model(draft, use=use, on_load=on_load)
+    if draft_tokenizer.hash != tokenizer.hash:
         problem = "the draft model has another tokenizer"
         fix = "take a smaller model of the same family"
         raise UserError(problem, where="--draft", fix=fix, code=2)
@@ -212,11 +212,11 @@ class JsonGrammars:
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some schemas fail at the first token
-            wrong = matcher.get_error() if matcher.is_error() else ""
+            reason = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
-            wrong = str(error)
-        if wrong:
-            raise _unsupported(wrong)
+            reason = str(error)
+        if reason:
+            raise _unsupported(reason)
         return JsonText(matcher, self.vocab_size)
 
 
@@ -296,8 +296,8 @@ class Writer:
         past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
         batch = RunningBatch(past, speculation=self.speed.speculation)
         waiting = deque(enumerate(rows))
-        open_ = dict[Text, tuple[int, list[str], TextStream, Stops]]()
-        ended = dict[int, str]()
+        open_texts = dict[Text, tuple[int, list[str], TextStream, Stops]]()
+        completions = dict[int, str]()
         following = 0
         while waiting or batch.texts:
             while waiting and not batch.full:
@@ -305,25 +305,25 @@ class Writer:
                 text = batch.add(
                     ids, sampling, constraint=None if self.constrain is None else self.constrain()
                 )
-                open_[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
+                open_texts[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
             for drawn in self.speed.timed(batch.step):
                 if isinstance(drawn.ended, UserError):
                     raise drawn.ended
-                if drawn.text not in open_:
+                if drawn.text not in open_texts:
                     continue  # a stop text came before
-                number, found, stream, stops = open_[drawn.text]
+                number, pieces, stream, stops = open_texts[drawn.text]
                 if drawn.token is not None:
                     self.speed.tokens += 1
-                    found.append(stops.push(stream.push(drawn.token)))
+                    pieces.append(stops.push(stream.push(drawn.token)))
                 if drawn.ended is not None and not stops.stopped:
-                    found += [stops.push(stream.flush()), stops.flush()]
+                    pieces += [stops.push(stream.flush()), stops.flush()]
                 if drawn.ended is not None or stops.stopped:
-                    del open_[drawn.text]
-                    ended[number] = "".join(found)
+                    del open_texts[drawn.text]
+                    completions[number] = "".join(pieces)
                     if drawn.text in batch.texts:
                         batch.remove(drawn.text)
-            while following in ended:
-                yield ended.pop(following)
+            while following in completions:
+                yield completions.pop(following)
                 following += 1
 
 
@@ -425,9 +425,9 @@ def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterat
             yield piece
         if stops.stopped:
             return
-    last = stops.push(text.flush()) + stops.flush()
-    if last:
-        yield last
+    last_piece = stops.push(text.flush()) + stops.flush()
+    if last_piece:
+        yield last_piece
 
 
 @final
@@ -478,13 +478,13 @@ class Stops:
         """Text that can be returned; a stop text sets `stopped`, and nothing after it is returned."""
         text = self.held + piece
         self.held = ""
-        at = min((text.find(stop) for stop in self.texts if stop in text), default=None)
-        if at is not None:
+        stop_position = min((text.find(stop) for stop in self.texts if stop in text), default=None)
+        if stop_position is not None:
             self.stopped = True
-            return text[:at]
-        kept = max((self._overlap(text, stop) for stop in self.texts), default=0)
-        self.held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+            return text[:stop_position]
+        num_held = max((self._overlap(text, stop) for stop in self.texts), default=0)
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def flush(self) -> str:
         text = self.held

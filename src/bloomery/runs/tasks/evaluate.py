@@ -89,14 +89,16 @@ def evaluate_task(
 
     A run records it. Raises UserError.
     """
-    chosen = read_task(PACKAGED if str(task) == STDLIB else task)
-    refuse_settings(chosen, settings)
+    task_read = read_task(PACKAGED if str(task) == STDLIB else task)
+    refuse_settings(task_read, settings)
     if settings.extract is not None:
         compiled(settings.extract)  # before hours of completions
-    if chosen.kind == "functions":
+    if task_read.kind == "functions":
         refuse_without_sandbox()
-    score = partial(solve if chosen.kind == "functions" else ask, task=chosen, settings=settings)
-    return _report(model, against, score, chosen.name, chosen.kind, use, on_load)
+    score = partial(
+        solve if task_read.kind == "functions" else ask, task=task_read, settings=settings
+    )
+    return _report(model, against, score, task_read.name, task_read.kind, use, on_load)
 
 
 def evaluate_harness(
@@ -134,9 +136,14 @@ def compare_on_texts(
         data = read_plan(model.folder / "plan.json").data.prepared
     if (data / "manifest.json").is_file():
         hashed = read_manifest(data).tokenizer_hash
-        for each in (model, against):
-            if load_tokenizer(find_model(each.folder, each.step).tokenizer).hash != hashed:
-                problem = f"the validation set is tokenized, and {each.name} has another tokenizer"
+        for named_model in (model, against):
+            if (
+                load_tokenizer(find_model(named_model.folder, named_model.step).tokenizer).hash
+                != hashed
+            ):
+                problem = (
+                    f"the validation set is tokenized, and {named_model.name} has another tokenizer"
+                )
                 raise UserError(
                     problem, where=str(data), fix="add --data PATH: texts, or conversations", code=2
                 )
@@ -186,21 +193,25 @@ def _report(
         return score(decoder, tokenizer)
 
     files = find_model(model.folder, model.step)
-    second = None
-    first = scored(model.name, files)
+    second_scores = None
+    first_scores = scored(model.name, files)
     if against is not None:
         gc.collect()  # the first decoder has cycles
-        second = scored(against.name, find_model(against.folder, against.step))
-    results, left_out = _results(first, second)
-    notes = list(dict.fromkeys([*first.notes, *(() if second is None else second.notes)]))
+        second_scores = scored(against.name, find_model(against.folder, against.step))
+    results, left_out = _results(first_scores, second_scores)
+    notes = list(
+        dict.fromkeys(
+            [*first_scores.notes, *(() if second_scores is None else second_scores.notes)]
+        )
+    )
     if left_out:
         notes.append(f"left out: {counted(left_out, 'documents')} without scored bytes")
-    outputs = first.outputs
-    if second is not None:
-        pairs = zip(first.outputs, second.outputs, strict=True)
+    outputs = first_scores.outputs
+    if second_scores is not None:
+        pairs = zip(first_scores.outputs, second_scores.outputs, strict=True)
         outputs = tuple(
-            {**one, "against": {k: v for k, v in other.items() if k != "item"}}
-            for one, other in pairs
+            {**first_output, "against": {k: v for k, v in second_output.items() if k != "item"}}
+            for first_output, second_output in pairs
         )
     items = max(result.items for result in results)
     other_name = None if against is None else against.name
@@ -208,32 +219,43 @@ def _report(
     return _recorded(report, model, files)
 
 
-def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result, ...], int]:
+def _results(
+    first_scores: TaskScores, second_scores: TaskScores | None
+) -> tuple[tuple[Result, ...], int]:
     """The results, and how many items were left out because they weigh nothing."""
     results = []
     left_out = 0
-    for one, other in zip(first.scores, (second or first).scores, strict=True):
-        if len(one.values) != len(other.values):
-            problem = f"the models read different documents: {len(one.values):,} and {len(other.values):,}"
+    pairs = zip(first_scores.scores, (second_scores or first_scores).scores, strict=True)
+    for model_scores, against_scores in pairs:
+        if len(model_scores.values) != len(against_scores.values):
+            counts = f"{len(model_scores.values):,} and {len(against_scores.values):,}"
             raise UserError(
-                problem, where="--data", fix="use --template, or data without a chat template"
+                f"the models read different documents: {counts}",
+                where="--data",
+                fix="use --template, or data without a chat template",
             )
-        kept = (one.weights > 0) & (other.weights > 0)
-        items = int(kept.sum())
-        left_out = left_out + int((~kept).sum())
+
+        # Both models are judged by the same items: those that have a weight for both.
+        weighs = (model_scores.weights > 0) & (against_scores.weights > 0)
+        items = int(weighs.sum())
+        left_out += int((~weighs).sum())
         if not items:
             raise UserError(
                 "no item to score", where="--data", fix="use a text of at least two tokens"
             )
-        one, other = (
-            Scores(each.metric, each.values[kept], each.weights[kept]) for each in (one, other)
+        model = Scores(
+            model_scores.metric, model_scores.values[weighs], model_scores.weights[weighs]
         )
-        if second is None:
-            results.append(Result(one.metric, items, one.estimate()))
-        else:
-            results.append(
-                Result(one.metric, items, one.estimate(), other.estimate(), compare(one, other))
-            )
+        if second_scores is None:
+            results.append(Result(model.metric, items, model.estimate()))
+            continue
+        against = Scores(
+            against_scores.metric, against_scores.values[weighs], against_scores.weights[weighs]
+        )
+        difference = compare(model, against)
+        results.append(
+            Result(model.metric, items, model.estimate(), against.estimate(), difference)
+        )
     return tuple(results), left_out
 
 
@@ -256,9 +278,9 @@ def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport
 def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
     against = result.against
     difference = result.difference
-    more: dict[str, Any] = {}
+    comparison: dict[str, Any] = {}
     if against is not None and difference is not None:
-        more = {
+        comparison = {
             "against": report.against,
             "against_value": against.value,
             "against_low": against.low,
@@ -269,16 +291,16 @@ def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
             "p_value": difference.p_value,
             "test": difference.test,
         }
-    own = result.model
+    estimate = result.model
     return TaskDone(
         step=step,
         task=report.task,
         kind=report.kind,
         metric=result.metric,
         items=result.items,
-        value=own.value,
-        low=own.low,
-        high=own.high,
-        interval=own.interval,
-        **more,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        interval=estimate.interval,
+        **comparison,
     )

@@ -147,17 +147,17 @@ class Talk:
 def run_program(talk: Talk) -> NoReturn:
     """Runs the program, then answers what the grader asks for, for ever."""
     job = talk.receive()
-    kept = list[Any]()
+    objects = list[Any]()
     sys.modules.update(dict.fromkeys(job["banned"]))  # None: the import is refused
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def remember(value: Any) -> Any:
-        kept.append(value)
-        return {"remote": [len(kept) - 1, type(value).__name__]}
+        objects.append(value)
+        return {"remote": [len(objects) - 1, type(value).__name__]}
 
     def of_the_test(kind: str, content: Any) -> Any:
         if kind == "remote":
-            return kept[content[0]]
+            return objects[content[0]]
 
         def callback(*arguments: Any) -> Any:
             talk.send(
@@ -170,29 +170,29 @@ def run_program(talk: Talk) -> NoReturn:
 
         return callback
 
-    def answer(asked: Message) -> Message:
-        if "get" in asked:
-            return {"value": packed(eval(asked["get"], names), remember)}
-        target = kept[asked["remote"]]
-        if "attribute" in asked:
-            return {"value": packed(getattr(target, asked["attribute"]), remember)}
-        arguments = [unpacked(each, of_the_test) for each in asked["arguments"]]
-        keywords = {name: unpacked(each, of_the_test) for name, each in asked["keywords"].items()}
+    def answer(request: Message) -> Message:
+        if "get" in request:
+            return {"value": packed(eval(request["get"], names), remember)}
+        target = objects[request["remote"]]
+        if "attribute" in request:
+            return {"value": packed(getattr(target, request["attribute"]), remember)}
+        arguments = [unpacked(each, of_the_test) for each in request["arguments"]]
+        keywords = {name: unpacked(each, of_the_test) for name, each in request["keywords"].items()}
         value = packed(target(*arguments, **keywords), remember)
         return {"value": value, "arguments": [packed(each, remember) for each in arguments]}
 
-    asked: Message = {}
+    request: Message = {}
     while True:
         try:
-            if asked:
-                message = answer(asked)
+            if request:
+                message = answer(request)
             else:
                 exec(compile(job["program"], "program", "exec"), names)
                 message = {"value": None}
         except BaseException as error:
             message = {"raised": raised(error)}
         talk.send(message)
-        asked = talk.receive()
+        request = talk.receive()
 
 
 def raised(error: BaseException) -> list[Any]:
@@ -202,16 +202,19 @@ def raised(error: BaseException) -> list[Any]:
     return [names, arguments, str(error)[:300]]
 
 
-def error_of(sent: Sequence[Any], names: Mapping[str, Any]) -> BaseException:
+def error_of(error_message: Sequence[Any], names: Mapping[str, Any]) -> BaseException:
     """The exception of the first class that is known here, so that a test can expect it."""
-    kinds, arguments, text = sent
+    kinds, arguments, text = error_message
     for kind in kinds:
-        found = names.get(kind, getattr(builtins, str(kind), None))
-        if isinstance(found, type) and issubclass(found, Exception):
-            for given in ([unpacked(each, lambda *_: None) for each in arguments], [text]):
+        error_class = names.get(kind, getattr(builtins, str(kind), None))
+        if isinstance(error_class, type) and issubclass(error_class, Exception):
+            for candidate_arguments in (
+                [unpacked(each, lambda *_: None) for each in arguments],
+                [text],
+            ):
                 # an exception that wants other arguments: its base class, then
                 with suppress(Exception):
-                    return found(*given)
+                    return error_class(*candidate_arguments)
     return EndedError(f"{kinds[0]}: {text}"[:300])
 
 
@@ -248,19 +251,21 @@ class Program:
 
     def call(self, number: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What the function returns. Lists, sets and dicts among the arguments are changed as the function did."""
-        value, changed = self.ask(
+        value, changed_arguments = self.ask(
             {
                 "remote": number,
                 "arguments": [packed(each, self._named) for each in arguments],
                 "keywords": {name: packed(each, self._named) for name, each in keywords.items()},
             }
         )
-        for mine, theirs in zip(arguments, changed, strict=False):
-            if isinstance(mine, list | bytearray) and isinstance(theirs, list | bytearray):
-                mine[:] = theirs
-            elif isinstance(mine, set | dict) and isinstance(theirs, set | dict):
-                mine.clear()
-                mine.update(theirs)
+        for argument, changed_argument in zip(arguments, changed_arguments, strict=False):
+            if isinstance(argument, list | bytearray) and isinstance(
+                changed_argument, list | bytearray
+            ):
+                argument[:] = changed_argument
+            elif isinstance(argument, set | dict) and isinstance(changed_argument, set | dict):
+                argument.clear()
+                argument.update(changed_argument)
         return value
 
     def ask(self, message: Message) -> tuple[Any, list[Any]]:
@@ -288,9 +293,9 @@ class Program:
             raise EndedError("the program wrote to the channel of its results") from None
         raise error
 
-    def _called(self, asked: Message) -> Message:
-        function = self.functions[asked["callback"]]
-        arguments = [unpacked(each, self._remote) for each in asked["arguments"]]
+    def _called(self, request: Message) -> Message:
+        function = self.functions[request["callback"]]
+        arguments = [unpacked(each, self._remote) for each in request["arguments"]]
         try:
             return {"value": packed(function(*arguments), self._named)}
         except Exception as error:
@@ -336,9 +341,9 @@ def known_names(prompt: str) -> dict[str, Any]:
 def used_names(code: Any) -> Iterator[str]:
     """Names that a code object and the functions in it look up."""
     yield from code.co_names
-    for each in code.co_consts:
-        if hasattr(each, "co_names"):
-            yield from used_names(each)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            yield from used_names(constant)
 
 
 def grade(job: Message, talk: Talk) -> None:
@@ -360,7 +365,7 @@ def grade(job: Message, talk: Talk) -> None:
     check(candidate)
 
 
-def run_grader(talk: Talk, out: int) -> NoReturn:
+def run_grader(talk: Talk, verdict_pipe: int) -> NoReturn:
     """Reads the job from stdin and writes the verdict to `out`."""
     job = json.loads(sys.stdin.buffer.read())
     try:
@@ -370,7 +375,7 @@ def run_grader(talk: Talk, out: int) -> NoReturn:
     except (ImportError, OSError):
         hidden = False
     if not hidden:
-        os.write(out, b"the grader's memory cannot be hidden from the program")
+        os.write(verdict_pipe, b"the grader's memory cannot be hidden from the program")
         os._exit(SET_UP_FAILED)
     try:
         grade(job, talk)
@@ -379,19 +384,19 @@ def run_grader(talk: Talk, out: int) -> NoReturn:
         verdict = f"{FAILED}{error}"
     except BaseException as error:
         verdict = f"{FAILED}{type(error).__name__}: {error}"[:300]
-    os.write(out, verdict.encode(errors="replace"))
+    os.write(verdict_pipe, verdict.encode(errors="replace"))
     os._exit(0)
 
 
 def main() -> NoReturn:
     role, reading, writing, *rest = sys.argv[1:]
     talk = Talk(int(reading), int(writing))
-    out = int(rest[0]) if rest else -1
+    verdict_pipe = int(rest[0]) if rest else -1
     null = os.open("/dev/null", os.O_RDWR)
     for stream in (1, 2) if role == "grader" else (0, 1, 2):
         os.dup2(null, stream)
     if role == "grader":
-        run_grader(talk, out)
+        run_grader(talk, verdict_pipe)
     try:
         run_program(talk)
     except BaseException:

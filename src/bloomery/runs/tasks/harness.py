@@ -44,7 +44,7 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-    most = decoder.config.max_positions
+    context_length = decoder.config.max_positions
     start = tokenizer.bos_id
     end = tokenizer.eos_id if tokenizer.eos_id is not None else decoder.config.eos_token_id
     start_text = "" if start is None else tokenizer.decode([start])
@@ -58,17 +58,17 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
     class Adapter(TemplateLM):  # type: ignore[misc]  # the harness has no types
         eot_token_id = end
         prefix_token_id = start if start is not None else end
-        max_length = most
+        max_length = context_length
         max_gen_toks = NEW_TOKENS
         tokenizer_name = "bloomery"
 
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **_: Any
         ) -> list[int]:
-            begun = start is not None and string.startswith(start_text)
+            has_start = start is not None and string.startswith(start_text)
             prefix = (
                 tokenizer.prefix
-                if add_special_tokens or (add_special_tokens is None and not begun)
+                if add_special_tokens or (add_special_tokens is None and not has_start)
                 else []
             )
             return [*prefix, *tokenizer.encode(string, special=True)]
@@ -80,10 +80,10 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                 (token for _, *pair in requests for ids in pair for token in ids),
                 decoder.config.vocab_size,
             )
-            found = score_continuations(
+            scores = score_continuations(
                 decoder, [(context, continuation) for _, context, continuation in requests]
             )
-            results = [(one.logprob, one.greedy) for one in found]
+            results = [(score.logprob, score.greedy) for score in scores]
             for (text, *_), result in zip(requests, results, strict=True):
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, result)
@@ -102,16 +102,18 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                 ]
                 for request in requests
             ]
-            scores = iter(self._loglikelihood_tokens([piece for some in pieces for piece in some]))
-            return [sum(next(scores)[0] for _ in some) for some in pieces]
+            scores = iter(
+                self._loglikelihood_tokens([piece for windows in pieces for piece in windows])
+            )
+            return [sum(next(scores)[0] for _ in windows) for windows in pieces]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             del disable_tqdm
-            asked = []
+            completions = []
             ends = []
             for number, request in enumerate(requests):
-                context, given = request.args
-                settings = normalize_gen_kwargs(given, self.max_gen_toks)
+                context, kwargs = request.args
+                settings = normalize_gen_kwargs(kwargs, self.max_gen_toks)
                 if unknown := settings.keys() - _GREEDY:
                     problem = (
                         f"generation settings that are not supported: {', '.join(sorted(unknown))}"
@@ -121,22 +123,28 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                         where="--lm-eval",
                         fix="remove them from generation_kwargs of the task",
                     )
-                new = settings["max_gen_toks"]
-                if new >= most:
-                    problem = f"the task samples up to {new:,} tokens, and the context is {most:,}"
+                new_tokens = settings["max_gen_toks"]
+                if new_tokens >= context_length:
+                    problem = f"the task samples up to {new_tokens:,} tokens, and the context is {context_length:,}"
                     raise UserError(
                         problem, where="--lm-eval", fix="use a model with a longer context"
                     )
                 sampling = Sampling(
-                    max_new_tokens=new,
+                    max_new_tokens=new_tokens,
                     temperature=settings["temperature"] if settings["do_sample"] else 0.0,
                     top_p=settings.get("top_p", 1.0),
                     top_k=settings.get("top_k") or None,
                     seed=number,
                 )
                 ends.append(tuple(settings["until"]))
-                asked.append(Request(self.tok_encode(context)[-(most - new) :], sampling, ends[-1]))
-            texts = complete(decoder, tokenizer, asked)
+                completions.append(
+                    Request(
+                        self.tok_encode(context)[-(context_length - new_tokens) :],
+                        sampling,
+                        ends[-1],
+                    )
+                )
+            texts = complete(decoder, tokenizer, completions)
             for mark in marks:  # which the harness leaves out, too
                 texts = [text.replace(mark, "") for text in texts]
             texts = [
@@ -156,17 +164,17 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
     from lm_eval.tasks import TaskManager
 
     model = adapter(decoder, tokenizer)
-    place = settings.include_path
-    files = [] if place is None else [place / f"{task}.yaml" for task in settings.tasks]
-    own = bool(files) and all(
+    folder = settings.include_path
+    files = [] if folder is None else [folder / f"{task}.yaml" for task in settings.tasks]
+    are_own = bool(files) and all(
         file.is_file() and "group:" not in file.read_text("utf-8") for file in files
     )
     # Its own thousands of task files take half a minute to index.
     manager = TaskManager(
-        include_path=None if place is None else str(place), include_defaults=not own
+        include_path=None if folder is None else str(folder), include_defaults=not are_own
     )
     try:
-        found = simple_evaluate(
+        evaluation = simple_evaluate(
             model=model,
             tasks=list(settings.tasks),
             num_fewshot=settings.shots,
@@ -180,11 +188,11 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
         raise UserError(problem, where="--lm-eval", fix=fix) from error
     scores = []
     outputs = []
-    for task, samples in found["samples"].items():
-        scores += list(_scores_of(task, samples, found["results"].get(task, {})))
+    for task, samples in evaluation["samples"].items():
+        scores += list(_scores_of(task, samples, evaluation["results"].get(task, {})))
         outputs += [
-            {"item": f"{task}.{one['doc_id']}", **{m: one[m] for m in one["metrics"]}}
-            for one in samples
+            {"item": f"{task}.{sample['doc_id']}", **{m: sample[m] for m in sample["metrics"]}}
+            for sample in samples
         ]
     if not scores:
         raise UserError(
@@ -200,18 +208,20 @@ def _scores_of(
 ) -> Iterator[Scores]:
     """The metrics whose figure in the harness's own results is the mean of its figures per document."""
     for key, value in results.items():
-        metric, _, chosen = key.partition(",")
-        each = [
-            one[metric] for one in samples if metric in one and one.get("filter", chosen) == chosen
+        metric, _, filter_name = key.partition(",")
+        figures = [
+            figure[metric]
+            for figure in samples
+            if metric in figure and figure.get("filter", filter_name) == filter_name
         ]
-        if not each or not isinstance(value, int | float):
+        if not figures or not isinstance(value, int | float):
             continue
         # log-likelihood and its weight
-        if all(isinstance(one, tuple | list) and len(one) == 2 for one in each):
-            nats, weights = np.array(each, np.float64).T
+        if all(isinstance(figure, tuple | list) and len(figure) == 2 for figure in figures):
+            nats, weights = np.array(figures, np.float64).T
             score = Scores(f"{task}.{metric}", -nats / math.log(2), weights)
-        elif all(isinstance(one, bool | int | float) for one in each):
-            score = Scores(f"{task}.{metric}", np.array(each, np.float64), np.ones(len(each)))
+        elif all(isinstance(figure, bool | int | float) for figure in figures):
+            score = Scores(f"{task}.{metric}", np.array(figures, np.float64), np.ones(len(figures)))
         else:
             continue
         if math.isclose(

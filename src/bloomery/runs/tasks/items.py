@@ -139,8 +139,8 @@ def _kind_of(row: dict[str, Any], where: str) -> Kind:
     if KEYS["functions"] <= row.keys():
         return "functions"
     if "answer" not in row:
-        near = closest("answer", list(row), count=1, cutoff=0.5)
-        hint = f"; is it {near[0]!r}?" if near else ""
+        similar = closest("answer", list(row), count=1, cutoff=0.5)
+        hint = f"; is it {similar[0]!r}?" if similar else ""
         raise UserError(f"a row of a task has the key 'answer'{hint}", where=where, fix=_FIX)
     return "multiple-choice" if "choices" in row else "exact-match"
 
@@ -156,7 +156,7 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
     if kind == "functions":
         prompt = text("prompt")
         banned = row.get("banned") or []
-        if not isinstance(banned, list) or not all(isinstance(one, str) for one in banned):
+        if not isinstance(banned, list) or not all(isinstance(entry, str) for entry in banned):
             raise UserError("the key 'banned' is a list of modules", where=where, fix=_FIX)
         return Item(
             name,
@@ -166,33 +166,35 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
             test=text("test"),
             banned=tuple(banned),
         )
-    asked = text("prompt") if "prompt" in row else text("question")
-    prompt = asked if "prompt" in row else f"Question: {asked}\nAnswer:"
+    question = text("prompt") if "prompt" in row else text("question")
+    prompt = question if "prompt" in row else f"Question: {question}\nAnswer:"
     answer = row.get("answer")
     choices = row.get("choices")
     if kind == "exact-match":
         answers = answer if isinstance(answer, list) else [answer]
         if not answers or any(
-            isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers
+            isinstance(entry, bool) or not isinstance(entry, str | int | float) for entry in answers
         ):
             raise UserError(
                 "an answer is a text, a number or a list of them", where=where, fix=_FIX
             )
-        return Item(name, prompt, asked, tuple(str(one) for one in answers))
+        return Item(name, prompt, question, tuple(str(entry) for entry in answers))
     if (
         not isinstance(choices, list)
         or len(choices) < 2
-        or not all(isinstance(one, str) and one for one in choices)
+        or not all(isinstance(entry, str) and entry for entry in choices)
     ):
         raise UserError("choices are a list of at least two texts", where=where, fix=_FIX)
-    right = answer
+    choice = answer
     if isinstance(answer, str):
         letters = [chr(ord("A") + number) for number in range(len(choices))]
-        right = next((names.index(answer) for names in (choices, letters) if answer in names), None)
-    if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(choices):
+        choice = next(
+            (names.index(answer) for names in (choices, letters) if answer in names), None
+        )
+    if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(choices):
         problem = f"the answer is the number of a choice from 0, its letter from A, or its text: {answer!r}"
         raise UserError(problem, where=where, fix=_FIX)
-    return Item(name, prompt, asked, (choices[right],), tuple(choices), right)
+    return Item(name, prompt, question, (choices[choice],), tuple(choices), choice)
 
 
 @final
@@ -249,8 +251,8 @@ class Asker:
         return self._encode([*turns, _turn("user", item.asked)])
 
     def _text(self, item: Item) -> str:
-        shown = [shot.prompt + _spaced(shot.prompt, shot.answers[0]) for shot in self.shots]
-        return "\n\n".join([*shown, item.prompt])
+        examples = [shot.prompt + _spaced(shot.prompt, shot.answers[0]) for shot in self.shots]
+        return "\n\n".join([*examples, item.prompt])
 
 
 def _turn(role: Role, text: str) -> Message:
@@ -275,8 +277,8 @@ def encode_pair(
     if not stripped:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         return ([] if start is None else [start]), tokenizer.encode(continuation)
-    before = tokenizer.encode(stripped)
-    return prefix + before, tokenizer.encode(stripped + continuation)[len(before) :]
+    context_ids = tokenizer.encode(stripped)
+    return prefix + context_ids, tokenizer.encode(stripped + continuation)[len(context_ids) :]
 
 
 @contextmanager
@@ -333,7 +335,7 @@ def _choose(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores
             }
         )
     scores = [
-        shares(metric, [one[key] == one["right"] for one in outputs])
+        shares(metric, [output[key] == output["right"] for output in outputs])
         for metric, key in (("acc", "chosen"), ("acc_norm", "chosen_norm"))
     ]
     longest = max(len(context) + len(continuation) for context, continuation in pairs)
@@ -368,7 +370,7 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     outputs = []
     for item, completion in zip(items, completions, strict=True):
         answer = extracted(completion, settings.extract)
-        accepted = [one.strip() for one in item.answers]
+        accepted = [output.strip() for output in item.answers]
         outputs.append(
             {
                 "item": item.name,
@@ -378,12 +380,12 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
                 "correct": answer is not None and answer in accepted,
             }
         )
-    if missing := sum(one["answer"] is None for one in outputs):
+    if num_unmatched := sum(output["answer"] is None for output in outputs):
         notes.append(
-            f"no match of --extract in {missing:,} of {len(outputs):,} completions: counted as wrong"
+            f"no match of --extract in {num_unmatched:,} of {len(outputs):,} completions: counted as wrong"
         )
     return TaskScores(
-        (shares("exact_match", [bool(one["correct"]) for one in outputs]),),
+        (shares("exact_match", [bool(output["correct"]) for output in outputs]),),
         tuple(outputs),
         tuple(notes),
     )
@@ -393,8 +395,8 @@ def extracted(completion: str, pattern: str | None) -> str | None:
     """The last match of the pattern (its first group, if it has one), else the whole completion, stripped."""
     if pattern is None:
         return completion.strip()
-    found = list(compiled(pattern).finditer(completion))
-    return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else None
+    matches = list(compiled(pattern).finditer(completion))
+    return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -413,20 +415,20 @@ def fitted_prompts(
 ) -> tuple[list[list[int]], list[str]]:
     """The prompts, cut at their start so that `new_tokens` fit into the context, and a note about them."""
     _refuse_ids(decoder, [(ids, []) for ids in prompts])
-    room = decoder.config.max_positions - new_tokens
-    if room < 1:
+    prompt_tokens = decoder.config.max_positions - new_tokens
+    if prompt_tokens < 1:
         problem = f"--max-new-tokens {new_tokens:,} leaves no room for a prompt in a context of"
         fix = "use a smaller --max-new-tokens"
         raise UserError(
             f"{problem} {decoder.config.max_positions:,}", where="--max-new-tokens", fix=fix, code=2
         )
-    cut = sum(len(ids) > room for ids in prompts)
+    cut = sum(len(ids) > prompt_tokens for ids in prompts)
     notes = (
-        [f"{cut:,} of {len(prompts):,} prompts are cut at their start to {room:,} tokens"]
+        [f"{cut:,} of {len(prompts):,} prompts are cut at their start to {prompt_tokens:,} tokens"]
         if cut
         else []
     )
-    return [ids[-room:] for ids in prompts], notes
+    return [ids[-prompt_tokens:] for ids in prompts], notes
 
 
 def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -464,7 +466,10 @@ def complete(
     """
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     order = deque(sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids)))
-    capacity = max((len(one.ids) + one.sampling.max_new_tokens for one in requests), default=0)
+    capacity = max(
+        (len(completion.ids) + completion.sampling.max_new_tokens for completion in requests),
+        default=0,
+    )
     batch = RunningBatch(
         Past(
             decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
@@ -482,18 +487,18 @@ def complete(
                     number, TextStream(tokenizer, request.ids), Stops(request.stops)
                 )
             for drawn in batch.step():
-                one = opened[drawn.text]
+                completion = opened[drawn.text]
                 if isinstance(drawn.ended, UserError):
                     raise drawn.ended
                 if drawn.token is not None:
-                    one.text += one.stops.push(one.stream.push(drawn.token))
-                if drawn.ended is not None and not one.stops.stopped:
-                    one.text += one.stops.push(one.stream.flush())
-                    one.text += "" if one.stops.stopped else one.stops.flush()
-                elif drawn.ended is None and one.stops.stopped:
+                    completion.text += completion.stops.push(completion.stream.push(drawn.token))
+                if drawn.ended is not None and not completion.stops.stopped:
+                    completion.text += completion.stops.push(completion.stream.flush())
+                    completion.text += "" if completion.stops.stopped else completion.stops.flush()
+                elif drawn.ended is None and completion.stops.stopped:
                     batch.remove(drawn.text)
-                if drawn.ended is not None or one.stops.stopped:
-                    texts[one.number] = opened.pop(drawn.text).text
+                if drawn.ended is not None or completion.stops.stopped:
+                    texts[completion.number] = opened.pop(drawn.text).text
     return texts
 
 
@@ -538,7 +543,7 @@ def run_program(
     prefix = Path(sys.base_prefix)
     bases = {"base": str(prefix), "platbase": sys.base_exec_prefix}
     visible = [python, *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib"))]
-    visible += [str(place) for place in prefix.glob("lib/libpython*")]
+    visible += [str(library) for library in prefix.glob("lib/libpython*")]
     with tempfile.TemporaryDirectory(prefix="bloomery-sandbox-") as folder:
         job = {
             **asdict(limits),
@@ -580,9 +585,11 @@ def _answer_of(python: str, job: bytes, seconds: float) -> dict[str, Any]:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(job, timeout=seconds)
+        stdout, stderr = process.communicate(job, timeout=seconds)
         answer: dict[str, Any] = (
-            json.loads(out) if out else {"refused": err.decode(errors="replace")[-300:].strip()}
+            json.loads(stdout)
+            if stdout
+            else {"refused": stderr.decode(errors="replace")[-300:].strip()}
         )
         return answer
     except subprocess.TimeoutExpired:
@@ -633,15 +640,15 @@ _IMPORTS = re.compile(r"^(?:import|from) .*$", re.MULTILINE)
 def refuse_settings(task: Task, settings: Settings) -> None:
     """Raises UserError for settings of another kind of task, and for function tasks without `run_code`."""
     functions = task.kind == "functions"
-    given = {"--shots": settings.shots, "--extract": settings.extract} if functions else {}
-    given |= (
+    flags = {"--shots": settings.shots, "--extract": settings.extract} if functions else {}
+    flags |= (
         {} if functions else {"--samples": settings.samples > 1, "--run-code": settings.run_code}
     )
-    if wrong := next((flag for flag, value in given.items() if value), None):
+    if flag_set := next((flag for flag, value in flags.items() if value), None):
         raise UserError(
-            f"{wrong} does not apply to {task.kind} tasks",
-            where=wrong,
-            fix=f"remove {wrong}",
+            f"{flag_set} does not apply to {task.kind} tasks",
+            where=flag_set,
+            fix=f"remove {flag_set}",
             code=2,
         )
     if functions and not settings.run_code:
@@ -683,11 +690,11 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
     outputs = []
     passed = []
     for number, item in enumerate(items):
-        written = completions[number * samples : (number + 1) * samples]
-        results = [passes(item, text, chat=settings.chat) for text in written]
-        passed.append(sum(one is None for one in results))
+        programs = completions[number * samples : (number + 1) * samples]
+        results = [passes(item, text, chat=settings.chat) for text in programs]
+        passed.append(sum(failure is None for failure in results))
         outputs.append(
-            {"item": item.name, "passed": passed[-1], "completions": written, "failures": results}
+            {"item": item.name, "passed": passed[-1], "completions": programs, "failures": results}
         )
     return TaskScores(tuple(scores_of(passed, samples)), tuple(outputs), tuple(notes))
 
@@ -723,10 +730,10 @@ def program_of(item: Item, completion: str, *, chat: bool) -> str:
     if chat:
         block = _BLOCK.search(completion)
         code = block[1] if block else completion
-        whole = f"def {item.entry_point}" in code
+        is_complete = f"def {item.entry_point}" in code
         text = (
             "\n".join([*_IMPORTS.findall(item.prompt), code])
-            if whole
+            if is_complete
             else f"{item.prompt.rstrip()}\n{code}"
         )
     return f"{text}\n"

@@ -59,29 +59,29 @@ def main() -> None:
         ):
             with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123  # pathlib would be imported
                 file.write(text)
-    begun = time.monotonic()
+    begun_at = time.monotonic()
     reading, writing = os.pipe()
     init = os.fork()
     if init == 0:
         os.close(reading)
         _process_1(job, writing, root)
     os.close(writing)
-    found = b""
+    verdict = b""
     late = False
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     while True:  # until the last process that holds the pipe ends
-        left = begun + job["seconds"] - time.monotonic()
-        if left <= 0 or len(found) > _MOST or not poll.poll(left * 1000):
-            late = len(found) <= _MOST
+        seconds_left = begun_at + job["seconds"] - time.monotonic()
+        if seconds_left <= 0 or len(verdict) > _MOST or not poll.poll(seconds_left * 1000):
+            late = len(verdict) <= _MOST
             break
         if not (piece := os.read(reading, 4096)):
             break
-        found += piece
+        verdict += piece
     with suppress(ProcessLookupError):
         os.kill(init, signal.SIGKILL)  # and with it all processes of its namespace
     code = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1])
-    text = found[:_MOST].decode(errors="replace")
+    text = verdict[:_MOST].decode(errors="replace")
     if code == _SET_UP_FAILED:
         _answer(refused=text)
     _answer(late=True) if late else _answer(result=text)
@@ -92,7 +92,7 @@ def _answer(**answer: object) -> NoReturn:
     os._exit(0)
 
 
-def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
+def _process_1(job: Mapping[str, Any], verdict_pipe: int, root: bool) -> NoReturn:
     try:
         _build_root(job)
         if root:
@@ -101,25 +101,32 @@ def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
             os.setresuid(_UNPRIVILEGED, _UNPRIVILEGED, _UNPRIVILEGED)
         _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        (theirs, ours) = os.pipe()
-        (asked, asking) = os.pipe()
-        (answers, answering) = os.pipe()
+        (grader_end, job_end) = os.pipe()
+        (requests_read, requests_write) = os.pipe()
+        (answers_read, answers_write) = os.pipe()
         grader = os.fork()
         if grader == 0:
-            os.close(ours)
-            _start(job, theirs, "grader", answers, asking, out)
+            os.close(job_end)
+            _start(job, grader_end, "grader", answers_read, requests_write, verdict_pipe)
         if os.fork() == 0:
-            _start(job, os.open("/dev/null", os.O_RDONLY), "program", asked, answering)
+            _start(job, os.open("/dev/null", os.O_RDONLY), "program", requests_read, answers_write)
     except OSError as error:
-        os.write(out, f"{error.filename or 'a mount'}: {error.strerror}".encode())
+        os.write(verdict_pipe, f"{error.filename or 'a mount'}: {error.strerror}".encode())
         os._exit(_SET_UP_FAILED)
-    for pipe in (theirs, asked, asking, answers, answering, out):
+    for pipe in (
+        grader_end,
+        requests_read,
+        requests_write,
+        answers_read,
+        answers_write,
+        verdict_pipe,
+    ):
         os.close(pipe)
-    with suppress(BrokenPipeError), os.fdopen(ours, "wb") as jobs:
+    with suppress(BrokenPipeError), os.fdopen(job_end, "wb") as jobs:
         jobs.write(json.dumps({name: job[name] for name in _GIVEN}).encode())
-    ended, status = os.wait()
-    while ended != grader:  # the program, or an orphan of it
-        ended, status = os.wait()
+    ended_pid, status = os.wait()
+    while ended_pid != grader:  # the program, or an orphan of it
+        ended_pid, status = os.wait()
     os._exit(_SET_UP_FAILED if os.waitstatus_to_exitcode(status) == _SET_UP_FAILED else 0)
 
 
@@ -128,22 +135,22 @@ def _build_root(job: Mapping[str, Any]) -> None:
     base = job["folder"]
     _mount("", "/", None, _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, "size=64k,nr_inodes=4k,mode=755")
-    for place in dict.fromkeys((*_LIBRARIES, "/dev/null", *job["visible"])):
-        if not os.path.exists(place):  # noqa: PTH110 - pathlib raises where this user may not look
+    for path in dict.fromkeys((*_LIBRARIES, "/dev/null", *job["visible"])):
+        if not os.path.exists(path):  # noqa: PTH110 - pathlib raises where this user may not look
             continue
-        inside = base + place
-        if os.path.isdir(place):  # noqa: PTH112 - as above
-            Path(inside).mkdir(parents=True, exist_ok=True)
-        elif not Path(inside).exists():
-            Path(inside).parent.mkdir(parents=True, exist_ok=True)
-            Path(inside).touch(0o644)
-        _mount(place, inside, None, _BIND)
-        if place != "/dev/null":
+        inner_path = base + path
+        if os.path.isdir(path):  # noqa: PTH112 - as above
+            Path(inner_path).mkdir(parents=True, exist_ok=True)
+        elif not Path(inner_path).exists():
+            Path(inner_path).parent.mkdir(parents=True, exist_ok=True)
+            Path(inner_path).touch(0o644)
+        _mount(path, inner_path, None, _BIND)
+        if path != "/dev/null":
             # flags of the source, which cannot be taken away
-            locked = os.statvfs(inside).f_flag & ~_READ_ONLY
+            locked = os.statvfs(inner_path).f_flag & ~_READ_ONLY
             _mount(
                 "",
-                inside,
+                inner_path,
                 None,
                 _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES | (locked & 0xC0F),
             )

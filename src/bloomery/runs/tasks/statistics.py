@@ -87,10 +87,10 @@ def compare(first: Scores, second: Scores) -> Difference:
     assert len(first.values) == len(second.values), "both models score the same items"
     # Each item's part of the difference: they sum to it.
     parts = first.values / first.weights.sum() - second.values / second.weights.sum()
-    ours = first.values / first.weights
-    theirs = second.values / second.weights
-    better = int((ours > theirs).sum())
-    worse = int((ours < theirs).sum())
+    first_values = first.values / first.weights
+    second_values = second.values / second.weights
+    better = int((first_values > second_values).sum())
+    worse = int((first_values < second_values).sum())
     low = high = None
     if len(parts) > 1:
         drawn = [
@@ -111,11 +111,11 @@ def compare(first: Scores, second: Scores) -> Difference:
 def wilson(successes: int, count: int) -> tuple[float, float]:
     """The 95% score interval of a share (Wilson 1927), which Brown, Cai and DasGupta 2001 recommend for few items."""
     share = successes / count
-    room = _Z**2 / count
-    center = share + room / 2
-    half = _Z * math.sqrt(share * (1 - share) / count + room / (4 * count))
-    low = (center - half) / (1 + room)
-    high = (center + half) / (1 + room)
+    correction = _Z**2 / count
+    center = share + correction / 2
+    half = _Z * math.sqrt(share * (1 - share) / count + correction / (4 * count))
+    low = (center - half) / (1 + correction)
+    high = (center + half) / (1 + correction)
     return max(low, 0.0) if successes else 0.0, min(high, 1.0) if successes < count else 1.0
 
 
