@@ -30,7 +30,7 @@ from bloomery.export.gguf_format import (
     splits,
 )
 from bloomery.export.gguf_import import dequantized
-from bloomery.export.layouts import load_whole
+from bloomery.export.layouts import load_in_float32
 from bloomery.export.verify import TEXTS
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
@@ -445,7 +445,7 @@ def check_gguf(path: Path, files: ModelFiles, *, kind: str) -> Parity:
     for text in TEXTS[:-1] if composes(tokenizer.description) else TEXTS:
         (expected_ids, _) = tokenizer.encode_places([text])[0]
         assert file_tokenizer.encode(text) == expected_ids, text
-    decoder = load_whole(files.weights, Use("cpu"), base=files.base)
+    decoder = load_in_float32(files.weights, Use("cpu"), base=files.base)
     prompt = file_tokenizer.encode(TEXTS[3])[:32] or [0]
     parity = compare(graph, decoder, prompt, greedy=kind == "f32")
     bound = ERF if decoder.config.activation == "gelu" else SAME_WEIGHTS

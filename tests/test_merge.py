@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.export.layouts import export, full_pieces
+from bloomery.export.layouts import export, open_model
 from bloomery.export.merge import combine, export_several, merge, slerp, ties
 from bloomery.model.io.weights import load_decoder
 from bloomery.train.model_folder import find_model
@@ -262,7 +262,7 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path):
     save_file(weights, source / "model.safetensors")
     with pytest.raises(UserError, match="65,504"):
         export(source, tmp_path / "out", dtype="float16")
-    with full_pieces(source, torch.bfloat16) as (piece, _):
+    with open_model(source, torch.bfloat16) as (piece, _):
         assert piece("model.norm.weight").isfinite().all()
 
 

@@ -22,18 +22,18 @@ from bloomery.export.layouts import (
     DTYPES,
     TOLERANCES,
     Exported,
-    compared,
+    check_in_library,
     draft_of,
     export,
     export_merged,
-    exported,
-    full_pieces,
-    load_whole,
-    opens_elsewhere,
-    pieces_of,
+    finished_export,
+    load_in_float32,
+    logits_proof,
+    open_model,
+    open_weights,
+    probe_logits,
     probe_tokens,
-    probed,
-    write_rest,
+    write_other_files,
 )
 from bloomery.model.config import ModelConfig, checked
 from bloomery.model.io.stored import find_tensors, read_object
@@ -75,28 +75,31 @@ def convert(
     adapter is merged into its base. Raises UserError.
     """
     changes = changes or Changes()
-    stored = None if gguf else dtype
-    foreign = source.is_file()
+    is_changed = changes != Changes()
+    folder_dtype = None if gguf else dtype  # of a folder that this conversion writes
+    proofs: list[str] = []
     with ExitStack() as stack:
-        changed = changes != Changes()
-        files = None if foreign else find_model(source, step)
-        proofs = list[str]()
-        if foreign:
-            last = not changed and not gguf
-            folder = out if last else stack.enter_context(_between(out))
-            read = import_gguf(source, folder, dtype=stored)
-            if last:
-                return read
-            proofs += [f"read: {each}" for each in read.proofs]
+        # A GGUF file becomes a folder first: the result, or an intermediate one.
+        if source.is_file():
+            is_result = not is_changed and not gguf
+            folder = out if is_result else stack.enter_context(_intermediate_folder(out))
+            imported = import_gguf(source, folder, dtype=folder_dtype)
+            if is_result:
+                return imported
+            proofs += [f"read: {proof}" for proof in imported.proofs]
             files = find_model(folder)
-        assert files is not None
-        if changed:
-            folder = stack.enter_context(_between(out)) if gguf else out
-            done = change(files, folder, changes, dtype=stored, verify=verify, use=use)
+        else:
+            files = find_model(source, step)
+
+        # Changes are made in a folder, too.
+        if is_changed:
+            folder = stack.enter_context(_intermediate_folder(out)) if gguf else out
+            done = change(files, folder, changes, dtype=folder_dtype, verify=verify, use=use)
             if not gguf:
                 return replace(done, proofs=(*proofs, *done.proofs))
             proofs += done.proofs
             files = find_model(folder)
+
         if gguf:
             done = export_gguf(files, out, kind=dtype or "f16", verify=verify, use=use)
         elif files.base is not None:
@@ -107,8 +110,8 @@ def convert(
 
 
 @contextmanager
-def _between(out: Path) -> Iterator[Path]:
-    """A new folder on the disk of `out` for an intermediate model; it is deleted at the end."""
+def _intermediate_folder(out: Path) -> Iterator[Path]:
+    """A new folder on the disk of `out`; it is deleted at the end."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(
             "the output exists; nothing was overwritten", where=str(out), fix="choose another name"
@@ -116,8 +119,8 @@ def _between(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=out.parent, prefix=".tmp-convert-", suffix=f"-{os.getpid()}"
-    ) as whole:
-        yield Path(whole) / "model"
+    ) as folder:
+        yield Path(folder) / "model"
 
 
 def change(
@@ -134,57 +137,61 @@ def change(
     Rows of new tokens are the mean of the others, as in training. Verification compares the logits of old tokens with
     the source's, and opens the folder in transformers where that is installed. Raises UserError.
     """
-    before = load_tokenizer(files.tokenizer)
-    after = _tokenizer(before, changes)
-    kept = (
-        DTYPES[dtype]
-        if dtype is not None
-        else next(iter(find_tensors(files.base or files.weights).values())).dtype
-    )
-    proofs = []
-    pieces = full_pieces(files.weights, kept) if files.base is None else pieces_of(files)
-    with pieces as (piece, config), draft_of(out) as draft:
-        changed = _config(config, changes, after.vocab_size)
-        new = range(before.vocab_size, after.vocab_size)
+    old_tokenizer = load_tokenizer(files.tokenizer)
+    tokenizer = _changed_tokenizer(old_tokenizer, changes)
+    new_ids = range(old_tokenizer.vocab_size, tokenizer.vocab_size)
+    stored_dtype = next(iter(find_tensors(files.base or files.weights).values())).dtype
+    target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
+    is_full_model = files.base is None
+    weights = open_model(files.weights, target_dtype) if is_full_model else open_weights(files)
 
-        def produce(name: str) -> Tensor:
-            whole = piece(name).to(kept)
-            if name not in VOCABULARY or not new:
-                return whole
-            larger = torch.empty(changed.vocab_size, *whole.shape[1:], dtype=kept)
-            larger[: len(whole)] = whole
-            fill_new_rows(larger, len(whole), new)
+    proofs = []
+    with weights as (read_parameter, config), draft_of(out) as draft:
+        changed_config = _changed_config(config, changes, tokenizer.vocab_size)
+
+        def changed_parameter(name: str) -> Tensor:
+            parameter = read_parameter(name).to(target_dtype)
+            if name not in VOCABULARY or not new_ids:
+                return parameter
+            rows = changed_config.vocab_size
+            larger = torch.empty(rows, *parameter.shape[1:], dtype=target_dtype)
+            larger[: len(parameter)] = parameter
+            fill_new_rows(larger, len(parameter), new_ids)
             return larger
 
-        write_model_piecewise(produce, changed, kept, draft)
-        write_rest(draft, out.name, changed, files, tokenizer=after)
+        write_model_piecewise(changed_parameter, changed_config, target_dtype, draft)
+        write_other_files(draft, out.name, changed_config, files, tokenizer=tokenizer)
         if changes.checkpointing:
             path = draft / "config.json"
-            write_json(
-                path, read_object(path, fix="report this bug") | {"gradient_checkpointing": True}
-            )
+            raw_config = read_object(path, fix="report this bug")
+            write_json(path, raw_config | {"gradient_checkpointing": True})
+
+        # What was changed is said, then compared.
         if changes.context is not None:
-            proofs.append(f"context {config.max_positions:,} -> {changed.max_positions:,} tokens")
-        if new:
+            old_context = config.max_positions
+            new_context = changed_config.max_positions
+            proofs.append(f"context {old_context:,} -> {new_context:,} tokens")
+        if new_ids:
             proofs.append(
-                f"{len(new)} new tokens from id {new.start:,}: embeddings are the mean of the others"
+                f"{len(new_ids)} new tokens from id {new_ids.start:,}: embeddings are the mean of "
+                "the others"
             )
         if changes.template is not None:
-            with chat_format(after, None) as form:  # refuses one that does not render
-                size = len(form.encode([Message("user", "Hello!")]))
-            proofs.append(f"the chat template makes {size} tokens of a greeting")
+            with chat_format(tokenizer, None) as form:  # refuses one that does not render
+                greeting = form.encode([Message("user", "Hello!")])
+            proofs.append(f"the chat template makes {len(greeting)} tokens of a greeting")
         if verify:
-            proofs += _verified(files, config, draft, kept, use or Use("cpu"))
-    return exported(out, proofs)
+            proofs += _verified(files, config, draft, target_dtype, use or Use("cpu"))
+    return finished_export(out, proofs)
 
 
-def _tokenizer(before: Tokenizer, changes: Changes) -> Tokenizer:
+def _changed_tokenizer(tokenizer: Tokenizer, changes: Changes) -> Tokenizer:
     """As a tokenizer.json, which new tokens need."""
     if "" in changes.tokens:
         raise UserError(
             "a token without a text", where="--add-tokens", fix="write its text", code=2
         )
-    settings = {key: each for key, each in before.config.items() if key != MADE_BY}
+    settings = {key: value for key, value in tokenizer.config.items() if key != MADE_BY}
     if changes.context is not None:
         settings[LENGTH] = changes.context
     if changes.template is not None:
@@ -193,14 +200,13 @@ def _tokenizer(before: Tokenizer, changes: Changes) -> Tokenizer:
         except UserError as error:
             fix = f"name a file, or one of {', '.join(BUILTIN)}"
             raise UserError(error.problem, where="--template", fix=fix, code=2) from error
-    control = {name for name in roles(before.description, settings).values() if name}
-    return Tokenizer(
-        JsonBackend(before.description, "tokenizer.json", control), settings
-    ).with_tokens(changes.tokens)
+    control_tokens = {name for name in roles(tokenizer.description, settings).values() if name}
+    backend = JsonBackend(tokenizer.description, "tokenizer.json", control_tokens)
+    return Tokenizer(backend, settings).with_tokens(changes.tokens)
 
 
-def _config(config: ModelConfig, changes: Changes, tokens: int) -> ModelConfig:
-    changed = grown(config, tokens)
+def _changed_config(config: ModelConfig, changes: Changes, vocab_size: int) -> ModelConfig:
+    changed = grown(config, vocab_size)
     if changes.context is None or changes.context == config.max_positions:
         return changed
     if config.positions != "rotary" or config.transformers_backend is not None:
@@ -211,21 +217,23 @@ def _config(config: ModelConfig, changes: Changes, tokens: int) -> ModelConfig:
 
 @torch.no_grad()
 def _verified(
-    files: ModelFiles, config: ModelConfig, draft: Path, kept: torch.dtype, use: Use
+    files: ModelFiles, config: ModelConfig, draft: Path, dtype: torch.dtype, use: Use
 ) -> list[str]:
     """Old tokens have their old logits; then transformers opens the folder."""
     tokens = probe_tokens(config).to(use.device)
-    expected = load_whole(files.weights, use, base=files.base)(tokens).head.cpu()
-    found = load_whole(draft, use)(tokens).head.cpu()[..., : config.vocab_size]
-    # rows beyond are spare: new tokens may take them
-    old = load_tokenizer(files.tokenizer).vocab_size
-    error = float((found - expected)[..., :old].abs().max())
-    if not error <= TOLERANCES[kept] * max(1.0, float(expected.abs().max())):
-        problem = f"the logits of the converted model differ by {error:.2g}"
+    expected = load_in_float32(files.weights, use, base=files.base)(tokens).head.cpu()
+    logits = load_in_float32(draft, use)(tokens).head.cpu()
+    # Rows beyond the tokenizer are spare: new tokens may have taken them.
+    old_tokens = min(config.vocab_size, load_tokenizer(files.tokenizer).vocab_size)
+    error = float((logits[..., :old_tokens] - expected[..., :old_tokens]).abs().max())
+    scale = max(1.0, float(expected.abs().max()))
+    if not error <= TOLERANCES[dtype] * scale:
         raise UserError(
-            problem, where=str(draft), fix="use --dtype float32, or --no-verify; report this bug"
+            f"the logits of the converted model differ by {error:.2g}",
+            where=str(draft),
+            fix="use --dtype float32, or --no-verify; report this bug",
         )
     return [
-        compared(kept, error, max(1.0, float(expected.abs().max())), "the source"),
-        *opens_elsewhere(draft, *probed(draft, use, where=draft)),
+        logits_proof(dtype, error, scale, "the source"),
+        *check_in_library(draft, *probe_logits(draft, use, where=draft)),
     ]

@@ -45,7 +45,7 @@ from bloomery.export.gguf_format import (
     unsupported,
     vocabulary,
 )
-from bloomery.export.layouts import Exported, draft_of, merged_pieces, merged_state
+from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, read_settings
@@ -197,7 +197,7 @@ def open_source(files: ModelFiles, use: Use) -> Iterator[Source]:
             yield Source(config, lambda name: _stored_rows(stored, name))
         elif read_settings(files.weights)["peft_type"] == "LORA":
             _refuse(read_config(files.base), files.base)
-            pieces = merged_pieces(files.weights, files.base, torch.float32, use.device)
+            pieces = open_merged(files.weights, files.base, torch.float32, use.device)
             piece, config = stack.enter_context(pieces)
             yield Source(config, lambda name: iter((piece(name).cpu(),)))
         else:

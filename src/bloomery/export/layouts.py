@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.progress import progress
 from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.export import DTYPES as WORDS
+from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
@@ -39,7 +39,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import find_tensors, read_object
+from bloomery.model.io.stored import Stored, find_tensors, read_object
 from bloomery.model.io.weights import (
     StoredModel,
     load_decoder,
@@ -51,12 +51,14 @@ from bloomery.model.presets import read_config, stated_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
-Piece = Callable[[str], Tensor]  # a parameter by our name
-TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
-PROBE_TOKENS = 16
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WORDS}
+ReadParameter = Callable[[str], Tensor]  # a parameter by its name in the decoder
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 # Of the largest logit: float32 only changes the order of operations, 16-bit formats round every weight.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = (
+    1e-3  # of the largest logit in another library: weights may be 16 bits wide, and kernels differ
+)
+PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Exported:
     bytes: int
     proofs: tuple[str, ...]
     next: str = ""
+
+
+# The layouts
 
 
 def export(
@@ -87,92 +92,102 @@ def export(
         raise UserError(
             "cannot export an adapter as a full model",
             where=str(source),
-            code=2,
             fix="use --to merged for a full model, or --to adapter for the adapter",
+            code=2,
         )
+    use = use or Use("cpu")
     files = ModelFiles(source, None, source)
     config = read_config(source)
-    proofs = list[str]()
     tensors = find_tensors(source)
-    index = source / "model.safetensors.index.json"
-    # Of a multimodal model the language model is written under the names that it has alone.
-    whole = stated_config(source)
-    text_alone = text_part(whole) is not whole
-    first = next(iter(tensors.values())).dtype
-    target = first if dtype is None else DTYPES[dtype]
-    copied = not text_alone and (
-        dtype is None or all(stored.dtype == target for stored in tensors.values())
-    )
+    stored_dtype = next(iter(tensors.values())).dtype
+    target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
+
+    # Weights that stay as they are are copied. Of a multimodal model the language model is written under the names
+    # that it has alone.
+    full_config = stated_config(source)
+    is_text_part = text_part(full_config) is not full_config
+    keeps_dtypes = dtype is None or all(stored.dtype == target_dtype for stored in tensors.values())
+    is_copy = keeps_dtypes and not is_text_part
+    proofs: list[str] = []
     with draft_of(out) as draft:
-        if copied:
-            for path in {stored.path for stored in tensors.values()} | (
-                {index} if index.is_file() else set()
-            ):
-                shutil.copyfile(path, draft / path.name)
-            kept = str(first).removeprefix("torch.")
-            write_json(
-                draft / "config.json", config_to_hf(config) | {"dtype": kept, "torch_dtype": kept}
-            )
+        if is_copy:
+            _copy_weights(source, draft, config, stored_dtype)
         else:
-            with full_pieces(source, target) as (piece, config):
-                write_model_piecewise(piece, config, target, draft)
-        write_rest(draft, out.name, config, files)
-        if verify and copied:
-            copies = find_tensors(draft)
-            with TensorReader() as reader:
-                for name, stored in tensors.items():
-                    rows = stored.shape[0] if stored.shape else 1
-                    one, other = (
-                        reader.read(each, 0, rows).view(torch.uint8)
-                        for each in (stored, copies[name])
-                    )
-                    if not torch.equal(one, other):
-                        problem = f"{name} changed during the copy"
-                        raise UserError(problem, where=str(draft), fix="check the disk")
+            with open_model(source, target_dtype) as (read_parameter, config):
+                write_model_piecewise(read_parameter, config, target_dtype, draft)
+        write_other_files(draft, out.name, config, files)
+        if verify and is_copy:
+            _compare_bytes(tensors, draft)
             proofs.append(f"read back: all {len(tensors)} tensors are identical")
-            proofs += opens_elsewhere(draft, *probed(draft, use or Use("cpu"), where=source))
+            proofs += check_in_library(draft, *probe_logits(draft, use, where=source))
         elif verify:
-            proofs += _compared(draft, files, target, use or Use("cpu"))
-    return exported(out, proofs)
+            proofs += _compare_logits(draft, files, target_dtype, use)
+    return finished_export(out, proofs)
+
+
+def _copy_weights(source: Path, draft: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    paths = {stored.path for stored in find_tensors(source).values()}
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        paths.add(index)
+    for path in paths:
+        shutil.copyfile(path, draft / path.name)
+    name = str(dtype).removeprefix("torch.")
+    write_json(draft / "config.json", config_to_hf(config) | {"dtype": name, "torch_dtype": name})
+
+
+def _compare_bytes(tensors: Mapping[str, Stored], draft: Path) -> None:
+    """Raises UserError where a tensor of the draft has other bytes than its original."""
+    copies = find_tensors(draft)
+    with TensorReader() as reader:
+        for name, stored in tensors.items():
+            rows = stored.shape[0] if stored.shape else 1
+            original = reader.read(stored, 0, rows).view(torch.uint8)
+            copied = reader.read(copies[name], 0, rows).view(torch.uint8)
+            if not torch.equal(original, copied):
+                raise UserError(
+                    f"{name} changed during the copy", where=str(draft), fix="check the disk"
+                )
 
 
 def export_adapter(
     model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None
 ) -> Exported:
-    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder is written completely or not at
-    all.
+    """Copies the adapter to the new folder `out`, with tokenizer and card, completely or not at all.
 
     Verification compares the bytes, runs the copy on its base model, and loads it in PEFT where that is installed.
     Raises UserError.
     """
     if model_files.base is None:
-        problem = "cannot export an adapter: this is a full model"
-        fix = "use --to hf"
-        raise UserError(problem, where=str(model_files.weights), fix=fix, code=2)
-    base = base_of(model_files.base).name
+        raise UserError(
+            "cannot export an adapter: this is a full model",
+            where=str(model_files.weights),
+            fix="use --to hf",
+            code=2,
+        )
+    base_name = base_of(model_files.base).name
     proofs = []
     with draft_of(out) as draft:
-        write_json(
-            draft / CONFIG, read_settings(model_files.weights) | {"base_model_name_or_path": base}
-        )
+        settings = read_settings(model_files.weights) | {"base_model_name_or_path": base_name}
+        write_json(draft / CONFIG, settings)
         shutil.copyfile(model_files.weights / TENSORS, draft / TENSORS)
         load_tokenizer(model_files.tokenizer).save(draft)
         config = read_config(model_files.base)
-        # with the adapter's own vocabulary and head
-        if read_settings(draft)["peft_type"] == "LORA":
+        if settings["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
             config = read_adaptation(draft, config)[1]
-        write_card(draft, out.name, config, [model_files.weights, model_files.base], base=base)
+        sources = [model_files.weights, model_files.base]
+        write_card(draft, out.name, config, sources, base=base_name)
         if verify:
             if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
                 raise UserError(
                     f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk"
                 )
-            results = probed(
+            logits, config = probe_logits(
                 draft, use or Use("cpu"), base=model_files.base, where=model_files.weights
             )
             proofs.append("read back: the tensors are identical and load into the base model")
-            proofs += opens_elsewhere(draft, *results, base=model_files.base)
-    return exported(out, proofs)
+            proofs += check_in_library(draft, logits, config, base=model_files.base)
+    return finished_export(out, proofs)
 
 
 def export_merged(
@@ -190,20 +205,25 @@ def export_merged(
     of base and adapter, and loads it in transformers where that is installed. Raises UserError.
     """
     if model_files.base is None:
-        problem = "cannot merge: this is a full model, not an adapter"
-        raise UserError(problem, where=str(model_files.weights), fix="use --to hf", code=2)
+        raise UserError(
+            "cannot merge: this is a full model, not an adapter",
+            where=str(model_files.weights),
+            fix="use --to hf",
+            code=2,
+        )
     use = use or Use("cpu")
     proofs = []
-    if model_files.trained is not None and (bits := model_files.trained.quantize.kind) != "none":
+    if model_files.trained is not None and model_files.trained.quantize.kind != "none":
         proofs.append(
-            f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly"
+            "merged into the unquantized base model; the run trained with "
+            f"{model_files.trained.quantize.kind}, so logits differ slightly"
         )
     with draft_of(out) as draft:
-        config, kept = _write_merged(model_files, model_files.base, draft, dtype, use)
-        write_rest(draft, out.name, config, model_files)
+        config, target_dtype = _write_merged(model_files, model_files.base, draft, dtype, use)
+        write_other_files(draft, out.name, config, model_files)
         if verify:
-            proofs += _compared(draft, model_files, kept, use)
-    return exported(out, proofs)
+            proofs += _compare_logits(draft, model_files, target_dtype, use)
+    return finished_export(out, proofs)
 
 
 def export_vllm(
@@ -222,12 +242,16 @@ def export_vllm(
     return replace(done, next=f"vllm serve {out}")
 
 
+# The new folder, and what is in it besides weights
+
+
 @contextmanager
 def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[Path]:
     """A temporary folder, or the name of a file, next to `out`: renamed to `out` when the block succeeds, deleted when
     it fails.
     """
-    if out.exists() and not (kind == "folder" and out.is_dir() and not any(out.iterdir())):
+    is_empty_folder = kind == "folder" and out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty_folder:
         raise UserError(
             f"the output {kind} exists; nothing was overwritten",
             where=str(out),
@@ -235,26 +259,30 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
         )
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
-        for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
-            if abandoned(left):
-                remove(left)
-        (draft if kind == "folder" else out.parent).mkdir(parents=True, exist_ok=kind == "file")
+        # Drafts that a killed export left are deleted first.
+        for other_draft in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
+            if abandoned(other_draft):
+                remove(other_draft)
+        folder = draft if kind == "folder" else out.parent
+        folder.mkdir(parents=True, exist_ok=kind == "file")
         yield draft
+        # The content before the name: after a power loss, what has the name is complete.
         for path in (*(draft.rglob("*") if kind == "folder" else ()), draft):
-            flush_to_disk(path)  # before the name: after a power loss, what has it is whole
+            flush_to_disk(path)
         draft.replace(out)
         flush_to_disk(out.parent)
     except OSError as error:
-        problem = f"cannot write the export: {error.strerror or error}"
         raise UserError(
-            problem, where=str(out), fix="choose another --out, or free disk space"
+            f"cannot write the export: {error.strerror or error}",
+            where=str(out),
+            fix="choose another --out, or free disk space",
         ) from error
     finally:
         if draft.exists():  # below a file it does not, and cannot be removed
             remove(draft)
 
 
-def write_rest(
+def write_other_files(
     draft: Path,
     name: str,
     config: ModelConfig,
@@ -262,143 +290,162 @@ def write_rest(
     merge: Merge | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """The other files of a full model: generation settings, tokenizer and card. `tokenizer`: None takes that of
-    `files`.
+    """The files of a full model besides config and weights: generation settings, tokenizer and card.
+
+    `tokenizer`: None takes that of `files`.
     """
-    write_json(
-        draft / "generation_config.json", _generation_settings(files.base or files.weights, config)
-    )
+    settings = _generation_settings(files.base or files.weights, config)
+    write_json(draft / "generation_config.json", settings)
     (tokenizer or load_tokenizer(files.tokenizer)).save(draft)
-    write_card(
-        draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge
-    )
-
-
-def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> list[str]:
-    """The logits of the draft with those of its source, then in transformers; one model at a time is in memory."""
-    expected, _ = probed(files.weights, use, base=files.base, where=files.weights)
-    logits, config = probed(draft, use, where=draft)
-    error = float((logits - expected).abs().max())
-    scale = max(1.0, float(expected.abs().max()))
-    if not error <= TOLERANCES[kept] * scale:
-        problem = (
-            f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
-        )
-        raise UserError(problem, where=str(draft), fix="use --type float32")
-    source = "the source" if files.base is None else "base and adapter"
-    return [compared(kept, error, scale, source), *opens_elsewhere(draft, logits, config)]
-
-
-def compared(kept: torch.dtype, error: float, scale: float, source: str) -> str:
-    """The proof that logits, computed in float32, are those of the source but for the rounding of the weights."""
-    if kept == torch.float32:
-        return f"logits equal those of {source} within {error:.1e} (float32)"
-    word = str(kept).removeprefix("torch.")
-    return (
-        f"{word} weights, computed in float32: logits differ from those of {source} by at most {error:.2g} of "
-        f"{scale:.2g} (rounding to {word}: up to {TOLERANCES[kept]:.0%})"
-    )
-
-
-def exported(out: Path, proofs: list[str]) -> Exported:
-    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), tuple(proofs))
+    sources = [files.weights, *([files.base] if files.base else [])]
+    write_card(draft, name, config, sources, merge=merge)
 
 
 def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     """The model's own generation settings, else its special token ids."""
-    raw_config = source / "generation_config.json"
-    if raw_config.is_file():
-        return read_object(raw_config, fix="correct or delete that file")
-    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True} | {
-        key: value for key, value in ids.items() if value is not None
-    }
+    path = source / "generation_config.json"
+    if path.is_file():
+        return read_object(path, fix="correct or delete that file")
+    settings: dict[str, object] = {"_from_model_config": True}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (token_id := getattr(config, key)) is not None:
+            settings[key] = token_id
+    return settings
+
+
+def finished_export(out: Path, proofs: list[str]) -> Exported:
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), tuple(proofs))
+
+
+# Verification
+
+
+def _compare_logits(draft: Path, files: ModelFiles, dtype: torch.dtype, use: Use) -> list[str]:
+    """The logits of the draft with those of its source, then in transformers; one model at a time is in memory."""
+    expected, _ = probe_logits(files.weights, use, base=files.base, where=files.weights)
+    logits, config = probe_logits(draft, use, where=draft)
+    error = float((logits - expected).abs().max())
+    scale = max(1.0, float(expected.abs().max()))
+    if not error <= TOLERANCES[dtype] * scale:
+        raise UserError(
+            f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})",
+            where=str(draft),
+            fix="use --type float32",
+        )
+    source = "the source" if files.base is None else "base and adapter"
+    return [
+        logits_proof(dtype, error, scale, source),
+        *check_in_library(draft, logits, config),
+    ]
+
+
+def logits_proof(dtype: torch.dtype, error: float, scale: float, source: str) -> str:
+    """The proof that logits, computed in float32, are those of the source but for the rounding of the weights."""
+    if dtype == torch.float32:
+        return f"logits equal those of {source} within {error:.1e} (float32)"
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"{name} weights, computed in float32: logits differ from those of {source} by at most "
+        f"{error:.2g} of {scale:.2g} (rounding to {name}: up to {TOLERANCES[dtype]:.0%})"
+    )
 
 
 def probe_tokens(config: ModelConfig) -> Tensor:
-    return torch.arange(min(PROBE_TOKENS, config.max_positions))[None] * 7919 % config.vocab_size
+    """A few token ids [1, T], spread over the vocabulary."""
+    count = min(PROBE_TOKENS, config.max_positions)
+    return torch.arange(count)[None] * 7919 % config.vocab_size
 
 
-def load_whole(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
+def load_in_float32(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
     """The model in float32 on the device. Raises UserError before memory is allocated where it does not fit."""
 
     def refuse_full(decoder: Decoder) -> None:
-        needed = sum(parameter.nbytes for parameter in decoder.parameters())
-        free = use.free_bytes()
-        if needed > free:
-            problem = f"verification needs {format_bytes(needed)}; {use.name} has {format_bytes(free)} free"
-            fix = "add --no-verify" + (" or --devices cpu" if use.device == "cuda" else "")
-            raise UserError(problem, where=str(folder), fix=fix)
+        needed_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+        free_bytes = use.free_bytes()
+        if needed_bytes > free_bytes:
+            raise UserError(
+                f"verification needs {format_bytes(needed_bytes)}; {use.name} has "
+                f"{format_bytes(free_bytes)} free",
+                where=str(folder),
+                fix="add --no-verify" + (" or --devices cpu" if use.device == "cuda" else ""),
+            )
 
     return load_decoder(
         folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full
     )
 
 
-def probed(
+def probe_logits(
     folder: Path, use: Use, *, where: Path, base: Path | None = None
 ) -> tuple[Tensor, ModelConfig]:
-    """Logits of a few tokens of `load_whole`. Raises UserError as it does, and when they are not finite; `where` is the
-    model of that message.
+    """Logits of `probe_tokens` in float32. Raises UserError as `load_in_float32` does, and when they are not finite;
+    `where` is the model of that message.
     """
     progress("loading a model in float32 to compare logits")
-    decoder = load_whole(folder, use, base=base)
+    decoder = load_in_float32(folder, use, base=base)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
         logits: Tensor = decoder(probe_tokens(decoder.config).to(device)).head.cpu()
     if not bool(torch.isfinite(logits).all()):
-        problem = "the logits of the exported model are not finite"
-        raise UserError(problem, where=str(where), fix="choose an earlier --step")
+        raise UserError(
+            "the logits of the exported model are not finite",
+            where=str(where),
+            fix="choose an earlier --step",
+        )
     return logits, decoder.config
 
 
-def opens_elsewhere(
+def check_in_library(
     draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None
 ) -> list[str]:
     """Loads a full model in transformers, or an adapter in PEFT on its `base`, and compares logits; returns the proof,
     or nothing where these packages are not installed.
     """
-    needed = ("transformers",) if base is None else ("peft", "transformers")
-    if any(importlib.util.find_spec(name) is None for name in needed):
+    packages = ("transformers",) if base is None else ("peft", "transformers")
+    if any(importlib.util.find_spec(package) is None for package in packages):
         return []
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    program, name = (
-        (transformers, "transformers")
-        if base is None
-        else (importlib.import_module("peft"), "PEFT")
-    )
-    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    library = transformers if base is None else importlib.import_module("peft")
+    library_name = "transformers" if base is None else "PEFT"
+
+    # transformers' classifiers return the value of the last token that is not padding. On a base their head is
+    # initialized at random, and replaced by the adapter.
     tokens = probe_tokens(config)
-    kind = transformers.AutoModelForCausalLM
-    # transformers' classifiers return the value of the last token that is not padding
+    model_class = transformers.AutoModelForCausalLM
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if config.head == "values":
-        kind = transformers.AutoModelForSequenceClassification
-        kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
-        logits = logits[:, int(kept.max())]
-        # initialized at random, replaced by the adapter
-        settings |= {} if base is None else {"num_labels": 1}
-    progress(f"opening the export in {name}")
-    # the libraries warn of each other
+        model_class = transformers.AutoModelForSequenceClassification
+        padding = -1 if config.pad_token_id is None else config.pad_token_id
+        last_token = int((tokens[0] != padding).nonzero().max())
+        logits = logits[:, last_token]
+        if base is not None:
+            settings["num_labels"] = 1
+
+    # Under PEFT the libraries warn of each other.
+    progress(f"opening the export in {library_name}")
     with warnings.catch_warnings(action="ignore" if base is not None else None):
-        model = kind.from_pretrained(draft if base is None else base, **settings)
+        model = model_class.from_pretrained(draft if base is None else base, **settings)
         if base is None:
             transformers.AutoTokenizer.from_pretrained(draft)
         else:
             if config.vocab_size > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(config.vocab_size, mean_resizing=False)
-            model = program.PeftModel.from_pretrained(model, draft)
+            model = library.PeftModel.from_pretrained(model, draft)
         with torch.no_grad():
-            theirs = model.eval()(tokens).logits
-    error = float((theirs - logits).abs().max())
+            library_logits = model.eval()(tokens).logits
+
+    error = float((library_logits - logits).abs().max())
     if not error <= TOLERANCE * max(1.0, float(logits.abs().max())):
-        problem = f"the logits in {name} differ by {error:.2g}"
         raise UserError(
-            problem,
+            f"the logits in {library_name} differ by {error:.2g}",
             where=str(draft),
             fix="add --no-verify to export without this check; report this bug",
         )
-    return [f"loaded in {name} {program.__version__}: logits equal within {error:.1e}"]
+    return [f"loaded in {library_name} {library.__version__}: logits equal within {error:.1e}"]
+
+
+# Weights, one parameter at a time
 
 
 @torch.no_grad()
@@ -412,117 +459,121 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         if is_adapter(name):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        whole = (
-            module.merged_weight()
-            if isinstance(module, LoraLinear) and name.endswith(".weight")
-            else parameter
-        )
-        state[name] = whole.detach().to(dtype)
+        if isinstance(module, LoraLinear) and name.endswith(".weight"):
+            state[name] = module.merged_weight().detach().to(dtype)
+        else:
+            state[name] = parameter.detach().to(dtype)
     return state
 
 
-def within(held: Tensor, name: str, *, where: Path) -> Tensor:
+def refuse_overflow(tensor: Tensor, name: str, *, where: Path) -> Tensor:
     """The tensor. Raises UserError where it is float16 and holds a weight that float16 cannot."""
-    if held.dtype == torch.float16 and not bool(held.isfinite().all()):
-        problem = f"{name} holds a weight above 65,504, the largest of float16"
-        raise UserError(problem, where=str(where), fix="use --type bfloat16")
-    return held
+    if tensor.dtype == torch.float16 and not bool(tensor.isfinite().all()):
+        raise UserError(
+            f"{name} holds a weight above 65,504, the largest of float16",
+            where=str(where),
+            fix="use --type bfloat16",
+        )
+    return tensor
 
 
 @contextmanager
-def full_pieces(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, ModelConfig]]:
-    """The parameters of a model folder by our names, one at a time. Raises UserError as `load_decoder` does, and for a
-    weight that `dtype` cannot hold.
+def open_model(folder: Path, dtype: torch.dtype) -> Iterator[tuple[ReadParameter, ModelConfig]]:
+    """The parameters of a model folder, one at a time. Raises UserError as `load_decoder` does, and for a weight that
+    `dtype` cannot hold.
     """
     config = read_config(folder)
     shapes = parameter_shapes(config)
     with StoredModel(config, folder) as stored:
 
         @torch.no_grad()
-        def piece(name: str) -> Tensor:
-            """Raises UserError for a weight that float16 cannot hold."""
-            held = torch.empty(shapes[name], dtype=dtype)
-            stored.fill(name, held)
-            return within(held, name, where=folder)
+        def read_parameter(name: str) -> Tensor:
+            tensor = torch.empty(shapes[name], dtype=dtype)
+            stored.fill(name, tensor)
+            return refuse_overflow(tensor, name, where=folder)
 
-        yield piece, config
+        yield read_parameter, config
 
 
 @contextmanager
-def merged_pieces(
+def open_merged(
     folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
-) -> Iterator[tuple[Piece, ModelConfig]]:
+) -> Iterator[tuple[ReadParameter, ModelConfig]]:
     """`merged_state` of a low-rank adapter, one parameter at a time: only that parameter of the base is in memory.
 
     Raises UserError as `load_decoder` does.
     """
     refuse_other_base(folder, base)
     settings, config = read_adaptation(folder, read_config(base))
+
+    # The base stays on the meta device; what the adapter's file holds gets memory and is read.
     with torch.device("meta"):
         model = Decoder(config)
         adapt_as(model, settings)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if is_adapter(name) or parameter.requires_grad:
-                held = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-                setattr(module, name, nn.Parameter(held))
+                memory = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                setattr(module, name, nn.Parameter(memory))
         if isinstance(module, LoraLinear) and module.pissa:
-            module.first_A, module.first_B = (
-                torch.empty_like(each) for each in (module.lora_A, module.lora_B)
-            )
+            module.first_A = torch.empty_like(module.lora_A)
+            module.first_B = torch.empty_like(module.lora_B)
     model.tie()
     with torch.no_grad():
         read_trained(model, settings, config, folder, shared=True)
+
     with StoredModel(config, base, seed=0) as stored:
 
         @torch.no_grad()
-        def piece(name: str) -> Tensor:
+        def read_parameter(name: str) -> Tensor:
             parameter = model.get_parameter(name)
-            if not parameter.is_meta:  # a module to save
+            if not parameter.is_meta:  # one of modules_to_save
                 return parameter.detach().to(dtype)
-            whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            stored.fill(name, whole)
+            weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            stored.fill(name, weight)
             module = model.get_submodule(name.rpartition(".")[0])
             if isinstance(module, LoraLinear) and name.endswith(".weight"):
-                module.weight = nn.Parameter(whole)
-                whole = module.merged_weight()
+                module.weight = nn.Parameter(weight)
+                weight = module.merged_weight()
                 module.weight = parameter
-            return within(whole.to(dtype), name, where=folder)
+            return refuse_overflow(weight.to(dtype), name, where=folder)
 
-        yield piece, config
+        yield read_parameter, config
 
 
 @contextmanager
-def pieces_of(files: ModelFiles) -> Iterator[tuple[Piece, ModelConfig]]:
+def open_weights(files: ModelFiles) -> Iterator[tuple[ReadParameter, ModelConfig]]:
     """The parameters of a full model, or of an adapter merged into its base, in float32. Raises UserError."""
     if files.base is None:
-        with full_pieces(files.weights, torch.float32) as found:
-            yield found
+        with open_model(files.weights, torch.float32) as opened:
+            yield opened
         return
-    if (kind := read_settings(files.weights)["peft_type"]) != "LORA":
-        problem = f"an adapter of {kind[:40]} cannot be merged piece by piece"
-        fix = "export it with --to merged first"
-        raise UserError(problem, where=str(files.weights), fix=fix)
-    with merged_pieces(files.weights, files.base, torch.float32, "cpu") as found:
-        yield found
+    method = read_settings(files.weights)["peft_type"]
+    if method != "LORA":
+        raise UserError(
+            f"an adapter of {method[:40]} cannot be merged piece by piece",
+            where=str(files.weights),
+            fix="export it with --to merged first",
+        )
+    with open_merged(files.weights, files.base, torch.float32, "cpu") as opened:
+        yield opened
 
 
 def _write_merged(
-    model_files: ModelFiles, base: Path, draft: Path, asked: str | None, use: Use
+    model_files: ModelFiles, base: Path, draft: Path, dtype: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
     """One parameter at a time where possible; PEFT methods and transformers' layers are merged as a whole model."""
-    if (
-        read_settings(model_files.weights)["peft_type"] == "LORA"
-        and read_config(base).transformers_backend is None
-    ):
-        stored = find_tensors(base)
-        kept = next(iter(stored.values())).dtype if asked is None else DTYPES[asked]
-        with merged_pieces(model_files.weights, base, kept, use.device) as (piece, config):
-            write_model_piecewise(piece, config, kept, draft)
-        return config, kept
-    decoder = load_decoder(
-        model_files.weights, base=base, dtype=torch.float32 if asked == "float32" else None
-    )
-    kept = decoder.model.embed_tokens.weight.dtype if asked is None else DTYPES[asked]
-    write_model(merged_state(decoder, kept), decoder.config, draft)
-    return decoder.config, kept
+    is_lora = read_settings(model_files.weights)["peft_type"] == "LORA"
+    if is_lora and read_config(base).transformers_backend is None:
+        stored_dtype = next(iter(find_tensors(base).values())).dtype
+        target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
+        opened = open_merged(model_files.weights, base, target_dtype, use.device)
+        with opened as (read_parameter, config):
+            write_model_piecewise(read_parameter, config, target_dtype, draft)
+        return config, target_dtype
+    loaded_dtype = torch.float32 if dtype == "float32" else None
+    decoder = load_decoder(model_files.weights, base=base, dtype=loaded_dtype)
+    stored_dtype = decoder.model.embed_tokens.weight.dtype
+    target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
+    write_model(merged_state(decoder, target_dtype), decoder.config, draft)
+    return decoder.config, target_dtype

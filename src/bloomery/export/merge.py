@@ -20,13 +20,13 @@ from bloomery.export.card import Merge, public
 from bloomery.export.layouts import (
     DTYPES,
     Exported,
+    check_in_library,
     draft_of,
-    exported,
-    opens_elsewhere,
-    pieces_of,
-    probed,
-    within,
-    write_rest,
+    finished_export,
+    open_weights,
+    probe_logits,
+    refuse_overflow,
+    write_other_files,
 )
 from bloomery.model.adapters.settings import Base
 from bloomery.model.config import ModelConfig
@@ -144,7 +144,7 @@ def merge(
     _refuse_arguments(models, method, base, weights, density)
     every = [*models, *([] if base is None else [base])]
     with ExitStack() as stack:
-        opened = [stack.enter_context(pieces_of(files)) for files in every]
+        opened = [stack.enter_context(open_weights(files)) for files in every]
         config = opened[0][1]
         tokenizer = load_tokenizer(models[0].tokenizer)
         for files, (_, other) in zip(every[1:], opened[1:], strict=True):
@@ -164,7 +164,9 @@ def merge(
                         fix="merge another checkpoint or copy of it",
                     )
             below = parts.pop() if base is not None else None
-            return within(combine(method, parts, below, weights, density).to(kept), name, where=out)
+            return refuse_overflow(
+                combine(method, parts, below, weights, density).to(kept), name, where=out
+            )
 
         with draft_of(out) as draft:
             write_model_piecewise(produce, config, kept, draft)
@@ -174,13 +176,15 @@ def merge(
                 None if base is None else _named(base),
                 density if method == "ties" else None,
             )
-            write_rest(draft, out.name, config, models[0], merge=about)
+            write_other_files(draft, out.name, config, models[0], merge=about)
             proofs = [
                 f"{len(models)} models merged by {method}: {len(parameter_shapes(config))} parameters"
             ]
             if verify:
-                proofs += opens_elsewhere(draft, *probed(draft, use or Use("cpu"), where=draft))
-    return exported(out, proofs)
+                proofs += check_in_library(
+                    draft, *probe_logits(draft, use or Use("cpu"), where=draft)
+                )
+    return finished_export(out, proofs)
 
 
 def export_several(
