@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -267,9 +268,21 @@ class TestCommandLine:
         done = CliRunner().invoke(cli, words)
         assert isinstance(done.exception, UserError) and "bogus" in done.exception.problem
         grammars = JsonGrammars(load_tokenizer(folder), load_decoder(folder).config.vocab_size, [0])
-        for endless_or_half in ({"$ref": "#"}, {"const": "\ud800"}):
-            with pytest.raises(UserError, match="not supported"):
-                grammars.start(endless_or_half)
+        with closing(grammars):
+            for endless_or_half in ({"$ref": "#"}, {"const": "\ud800"}):
+                with pytest.raises(UserError, match="not supported"):
+                    grammars.start(endless_or_half)
+            # A thousand definitions, each within the one before, overflow the stack of the library.
+            within = {
+                f"d{number}": {
+                    "anyOf": [{"type": "array", "items": {"$ref": below}}, {"$ref": below}]
+                }
+                for number in range(1000)
+                for below in [f"#/$defs/d{number + 1}"]
+            }
+            with pytest.raises(UserError, match="too complex"):
+                grammars.start({"$defs": {**within, "d1000": {}}, "$ref": "#/$defs/d0"})
+            assert grammars.start({"type": "boolean"})
 
     @pytest.mark.parametrize(
         "words",

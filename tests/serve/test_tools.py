@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -349,7 +350,8 @@ class TestTools:
         )
         for required, before in ((True, ""), (False, "hello ")):
             grammar = tool_grammar(form, tokenizer, [WEATHER], required=required, parallel=True)
-            follow = JsonGrammars(tokenizer, tokenizer.vocab_size, [end]).follow(grammar)
+            with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
+                follow = grammars.follow(grammar)
             for token in (*tokenizer.encode(before + form.opening + call), end):
                 assert follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0, (
                     tokenizer.decode([token])

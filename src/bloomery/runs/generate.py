@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from bloomery.model.decoding import (
     known_ids,
     sample_tokens,
 )
+from bloomery.runs.grammar_trial import GrammarTrials, unsupported_schema
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 
@@ -173,21 +174,12 @@ def speculation_of(
     return Speculation(DraftModel(smaller, decoder))
 
 
-def grammar_of(schema: dict[str, Any]) -> str:
-    """In llguidance's own form. Raises UserError for a schema that is not text."""
-    from llguidance import LLMatcher
-
-    # Free white space is where small models never end.
-    form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    try:
-        return str(LLMatcher.grammar_from_json_schema(schema, overrides=form))
-    except ValueError as error:  # half a character
-        raise _unsupported(str(error)) from error
-
-
 @final
 class JsonGrammars:
-    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits."""
+    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits.
+
+    `close` ends the child process in which they are tried.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         """Raises UserError without an end token, or for a SentencePiece tokenizer."""
@@ -199,15 +191,28 @@ class JsonGrammars:
             raise UserError(problem, where="the tokenizer", fix="use a model with both")
         self.vocab_size = vocab_size
         self._tokens = LLTokenizer(content, n_vocab=vocab_size, eos_token=list(ends))
+        self._trials = GrammarTrials(content, vocab_size, ends)
+
+    def close(self) -> None:
+        self._trials.close()
 
     def start(self, schema: dict[str, Any]) -> "JsonText":
         """For one text. Raises UserError for a schema that is not valid or not supported."""
-        return self.follow(grammar_of(schema))
+        from llguidance import LLMatcher
+
+        # Free white space is where small models never end.
+        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+        except ValueError as error:  # half a character
+            raise unsupported_schema(str(error)) from error
+        return self.follow(grammar)
 
     def follow(self, grammar: str) -> "JsonText":
         """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""
         from llguidance import LLMatcher
 
+        self._trials.refuse_too_complex(grammar)
         try:
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if not matcher.is_error():
@@ -216,15 +221,8 @@ class JsonGrammars:
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise _unsupported(reason)
+            raise unsupported_schema(reason)
         return JsonText(matcher, self.vocab_size)
-
-
-def _unsupported(reason: str) -> UserError:
-    problem = f"JSON schema not supported: {reason.splitlines()[0][:200]}"
-    return UserError(
-        problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2
-    )
 
 
 class GrammarFailed(UserError):
@@ -349,14 +347,16 @@ def writer(
         if schema is not None:
             ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
             grammars = JsonGrammars(tokenizer, decoder.config.vocab_size, ends)
+            stack.callback(grammars.close)
             constrain = partial(grammars.start, dict(schema))
             constrain()  # refuses a schema before any prompt is read
         return Writer(decoder, tokenizer, encode, sampling, tuple(stop), speed, constrain)
 
-    if not chat:
-        yield made(partial(beginning, tokenizer), sampling, stop)
-        return
-    with _chat_form(tokenizer, None) as form:
+    with ExitStack() as stack:
+        if not chat:
+            yield made(partial(beginning, tokenizer), sampling, stop)
+            return
+        form = stack.enter_context(_chat_form(tokenizer, None))
         settings = replace(sampling, stop_ids=form.stop_ids)
         ends = (*stop, *form.stop_strings)
         yield made(lambda prompt: form.encode((Message("user", prompt),)), settings, ends)

@@ -18,8 +18,7 @@ from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Past, RunningBatch, known_ids
-from bloomery.runs.generate import JsonGrammars, JsonText, grammar_of
-from bloomery.serve.grammars import GrammarTrials
+from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.serve.tools import Json, ToolFormat, tool_format, tool_grammar
@@ -77,19 +76,14 @@ class Served:
 
     def json_text(self, schema: Json) -> JsonText:
         """What keeps a text to JSON of the schema. Raises UserError. For the thread of grammars."""
-        return self._followed(grammar_of(schema))
+        return self._grammars.start(schema)
 
     def tool_text(self, tools: Sequence[Json], *, required: bool, parallel: bool) -> JsonText:
         """What keeps calls to the schemas of the tools. Raises UserError. For the thread of grammars."""
         grammar = tool_grammar(
             self.tools, self.tokenizer, tools, required=required, parallel=parallel
         )
-        return self._followed(grammar)
-
-    def _followed(self, grammar: str) -> JsonText:
-        grammars = self._grammars
-        self._trials.refuse_too_complex(grammar)
-        return grammars.follow(grammar)
+        return self._grammars.follow(grammar)
 
     @cached_property
     def tools(self) -> ToolFormat:
@@ -102,16 +96,10 @@ class Served:
     def _grammars(self) -> JsonGrammars:
         return JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, self.grammar_ends)
 
-    @cached_property
-    def _trials(self) -> GrammarTrials:
-        content = self.tokenizer.json
-        assert content is not None  # else there are no grammars
-        return GrammarTrials(content, self.decoder.config.vocab_size, self.grammar_ends)
-
     def close(self) -> None:
         """Ends the child process that tries grammars, if there is one."""
-        if "_trials" in self.__dict__:
-            self._trials.close()
+        if "_grammars" in self.__dict__:
+            self._grammars.close()
 
     def encode_chat(
         self, messages: Sequence[Message], tools: tuple[Json, ...] = (), lane: Lane = "short"

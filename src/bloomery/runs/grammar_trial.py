@@ -1,8 +1,7 @@
-"""Grammars of clients, compiled in a child process first: a small schema can need minutes, all memory, or crash.
+"""Grammars are compiled in a child process first: a small JSON schema can need minutes, all memory, or crash.
 
-The library that compiles them cannot be interrupted, and a stack that overflows in it ends the process. What the child
-has compiled within its limits is then compiled by the server, which can decode with it. Both threads that compile have
-a stack of a known size, and that of the server is larger.
+The library that compiles them cannot be interrupted, and a stack that overflows in it ends the process. A grammar that
+the child has compiled within its limits is then compiled by the parent, on a larger stack. No torch.
 """
 
 import hashlib
@@ -11,31 +10,35 @@ import resource
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.errors import UserError
 
-MODULE = "bloomery.serve.grammars"
+MODULE = "bloomery.runs.grammar_trial"
 MOST_BYTES = 256 * 1024  # of a grammar
 CPU_SECONDS = 2
 WALL_SECONDS = 5.0  # on a machine that is busy
 START_SECONDS = 60.0  # until the child has read a tokenizer of many tokens
 MEMORY_BYTES = 2**29
-STACK_BYTES = 8 * 2**20  # in the child; in the server twice as much
+STACK_BYTES = 4 * 2**20  # in the child; the main thread of a process usually has twice as much
 MOST_REMEMBERED = 256  # grammars that need no second trial
 
 
-def too_complex(reason: str) -> UserError:
+def unsupported_schema(reason: str) -> UserError:
     return UserError(
-        f"JSON schema not supported: {reason}", where="the JSON schema", fix="simplify the schema"
+        f"JSON schema not supported: {reason.splitlines()[0][:200]}",
+        where="the JSON schema",
+        fix="simplify it, or see https://json-schema.org/learn",
+        code=2,
     )
 
 
 @final
 class GrammarTrials:
-    """For the thread of grammars. `ends`: tokens that end a text; `vocab_size`: of the logits."""
+    """`ends`: tokens that end a text; `vocab_size`: of the logits. The child starts with the first grammar."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, ends: Sequence[int]) -> None:
         self._job = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "ends": list(ends)}
@@ -46,7 +49,7 @@ class GrammarTrials:
         """Raises UserError for a grammar that does not compile within the limits; not for one that is wrong."""
         content = grammar.encode(errors="replace")
         if len(content) > MOST_BYTES:
-            raise too_complex(f"it is longer than {MOST_BYTES:,} bytes")
+            raise unsupported_schema(f"it is longer than {MOST_BYTES:,} bytes")
         digest = hashlib.sha256(content).digest()
         if digest in self._compiled:
             return
@@ -56,8 +59,8 @@ class GrammarTrials:
             too_slow = answer == "silent" or child.code == -signal.SIGPROF
             self.close()
             if too_slow:
-                raise too_complex(f"compiling it takes longer than {CPU_SECONDS} seconds")
-            raise too_complex("it is too complex to compile")
+                raise unsupported_schema(f"compiling it takes longer than {CPU_SECONDS} seconds")
+            raise unsupported_schema("it is too complex to compile")
         if len(self._compiled) == MOST_REMEMBERED:
             self._compiled.clear()
         self._compiled.add(digest)
@@ -68,7 +71,7 @@ class GrammarTrials:
         if isinstance(ready, str):
             reason = child.ending() if ready == "ended" else "it does not start"
             self.close()
-            raise too_complex(f"the process that compiles grammars failed: {reason}")
+            raise unsupported_schema(f"the process that compiles grammars failed: {reason}")
         return child
 
     def close(self) -> None:
@@ -92,9 +95,10 @@ def _serve() -> None:
     reply(job, {"ready": True})
     for request in requests(job):
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends this process
-        matcher = LLMatcher(tokens, request["grammar"], log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        with suppress(ValueError):  # the parent reports what is wrong
+            matcher = LLMatcher(tokens, request["grammar"], log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
         signal.setitimer(signal.ITIMER_PROF, 0)
         reply(job, {"compiled": True})
 
