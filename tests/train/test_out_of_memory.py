@@ -266,7 +266,7 @@ def test_what_counts_as_full_memory():
     with pytest.raises(RuntimeError) as real:
         torch.empty(2**62, dtype=torch.uint8)
     assert out_of_memory(real.value)
-    assert memory._requested(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
+    assert memory._requested_size(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
     for text in (
         "CUDA error: out of memory",
         "HIP error: out of memory",

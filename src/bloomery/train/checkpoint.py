@@ -109,18 +109,17 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._events: list[Event] = []  # from the writing thread, emitted by the caller's
         self._crash: BaseException | None = None
-        self._failed: str | None = None  # why the last save failed
-        self._head: RunIdentity | None = None
-        self._before: tuple[int, str] | None = None  # step and seal of the previous checkpoint
+        self._failure: str | None = None  # why the last save failed
+        self._identity: RunIdentity | None = None
+        self._previous: tuple[int, str] | None = None  # step and seal of the previous checkpoint
 
     def follow(self, checkpoint: Path | None) -> None:
         """The next checkpoint follows this one; None: the start of the run."""
         self.drain()
-        self._before = (
-            None
-            if checkpoint is None
-            else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
-        )
+        if checkpoint is None:
+            self._previous = None
+        else:
+            self._previous = (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
 
     def save(
         self,
@@ -136,20 +135,14 @@ class Saver:
         `best` marks the lowest validation loss. `weights_only`: `parts` has the model alone, for use and not to resume
         from. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
         """
+        # Everything that training changes is copied before this returns.
         self.drain()
-        copied = self._staged(step, parts)
+        copied_parts = self._copied(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
-        writer = None if self._writer is None else self._writer()
-        # damaged during the run: keep the last one; `bloomery resume` reports it
-        with suppress(UserError):
-            self._head = read_identity(self.folder.parent)
-        head = self._head
-        before = self._before
-        # saved again: it follows what the one that it replaces followed
-        if before is not None and before[0] == step:
-            before = before_of(step_folder(self.folder, step))
-        lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), before)
-        staged = _Staged(step, copied, writer, state, best, weights_only, lineage)
+        write_model = None if self._writer is None else self._writer()
+        staged = _Staged(
+            step, copied_parts, write_model, state, best, weights_only, self._lineage(step)
+        )
         if not self.async_save:
             self._run(staged)
             self.poll()
@@ -157,7 +150,21 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
         self._thread.start()
 
-    def _staged(self, step: int, parts: Parts) -> Parts:
+    def _lineage(self, step: int) -> Lineage:
+        """The run, the plan and the previous checkpoint of a checkpoint of `step`."""
+        # Where the identity was damaged during the run the last one stays; `bloomery resume` reports the damage.
+        with suppress(UserError):
+            self._identity = read_identity(self.folder.parent)
+        if self._identity is None:
+            return Lineage()
+        previous = self._previous
+        # A checkpoint that is saved again follows what the one that it replaces followed.
+        if previous is not None and previous[0] == step:
+            previous = before_of(step_folder(self.folder, step))
+        newest_plan = "".join(self._identity.plans[-1:])
+        return Lineage(self._identity.run, newest_plan, previous)
+
+    def _copied(self, step: int, parts: Parts) -> Parts:
         try:
             return {name: stage(tensors, copy=self.async_save) for name, tensors in parts.items()}
         except (RuntimeError, MemoryError) as error:
@@ -168,7 +175,7 @@ class Saver:
             step,
             "out of memory for a copy of the training state: checkpoints are now written synchronously",
         )
-        return self._staged(step, parts)
+        return self._copied(step, parts)
 
     def poll(self) -> None:
         """Emit the events of the writing thread; re-raise its unexpected errors."""
@@ -192,60 +199,61 @@ class Saver:
     def wait(self) -> None:
         """Wait for the last save. Raises UserError when it failed."""
         self.drain()
-        if self._failed is not None:
-            try:
-                kept = saved_steps(self.folder)
-                safe = (
-                    f"the newest checkpoint is of step {kept[-1]}"
-                    if kept
-                    else "there is no older checkpoint"
-                )
-            except UserError as error:
-                safe = error.problem
-            raise UserError(
-                f"cannot write the checkpoint: {self._failed}; {safe}",
-                where=str(self.folder),
-                fix="free disk space or fix the folder's permissions, then continue with `bloomery resume`",
+        if self._failure is None:
+            return
+        try:
+            steps = saved_steps(self.folder)
+            newest = (
+                f"the newest checkpoint is of step {steps[-1]}"
+                if steps
+                else "there is no older checkpoint"
             )
+        except UserError as error:
+            newest = error.problem
+        raise UserError(
+            f"cannot write the checkpoint: {self._failure}; {newest}",
+            where=str(self.folder),
+            fix="free disk space or fix the folder's permissions, then continue with `bloomery resume`",
+        )
 
     def _run(self, staged: _Staged) -> None:
         try:
-            self._failed = self._try(staged)
+            self._failure = self._write_and_prune(staged)
         except BaseException as crash:  # raised by poll in the caller's thread
             self._crash = crash
 
-    def _try(self, staged: _Staged) -> str | None:
-        """Why the write failed; None on success. Deletes old checkpoints once when the disk is full."""
-        begun = time.monotonic()
+    def _write_and_prune(self, staged: _Staged) -> str | None:
+        """Why the write failed; None on success."""
+        start = time.monotonic()
         try:
-            try:
-                self._commit(staged)
-            except OSError as error:
-                if error.errno not in FULL or not self._prune(keep=1):
-                    raise
-                self._warn(
-                    staged.step, "the disk is full: older checkpoints were deleted to make room"
-                )
-                self._commit(staged)
+            self._commit_with_room(staged)
         except OSError as error:
-            why = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
-            self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {why}")
-            return why
+            failure = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
+            self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {failure}")
+            return failure
         self._delete_older(staged)
         target = self._target(staged)
-        written = sum(path.stat().st_size for path in target.iterdir())
-        seconds = time.monotonic() - begun
         self._events.append(
             Saved(
                 step=staged.step,
                 path=str(target),
-                bytes=written,
-                seconds=seconds,
+                bytes=sum(path.stat().st_size for path in target.iterdir()),
+                seconds=time.monotonic() - start,
                 best=staged.best,
                 weights_only=staged.weights_only,
             )
         )
         return None
+
+    def _commit_with_room(self, staged: _Staged) -> None:
+        """Commit; when the disk is full, once more after older checkpoints were deleted. Raises OSError."""
+        try:
+            self._commit(staged)
+        except OSError as error:
+            if error.errno not in FULL or not self._prune(keep=1):
+                raise
+            self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
+            self._commit(staged)
 
     def _target(self, staged: _Staged) -> Path:
         folder_of = weights_folder if staged.weights_only else step_folder
@@ -257,7 +265,8 @@ class Saver:
     def _commit(self, staged: _Staged) -> None:
         """Write, seal and rename. Raises OSError after deleting the draft."""
         target = self._target(staged)
-        if not (target.exists() and damage(target) is None and read_state(target) == staged.state):
+        is_saved = target.exists() and damage(target) is None and read_state(target) == staged.state
+        if not is_saved:
             self.folder.mkdir(parents=True, exist_ok=True)
             draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
             try:
@@ -270,7 +279,7 @@ class Saver:
         if staged.best:
             note_best(self.folder, staged.step)
         if not staged.weights_only:
-            self._before = (staged.step, seal_of(target) or "")
+            self._previous = (staged.step, seal_of(target) or "")
 
     def _delete_older(self, staged: _Staged) -> None:
         """Keep `keep` checkpoints and the best. A failure is a warning: this checkpoint is on the disk."""
@@ -306,24 +315,23 @@ class Saver:
         """
         try:
             steps = saved_steps(self.folder)
-            best = best_step(self.folder)
-            needed = {
-                best,
-                *(_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]),
-            }
-            weights = best_weight_steps(self.folder)
+            best_steps = {best_step(self.folder)}
+            best_steps |= {_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]}
+            weight_steps = best_weight_steps(self.folder)
         except UserError:
             return False
-        doomed = [step_folder(self.folder, step) for step in steps[:-keep] if step not in needed]
-        # The checkpoint of a step has its weights, too.
-        doomed += [
-            weights_folder(self.folder, step)
-            for step in weights
-            if step not in needed or step in steps
+        old_folders = [
+            step_folder(self.folder, step) for step in steps[:-keep] if step not in best_steps
         ]
-        for folder in doomed:
+        # The checkpoint of a step has its weights, too.
+        old_folders += [
+            weights_folder(self.folder, step)
+            for step in weight_steps
+            if step not in best_steps or step in steps
+        ]
+        for folder in old_folders:
             remove_folder(folder)
-        return bool(doomed)
+        return bool(old_folders)
 
 
 def _best_as_of(folder: Path) -> int | None:
@@ -363,7 +371,7 @@ def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """The tensors of one part ("optimizer", "rng") by name, on the CPU; not of MODEL."""
+    """The tensors of one part ("optimizer", "trained") by name, on the CPU; not of MODEL."""
     return load_file(folder / f"{part}.safetensors")
 
 

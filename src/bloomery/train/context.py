@@ -52,7 +52,8 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
     folder = run_dir / "base"
-    if mesh.first_rank and not folder.exists():  # written under another name, then renamed
+    # The folder has its name once it is complete: a killed start begins again.
+    if mesh.first_rank and not folder.exists():
         draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         config = plan.model.config
         shutil.rmtree(draft, ignore_errors=True)
@@ -61,9 +62,8 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan
         copy_tokenizer(plan.data.prepared, draft)
         draft.rename(folder)
     mesh.barrier()
-    return plan.model_copy(
-        update={"model": plan.model.model_copy(update={"source": folder.resolve()})}
-    )
+    model = plan.model.model_copy(update={"source": folder.resolve()})
+    return plan.model_copy(update={"model": model})
 
 
 @dataclass
@@ -141,16 +141,20 @@ class RunContext:
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan = self.plan.train
-        model_and_optimizer = self.state.model_and_optimizer
         clock = self.mesh.clock
-        sizes = axes(plan)
-        own = (
-            seconds - clock.waited_seconds,
-            *(clock.seconds_by_axis().get(axis, 0.0) for axis in sizes),
+        axis_names = list(axes(plan))
+
+        # A rank that waits for others has computed less: stragglers are found by compute time alone.
+        compute_seconds = seconds - clock.waited_seconds
+        axis_seconds = [clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names]
+        figures_by_rank = self.mesh.all_gather_floats(
+            peak_memory_gib(plan.device), compute_seconds, *axis_seconds
         )
-        memory, works, *communication = zip(
-            *self.mesh.all_gather_floats(peak_memory_gib(plan.device), *own), strict=True
+        memory_by_rank, compute_seconds_by_rank, *axis_seconds_by_rank = zip(
+            *figures_by_rank, strict=True
         )
+        # Communication of the rank that waited least: the others waited for slower ones, too.
+        least_axis_seconds = [min(seconds_by_rank) for seconds_by_rank in axis_seconds_by_rank]
         self.emit(
             StepDone(
                 step=self.step,
@@ -162,23 +166,22 @@ class RunContext:
                 sequences_per_second=plan.sequences_per_step / seconds,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
-                memory_gib=max(memory),
+                memory_gib=max(memory_by_rank),
                 loss_tokens=result.loss_tokens,
                 metrics=result.metrics,
-                # Of the rank that waited least: the others waited for slower ones, too.
-                communication_seconds=dict(zip(sizes, map(min, communication), strict=True)),
+                communication_seconds=dict(zip(axis_names, least_axis_seconds, strict=True)),
             )
         )
         if self.mesh.world > 1:
-            for rank, times in self.stragglers.note(works).items():
+            for rank, ratio in self.stragglers.note(compute_seconds_by_rank).items():
                 host = self.mesh.all_gather_str(platform.node())[rank]
-                reason = f"rank {rank} on {host} takes {times:.1f} times as long for a step as most: the others wait"
+                reason = f"rank {rank} on {host} takes {ratio:.1f} times as long for a step as most: the others wait"
                 self.emit(Warned(step=self.step, reason=reason))
-        if model_and_optimizer.health_check is not None:
+
+        health_check = self.state.model_and_optimizer.health_check
+        if health_check is not None:
             self.emit(
-                model_and_optimizer.health_check.report(
-                    self.step, batches, self.objective, compiled=plan.compile
-                )
+                health_check.report(self.step, batches, self.objective, compiled=plan.compile)
             )
             if plan.device == "cuda":
                 self.emit(
@@ -200,6 +203,7 @@ def open_context(
 
     Raises Stopped when `stop` returns True before the first step.
     """
+    # The process and the model. Rank 0 notes which base and teacher the run has: they may not change under it.
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", (
         "plain sdpa does not keep documents apart"
@@ -212,19 +216,27 @@ def open_context(
     )
     build_seconds = build_kernels(plan)
     check_attention(state.model, plan)
+
+    # The dataset, and what a reference model says about it; this may take minutes and can be stopped.
     prepared = plan.data.prepared
-    adapts = not isinstance(plan.adapter, NoAdapter)
-    named = state.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
-    head = read_identity(run_dir)
-    run = "" if head is None else head.run  # a plan may be trained outside a run folder
+    identity = read_identity(run_dir)
+    run = "" if identity is None else identity.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     validation = None
     if has_validation:
         validation = open_loader(plan, "validation", references.get("validation"), run, mesh)
+
+    # Without an adapter every parameter should be trainable: a frozen one is reported.
+    adapts = not isinstance(plan.adapter, NoAdapter)
+    checked_parameters = {
+        name: parameter
+        for name, parameter in state.model.named_parameters()
+        if parameter.requires_grad or not adapts
+    }
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
@@ -243,10 +255,7 @@ def open_context(
             tokenizer=prepared,
             emit=emit,
         ),
-        # Without an adapter every parameter should be trainable: a frozen one is reported.
-        health_check=HealthCheck(
-            {name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts
-        ),
+        health_check=HealthCheck(checked_parameters, is_adapter=adapts),
         recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was interrupted is saved again with its result.
@@ -265,25 +274,29 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
     context.saver.follow(checkpoint)
     context.restored_step = None if checkpoint is None else context.step
     progress = context.state.progress
-    checkpoints = context.saver.folder
-    lost = context.mesh.first_rank and not restore_best(
-        checkpoints, step=context.step, best=progress.best_step
+    best_is_missing = context.mesh.first_rank and not restore_best(
+        context.saver.folder, step=context.step, best=progress.best_step
     )
-    if context.mesh.any_rank(lost):
-        missing = f"the best checkpoint, of step {progress.best_step}, is missing"
+    if context.mesh.any_rank(best_is_missing):
+        problem = f"the best checkpoint, of step {progress.best_step}, is missing"
         context.emit(
-            Warned(step=context.step, reason=f"{missing}: the next evaluation becomes the best")
+            Warned(step=context.step, reason=f"{problem}: the next evaluation becomes the best")
         )
-        progress.best_loss = progress.best_step = None
+        progress.best_loss = None
+        progress.best_step = None
 
 
 def announce(context: RunContext, *, build_seconds: float) -> None:
     """Emit RunStarted."""
     plan = context.plan
-    # whole, not a shard
-    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))
-    parameters = parameter_count(plan.model.config) + adapters
-    trained = sum(p.numel() for p in context.state.optimizer.parameters)
+    # Counts are those of full parameters, also where this rank holds a shard of each.
+    adapter_parameters = sum(
+        parameter.numel()
+        for name, parameter in context.model.named_parameters()
+        if is_adapter(name)
+    )
+    parameters = parameter_count(plan.model.config) + adapter_parameters
+    trained = sum(parameter.numel() for parameter in context.state.optimizer.parameters)
     context.emit(
         RunStarted(
             step=context.step,
@@ -305,7 +318,7 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
         )
     )
     if plan.train.compile:
-        # compilation happens in the first step
+        # Compilation happens in the first step.
         context.emit(Phase(step=context.step, name="compile"))
 
 

@@ -53,19 +53,21 @@ def run(
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written.
     """
+    timer = timer or Timer(time.perf_counter())
     try:
-        timer = timer or Timer(time.perf_counter())
         context = open_context(plan, run_dir, emit, resume_from, stop, mesh, began=timer.began)
-        context.timer = timer
-        timer.before = context.state.progress.seconds
-        if plan.train.seconds is not None:
-            # What became due after the checkpoint, while the run was stopped, is due after the first step.
-            context.checked_fraction = fraction_done(
-                plan.train, step=context.step, seconds=timer.before
-            )
-        context.before_save = before_save
     except Stopped:  # before the first step
         return "stopped"
+    context.before_save = before_save
+    context.timer = timer
+    timer.before = context.state.progress.seconds
+    if plan.train.seconds is not None:
+        # What became due after the checkpoint, while the run was stopped, is due after the first step.
+        context.checked_fraction = fraction_done(
+            plan.train, step=context.step, seconds=timer.before
+        )
+
+    # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.
     while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
             rewind(context)
@@ -106,34 +108,35 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     """Get the step's micro-batches, train on them, emit its events and decide how to continue."""
     plan = context.plan.train
     state = context.state
-    begun = time.perf_counter()
+    step = context.step + 1
+    start = time.perf_counter()
     context.mesh.clock.reset()
     step_batches = next(steps)
-    waited = time.perf_counter() - begun
+    data_wait_seconds = time.perf_counter() - start
+
+    # The health of some steps is measured, and profiled steps list their memory.
     lr_scale = planned_lr_scale(context.step, context.plan, fraction_done=context.fraction)
-    measured = context.mesh.first_rank and context.health_check.due(
-        context.step + 1, context.plan.logging.every_steps
+    is_measured = context.mesh.first_rank and context.health_check.due(
+        step, context.plan.logging.every_steps
     )
-    state.model_and_optimizer.health_check = context.health_check if measured else None
-    objective = context.recorder.objective(context.objective)
-    listing = partial(
-        context.recorder.record_out_of_memory,
-        context.plan,
-        context.step + 1,
-        f"step {context.step + 1}",
+    state.model_and_optimizer.health_check = context.health_check if is_measured else None
+    result = attempt(
+        partial(
+            train_step,
+            state.model_and_optimizer,
+            step_batches.batches,
+            context.recorder.objective(context.objective),
+            plan=plan,
+            lr_scale=lr_scale,
+            position=state.cursor.consumed,
+        ),
+        state,
+        partial(context.recorder.record_out_of_memory, context.plan, step, f"step {step}"),
     )
-    work = partial(
-        train_step,
-        state.model_and_optimizer,
-        step_batches.batches,
-        objective,
-        plan=plan,
-        lr_scale=lr_scale,
-        position=state.cursor.consumed,
-    )
-    result = attempt(work, state, listing)
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
+
+    # A skipped step counts, too: its sequences are behind the run.
     sequences = range(state.cursor.consumed, state.cursor.consumed + step_batches.consumed)
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
@@ -142,8 +145,8 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
         result,
         step_batches.batches,
         lr_scale=lr_scale,
-        seconds=time.perf_counter() - begun,
-        waited=waited,
+        seconds=time.perf_counter() - start,
+        waited=data_wait_seconds,
     )
     return check_step(context, result, sequences, step_batches.batches[0])
 
@@ -165,9 +168,9 @@ def after_step(context: RunContext, action: Action, save_asked: Callable[[], boo
         evaluate_and_sample(context)
     context.saving_due |= save_asked() or is_due("checkpoint")
     # The step of a checkpoint that a stop saved in the middle of its evaluation: it is saved again, with the result.
-    again = context.best_due and context.step in (context.saved_step, context.restored_step)
+    saves_again = context.best_due and context.step in (context.saved_step, context.restored_step)
     # Not between non-finite steps: a rewind must find the checkpoint before them.
-    if (context.saving_due or again) and action == "step" and not context.finished:
+    if (context.saving_due or saves_again) and action == "step" and not context.finished:
         save(context)
     elif context.best_due and not context.finished:
         save_best(context)

@@ -35,44 +35,47 @@ Action = Literal["step", "skip", "rewind", "again"]
 @final
 @dataclass(frozen=True)
 class AllocationFailed:
-    """An attempt ran out of memory. `requested`: the size of the failed allocation, "" if unknown.
+    """An attempt ran out of memory. `requested_size`: that of the failed allocation, "" if unknown.
 
-    `listed`: the file in the run folder that lists the tensors in memory, "" without one.
+    `tensor_list`: the file in the run folder that lists the tensors in memory, "" without one.
     """
 
-    requested: str
-    listed: str = ""
+    requested_size: str
+    tensor_list: str = ""
 
-    def at(self, place: str) -> str:
-        """`place`: "at step 3"."""
-        return f"out of memory {place}" + (
-            f" ({self.requested} allocation failed)" if self.requested else ""
-        )
+    def problem(self, moment: str) -> str:
+        """The beginning of a message; `moment`: "at step 3"."""
+        size = f" ({self.requested_size} allocation failed)" if self.requested_size else ""
+        return f"out of memory {moment}{size}"
+
+    @property
+    def note(self) -> str:
+        """The end of a message: where the tensors in memory are listed."""
+        return f"; tensors in memory: {self.tensor_list}" if self.tensor_list else ""
 
 
 def attempt(
-    work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str
+    work: Callable[[], R], state: TrainState, list_tensors: Callable[[], str] = str
 ) -> R | AllocationFailed:
     """The result of `work`, or `AllocationFailed` with the state as before.
 
-    `listing` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped and the
-    allocator's cache freed. An interrupted update cannot be undone: `state.model_and_optimizer.updating` is then True.
-    One of several ranks cannot undo an attempt while the others wait for it: raises OutOfMemory, and the launcher
-    restarts all of them.
+    `list_tensors` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped
+    and the allocator's cache freed. An interrupted update cannot be undone: `model_and_optimizer.updating` is then
+    True. One of several ranks cannot undo an attempt while the others wait for it: raises OutOfMemory, and the
+    launcher restarts all of them.
     """
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        full = AllocationFailed(_requested(str(error)), listing())
-        if state.model_and_optimizer.mesh.world > 1:
-            where = f"rank {state.model_and_optimizer.mesh.rank}" + (
-                f", {full.listed}" if full.listed else ""
-            )
+        failure = AllocationFailed(_requested_size(str(error)), list_tensors())
+        mesh = state.model_and_optimizer.mesh
+        if mesh.world > 1:
+            tensor_list = f", {failure.tensor_list}" if failure.tensor_list else ""
             raise OutOfMemory(
-                full.at(f"after step {state.progress.step}"),
-                where=where,
+                failure.problem(f"after step {state.progress.step}"),
+                where=f"rank {mesh.rank}{tensor_list}",
                 fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
             ) from error
     # Outside the handler: the traceback holds every tensor of the attempt.
@@ -80,80 +83,84 @@ def attempt(
     gc.collect()  # a compiled graph may be part of a cycle
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return full
+    return failure
 
 
-def _requested(text: str) -> str:
-    """The size in the allocator's message, in bytes on a CPU and in GiB on a GPU."""
-    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)", text, re.IGNORECASE)
-    if found is None:
+def _requested_size(message: str) -> str:
+    """The size in the allocator's message, in bytes on a CPU and in GiB on a GPU; "" without one."""
+    match = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)", message, re.IGNORECASE)
+    if match is None:
         return ""
-    return (
-        format_bytes(int(float(found[1])))
-        if found[2].lower() == "bytes"
-        else f"{found[1]} {found[2]}"
-    )
+    number, unit = match.groups()
+    return format_bytes(int(float(number))) if unit.lower() == "bytes" else f"{number} {unit}"
 
 
-def shrink(context: RunContext, full: AllocationFailed) -> Action:
+def shrink(context: RunContext, failure: AllocationFailed) -> Action:
     """Retry the step with a smaller micro-batch and more gradient accumulation, and store that in `plan.json`.
 
     Raises OutOfMemory when the micro-batch is one sequence or cannot be split.
     """
     plan = context.plan
-    updating = context.state.model_and_optimizer.updating
+    update_is_incomplete = context.state.model_and_optimizer.updating
     size = plan.train.micro_batch_size
-    problem = full.at(f"at step {context.step + 1}")
-    if size == 1 and not updating:  # the run ends here; its weights are sound
+    problem = failure.problem(f"at step {context.step + 1}")
+
+    # With one sequence the run ends here; its weights are sound.
+    if size == 1 and not update_is_incomplete:
         save(context)
         context.saver.wait()
-    listed = f"; tensors in memory: {full.listed}" if full.listed else ""
     fallback = smaller_micro_batch(plan, f"{problem} with {size}")
     if fallback is None:
-        whole = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
-        whole += " (a fused backward cannot accumulate gradients)" if size > 1 else ""
-        # memory of this GPU used by other processes, and their names
-        if plan.train.device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            others = total - free - torch.cuda.memory_reserved()
-            whole += other_processes(gpu_processes(), others=others, total=total)
         raise OutOfMemory(
-            f"{problem}, {whole}", where=f"train.micro_batch_size={size}{listed}", fix=_fix(plan)
+            f"{problem}, {_micro_batch_and_others(plan)}",
+            where=f"train.micro_batch_size={size}{failure.note}",
+            fix=_fix(plan),
         )
+
     replan(context, fallback.plan)
     action = fallback.action
-    if updating:
+    if update_is_incomplete:
         return_to_checkpoint(context, policy=True)
         action += f"; the update was incomplete: resumes from step {context.step}"
-    context.emit(Recovered(step=context.step, reason=problem, action=action + listed))
+    context.emit(Recovered(step=context.step, reason=problem, action=action + failure.note))
     return "again"
+
+
+def _micro_batch_and_others(plan: RunPlan) -> str:
+    """The micro-batch that did not fit, and the memory of this GPU that other processes use."""
+    size = plan.train.micro_batch_size
+    micro_batch = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
+    if size > 1:
+        micro_batch += " (a fused backward cannot accumulate gradients)"
+    if plan.train.device != "cuda":
+        return micro_batch
+    free, total = torch.cuda.mem_get_info()
+    used_by_others = total - free - torch.cuda.memory_reserved()
+    return micro_batch + other_processes(gpu_processes(), others=used_by_others, total=total)
 
 
 def replan(context: RunContext, plan: RunPlan) -> None:
     """Continue with another plan of the same training, and store it."""
-    context.plan, context.objective = plan, build_objective(plan, mesh=context.mesh)
+    context.plan = plan
+    context.objective = build_objective(plan, mesh=context.mesh)
     write_plan(plan, context.run_dir / "plan.json")
 
 
 def _fix(plan: RunPlan) -> str:
     """The plan's suggestions, cheapest first; without any, the settings that save most."""
     train = plan.train
-    length = plan.data.sequence_length
-    if (size := train.micro_batch_size) > 1:
-        return f"start a new run with train.micro_batch_size={size // 2} train.tokens_per_step={size // 2 * length}"
+    if train.micro_batch_size > 1:
+        half = train.micro_batch_size // 2
+        tokens = half * plan.data.sequence_length
+        return f"start a new run with train.micro_batch_size={half} train.tokens_per_step={tokens}"
     edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch_size")]
     if not edits:
-        edits += (
-            ["train.activation_checkpointing=full"]
-            if train.activation_checkpointing != "full"
-            else []
-        )
-        edits += ["optimizer.kind=adafactor"] if plan.optimizer.kind == "adamw" else []
-        edits += (
-            ["train.precision=auto"]
-            if train.precision == "float32" and train.device != "cpu"
-            else []
-        )
+        if train.activation_checkpointing != "full":
+            edits.append("train.activation_checkpointing=full")
+        if plan.optimizer.kind == "adamw":
+            edits.append("optimizer.kind=adafactor")
+        if train.precision == "float32" and train.device != "cpu":
+            edits.append("train.precision=auto")
     return (
         f"start a new run with {' or '.join(edits) or 'a smaller model'}; `bloomery plan` prints what each saves. "
         "Lower data.sequence_length last"
@@ -167,30 +174,34 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
     """
     if others < GIB:
         return ""
-    named = ", ".join(
+    largest = ", ".join(
         f"{process.name} (process {process.pid}) {format_bytes(process.bytes)}"
         for process in processes[:3]
     )
     used = f"; other processes use {format_bytes(others)} of this GPU's {format_bytes(total)}"
-    return used + (f" (on all GPUs: {named})" if named else "")
+    return used + (f" (on all GPUs: {largest})" if largest else "")
 
 
 def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
     """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
     policy = context.state.policy
-    scale = context.state.model_and_optimizer.loss_scale
+    loss_scale = context.state.model_and_optimizer.loss_scale
     if result.taken:
         return policy.decide(True, step=context.step, sequences=sequences)
-    if result.overflowed and scale is not None:
-        reason = f"float16 overflow at step {context.step}: {result.ending}; the loss scale is now {scale.value:,.0f}"
+
+    # Overflows are how the loss scale finds its value: the policy does not count them.
+    if result.overflowed and loss_scale is not None:
+        problem = f"float16 overflow at step {context.step}: {result.ending}"
+        reason = f"{problem}; the loss scale is now {loss_scale.value:,.0f}"
         context.emit(Warned(step=context.step, reason=reason))
         return "skip"
+
     what = "gradient" if math.isfinite(result.loss) else "loss"
     text = context.tokenizer.decode(first.tokens[0, :40].tolist())
     where = f"sequences {sequences.start} to {sequences.stop - 1}, which begin with {text!r}"
     reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.ending}"
     context.emit(Warned(step=context.step, reason=reason))
-    exhausted = scale is not None and what == "gradient"
+    exhausted = loss_scale is not None and what == "gradient"
     return policy.decide(
         False, step=context.step, sequences=sequences, what=what, exhausted=exhausted
     )
@@ -213,7 +224,7 @@ def rewind(context: RunContext) -> None:
 
 def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
     """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
-    # to write the last checkpoint, to check and to read one takes minutes, too
+    # To write the last checkpoint, and to check and to read one, may take as long as a save.
     context.before_save()
     context.saver.drain()
     folder = agreed_checkpoint(
@@ -252,19 +263,17 @@ def _write(
     Raises Diverged for non-finite weights: they are never saved, and older checkpoints stay.
     """
     context.before_save()
-    trained = (
-        (name, local(weight))
-        for name, weight in context.model.named_parameters()
-        if weight.requires_grad
-    )
-    bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
-    if context.mesh.any_rank(bad is not None):
+    bad_name = _non_finite_weight(context)
+    if context.mesh.any_rank(bad_name is not None):
         context.saver.drain()
+        where = bad_name or "on another rank"
         raise Diverged(
-            f"non-finite weights after step {context.step} ({bad or 'on another rank'}); no checkpoint was saved",
+            f"non-finite weights after step {context.step} ({where}); no checkpoint was saved",
             where=f"step {context.step}",
             fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
         )
+
+    # Every rank gathers, and the first one writes; the others wait, so that all are in the same step.
     best = context.best_due
     context.best_due = False
     context.state.progress.seconds = context.timer.elapsed
@@ -276,8 +285,16 @@ def _write(
         context.mesh.barrier()
 
 
+def _non_finite_weight(context: RunContext) -> str | None:
+    """The name of the first trained parameter with a non-finite value on this rank."""
+    for name, parameter in context.model.named_parameters():
+        if parameter.requires_grad and not bool(local(parameter).isfinite().all()):
+            return name
+    return None
+
+
 def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:
     """The newest valid checkpoint that the first rank finds, on every rank: others might see an older one."""
-    found = newest_valid(folder, on_damage=on_damage) if mesh.first_rank else None
-    word = mesh.broadcast_str("" if found is None else str(found))
-    return Path(word) if word else None
+    newest = newest_valid(folder, on_damage=on_damage) if mesh.first_rank else None
+    path = mesh.broadcast_str("" if newest is None else str(newest))
+    return Path(path) if path else None

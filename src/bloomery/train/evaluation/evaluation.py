@@ -154,13 +154,10 @@ def evaluate_and_sample(context: RunContext) -> None:
                 context.emit(result.event(step))
                 warn_of_few_tokens(context, result, first=first and context.best_due)
         with interruptible(context), context.state.averaged():
-            if isinstance(full := attempt(draw, context.state), AllocationFailed):
-                context.emit(
-                    Warned(
-                        step=step,
-                        reason=full.at(f"while sampling after step {step}; samples are missing"),
-                    )
-                )
+            failure = attempt(draw, context.state)
+            if isinstance(failure, AllocationFailed):
+                moment = f"while sampling after step {step}; samples are missing"
+                context.emit(Warned(step=step, reason=failure.problem(moment)))
     except (
         NotFinite
     ) as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
@@ -234,14 +231,12 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
         result = attempt(work, context.state, listing)
         if not isinstance(result, AllocationFailed):
             return result
-        problem = result.at(where)
+        problem = result.problem(where)
         fallback = smaller_evaluation(plan, f"{problem} with {plan.eval.micro_batch_size}")
         if fallback is None:
             reason = f"{problem}, micro-batch 1: no validation loss"
             context.emit(Warned(step=context.step, reason=reason))
             return None
         replan(context, fallback.plan)
-        action = fallback.action + (
-            f"; tensors in memory: {result.listed}" if result.listed else ""
-        )
+        action = fallback.action + result.note
         context.emit(Recovered(step=context.step, reason=problem, action=action))
