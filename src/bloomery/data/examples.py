@@ -19,7 +19,7 @@ JSON_KINDS = {
     "list": "a list",
     "str": "a text",
 }
-# first words of reasons whose subject is their place
+# First words of reasons whose subject is their place.
 _PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls in the text itself
 Role = Literal["system", "user", "assistant", "tool"]
@@ -122,7 +122,7 @@ def from_wire(wire: str, source: str) -> Example:
     return Example(source, kind, _read(prompt), read, desirable, tuple(tools), bool(implicit))
 
 
-# hashed: never change one
+# These keys are hashed: never change one.
 _KEYS = {field.name: field.name for field in fields(Message)} | {"trained_on": "learned"}
 
 

@@ -29,9 +29,9 @@ MANIFEST = "manifest.json"
 JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it next to the manifest
 SplitName = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
-# the rows have texts: prompt and response, or whole texts of pairs
+# Whether rows have texts, and which: prompt and response, or whole texts of pairs.
 Texts = Literal["none", "prompts", "whole"]
-# a pair is two
+# Documents of one unit: a pair is two.
 DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -120,16 +120,16 @@ class Manifest(ManifestRecord):
     first_skipped: str = ""
     empty: int = 0
     held_back: int = 0  # train documents left out, as they are also in the validation set
-    # the files that these came from, each with its number
+    # The files that the rows held back came from, each with its number.
     held_files: tuple[tuple[str, int], ...] = ()
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of the rows of conversations and pairs
-    # padding left out of pre-tokenized documents; None: an older version kept it
+    # Padding left out of pre-tokenized documents; None: an older version kept it.
     padding: int | None = None
     turns: bool = False  # formatted with a chat template
     template: str = ""  # the name of that template
     texts: Texts = "none"
-    # sizes and checksums of the source files, for the next `prepare`
+    # Sizes and checksums of the source files, for the next `prepare`.
     snapshot: FileRecord | None = None
     files: tuple[FileRecord, ...] = ()  # every other file: the tokenizer's
     sha256: str = ""  # of this manifest
@@ -492,7 +492,7 @@ class SplitWriter:
         self._write(self._path("documents"), np.uint64(self._tokens).tobytes())
         self.sync()
         self.close()
-        # a column of no document has no file
+        # A column of no document has no file.
         paths = {name: self._path(name) for name in self._columns}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         count = -(-self._tokens // self._shard_tokens)

@@ -33,7 +33,7 @@ class Point(Frozen):
     activation_checkpointing: str
     optimizer: str
     tokens_per_second: float  # of whole optimizer steps
-    # adapter, quantized base, optimizer states in low precision; empty: none of them
+    # Adapter, quantized base, optimizer states in low precision; empty: none of them.
     setting: str = ""
     peak_gib: float  # a GPU: allocated by tensors; a CPU: resident memory of the process
 
@@ -44,7 +44,7 @@ class Calibration(Frozen):
     device: str  # the product name
     arch: str  # gfx1031, sm_90; of a CPU its fastest instruction set
     cores: int = 0  # in use; 0: a GPU
-    # of the CPU that was measured: another machine of its name is compared by it
+    # The check of the CPU that was measured: another machine of its name is compared by it.
     cpu_check: CpuCheck | None = None
     memory_gib: float
     torch: str

@@ -38,7 +38,8 @@ class Accelerator(Frozen):
     gtt_bytes: Whole = 0  # system memory available to the GPU: what an integrated GPU uses
     hive_id: str = ""  # devices with the same one are joined by xGMI
     number: Whole | None = (
-        # among GPUs of its vendor, kept when others are left out; None: its position among them
+        # Number among the GPUs of its vendor, kept when others are left out; None: its position
+        # among them.
         None
     )
 
@@ -65,7 +66,7 @@ class Access(Frozen):
     kfd_gid: Whole | None = None
     render_gid: Whole | None = None
     groups: tuple[str, ...] = ()  # of this process
-    # of the user in /etc/group: more than `groups` until the next login
+    # Groups of the user in /etc/group: more than `groups` until the next login.
     listed_groups: tuple[str, ...] = ()
 
 
@@ -130,14 +131,14 @@ class CpuCheck(Frozen):
 
     gflops: dict[str, Annotated[float, Field(gt=0)]]  # of matrix products, by dtype
     copy_gbs: Annotated[float, Field(gt=0)]  # read and written
-    # of a fixed loop: compiling is Python and C++ code
+    # Seconds of a fixed loop of Python: compiling is Python and C++ code.
     python_seconds: Annotated[float, Field(gt=0)]
 
 
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
-    # available to this process: affinity and cgroup
+    # Cores available to this process: by its affinity and its cgroup.
     cpu_cores: Annotated[int, Field(ge=1, le=2**20)]
     cpu_flags: tuple[str, ...] = ()  # the relevant ones: avx2, avx512f, avx512_bf16, amx_bf16
     memory_bytes: Whole  # or the limit of the cgroup
@@ -161,7 +162,7 @@ class Software(Frozen):
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
     cuda: str = ""  # the CUDA that torch was built for, 13.0
     prefix: str = ""  # of the Python environment, the home folder as ~
-    # the folder of torch: outside `prefix`, the torch of a cluster or container
+    # The folder of torch. Outside of `prefix` it is the torch of a cluster or a container.
     torch_folder: str = ""
     packages: tuple[Package, ...] = ()
     settings: tuple[Setting, ...] = ()

@@ -28,7 +28,7 @@ Shapes = Sequence[tuple[int, ...]]
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS = 5
 TIMING_SECONDS = 1.0
-# rows, inputs, outputs: at most 5 ms
+# Rows, inputs and outputs of each product, which takes 5 ms at most.
 CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
 
@@ -206,7 +206,7 @@ def be_rank(_: str, job: Mapping[str, Any]) -> Result:
     return {"outcome": outcome, "seconds": seconds, "facts": facts, "message": message}
 
 
-# of its composable-kernel build, forward and backward
+# Architectures of its composable-kernel build that have forward and backward.
 FLASH_ATTN_ARCHS = ("gfx90a", "gfx942", "gfx950")
 
 Run = Callable[[str, Mapping[str, Any]], Result]
@@ -364,7 +364,7 @@ def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
         / weights.double().pow(2).mean().sqrt()
     )
     facts = {"version": __version__, "relative_rms": f"{error:.4f}"}
-    # nf4 with blocks of 64 has a relative error of about 9% for normal values
+    # nf4 with blocks of 64 has a relative error of about 9% for normal values.
     if 0.02 < error < 0.15:
         return {"outcome": "ok", "facts": facts}
     return {

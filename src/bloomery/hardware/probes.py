@@ -23,7 +23,7 @@ START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
 CACHE = "probes.json"
 CACHED = 20  # machines, or states of one, in the cache
 
-# the name of the probe that starts, probes done, all probes
+# Called with the name of the probe that starts, the probes done, and all probes.
 Progress = Callable[[str, int, int], None]
 
 TORCH_PROBES = "bloomery.hardware.probe_worker"

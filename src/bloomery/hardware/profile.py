@@ -27,12 +27,12 @@ from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_s
 from bloomery.hardware.wheels import TorchBuild, series, torch_builds
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
-# of the memory of an integrated GPU: the rest of the machine uses the same memory
+# Share of the memory of an integrated GPU: the rest of the machine uses the same memory.
 SHARED_MEMORY_SHARE = 0.85
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# not MIOpen's: language models have no convolutions
+# Not MIOpen's folders: language models have no convolutions.
 NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
@@ -56,7 +56,7 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
-    # whether this package's C++ for training is compiled and quicker than PyTorch here
+    # Whether this package's C++ for training is compiled and quicker than PyTorch here.
     native: Choice[bool]
     fused_optimizer: Choice[bool]
     memory_share: Choice[float]  # of the device, above which PyTorch's allocator raises

@@ -508,7 +508,7 @@ def main() -> None:
     job = accept()
     devices = [SensorDevice(**values) for values in job["devices"]]
     root = Path(job["root"])
-    # for each vendor the fastest and safest source first
+    # For each vendor the fastest and safest source comes first.
     vendors = {device.vendor for device in devices}
     amd: list[SensorSource] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
     nvidia: list[SensorSource] = [Nvml()] if "nvidia" in vendors else []

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 Turn = dict[str, Any]
 Span = tuple[int, int]
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes: 65,534 characters each
-# marks of a turn: around its content, and after the name of its last call
+# Marks of a turn: around its content, and after the name of its last call.
 _OPEN, _CLOSE, _CALL = range(3)
 MAX_TURNS = 0xFFF0 // 3
-# the marks of `{% generation %}`, at the top of a plane
+# The marks of `{% generation %}`, at the top of a plane.
 _BEGINS = 0xFFF8
 _ENDS = 0xFFF9
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
@@ -158,7 +158,8 @@ class RenderedConversation:
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None
     enders: re.Pattern[str]  # the tokenizer's special tokens, any of which may end a turn
-    # where pieces of template between two contents were split before
+    # Where pieces of template between two contents were split before: equal pieces are split
+    # equally.
     cuts: dict[tuple[str, ...], int]
 
     def __post_init__(self) -> None:
@@ -188,7 +189,8 @@ class RenderedConversation:
         return spans
 
     def _mark(self) -> None:
-        # a mark before a content changes templates that test how it begins
+        # A mark before a content changes templates that test how it begins: then only the end is
+        # marked.
         for both_edges in (True, False):
             try:
                 marked = unmarked(
@@ -216,7 +218,7 @@ class RenderedConversation:
         start = self._start(turn)
         end = self._end(turn, start)
         if self.turns[turn]["content"].strip():
-            # some templates omit the content of turns with calls
+            # Some templates omit the content of turns with calls: `place` refuses those.
             self._marked.place(3 * turn + _CLOSE)
         positions = [
             *self._marked.places(3 * turn + _OPEN),
@@ -250,7 +252,7 @@ class RenderedConversation:
         except (Refused, Unclear):
             if turn:
                 raise
-            # no turn before it: train on its content alone
+            # There is no turn before it: its content alone is trained on.
             return self._marked.marks[self._marked.place(_OPEN)][1]
         index = self._marked.last_of(prompt)
         cut = _agreed(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
@@ -266,7 +268,7 @@ class RenderedConversation:
         mark = _last_mark(self.turns[turn], turn)
         if mark is not None and self._marked.once(mark):
             continuation = self._marked.after(self._marked.place(mark))
-            # the template text after the name of a call, without the arguments of the call
+            # The template's text after the name of a call, without the arguments of the call.
             beyond = continuation
             if calls := self.turns[turn].get("tool_calls"):
                 arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
@@ -278,7 +280,7 @@ class RenderedConversation:
         if not rendering.marks:
             raise Unclear("the template does not write the first turns")
         index = self._marked.last_of(rendering)
-        # a turn without any mark has none after its header
+        # A turn without any mark has none after its header.
         header = max(0, start - self._marked.marks[index][1])
         continuation = self._marked.after(index)
         cut = self._ended(rendering.after(len(rendering.marks) - 1), continuation, header)

@@ -31,7 +31,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations per message to the child
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-# markup that templates use as one token
+# Markup that templates use as one token.
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")
 _FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
@@ -364,7 +364,7 @@ class Renderer:
                 "train_on": None,
             }
             error = process.read([trial])[0].get("error", "")
-            # it fails for the simplest conversation, so for all
+            # A template that fails for the simplest conversation fails for all.
             if error and not error.startswith("it refuses"):
                 raise process.error(error)
         return self._processes[text]
@@ -440,7 +440,7 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
         response = [
             token for token, trained in zip(encoded.ids, encoded.loss_mask, strict=True) if trained
         ]
-        # after the content
+        # Control tokens that are trained on come after the content: they end a turn.
         ends = tuple(token for token in dict.fromkeys(response) if token in control)
         stops = () if ends else tuple(renderer.missing_tokens())
         yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin, renderer.rendered)

@@ -151,7 +151,7 @@ class Template:
         marked = unmarked(self.render(turns, tools, plane=plane), plane)
         spans = generated_spans(marked)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        # the blocks of a turn are those that the turns before it do not have
+        # The blocks of a turn are those that the turns before it do not have.
         if list(train_on) != answers:
             counts = {
                 count: self._blocks(turns[:count], tools, plane)

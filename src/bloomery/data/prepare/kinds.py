@@ -130,7 +130,7 @@ class KtoPairCheck:
             self._other[split] = self._first_other(example, split)
         own = example.responses[0]
         response = self._other[split].responses[0]
-        # in the form of its own response
+        # The other response takes the form of its own one: a text, or messages.
         if isinstance(own, str) and not isinstance(response, str):
             response = "\n".join(turn.content for turn in response)
         elif isinstance(response, str) and not isinstance(own, str):

@@ -211,7 +211,7 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
             journal = None
         if journal and (journal.identity, journal.sources) == (fresh.identity, fresh.sources):
             return journal
-        # remove an unfinished attempt; the journal last, as it names the recipe of these files
+        # An unfinished attempt is removed; the journal last, as it names the recipe of these files.
         patterns = (
             "train-*.bin",
             "validation-*.bin",

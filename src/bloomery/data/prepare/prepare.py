@@ -181,7 +181,7 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
             problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text"
         )
     sequence_counts = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
-    # plain text does not replace it
+    # Where conversations or pairs are part of the dataset, plain text does not replace them.
     structured = any(part.documents for part in parts if not part.plain)
     if any(
         count

@@ -177,7 +177,7 @@ def check_dataset(
     lengths: Lengths = bounds[1:] - bounds[:-1]
     sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     packing = packing_stats(split, sequence_length=sequence_length, layout=layout)
-    # the last token of plain text is only a label
+    # The last token of plain text is only a label.
     longest = sequence_length if packing else sequence_length + 1
     longer = lengths[lengths > longest]
     lost = int((longer - longest).sum()) if layout == "padded" else 0
@@ -293,7 +293,7 @@ def _chat_warnings(
     check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]
 ) -> Iterator[str]:
     num_rendered = sum(part.documents for part in manifest.train.parts if not part.plain)
-    # the response for the KL term does not count
+    # The response for the KL term does not count.
     texts = num_rendered // (2 if check.kind == "kto" else 1)
     units = UNITS[check.kind]
     end = (

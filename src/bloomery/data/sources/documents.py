@@ -38,7 +38,7 @@ from bloomery.recipe.schema import Data, Source
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _IGNORED = -100  # the label that torch and transformers mask
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
-# a label of -100 is masked
+# A label of -100 is masked.
 MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")
 ATTENTION = "attention_mask"  # 0 for padding
 _PEEKED = 100  # rows, until one can be read

@@ -20,7 +20,7 @@ from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
 DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-# data or configuration, depending on the other files
+# Data or configuration, depending on the other files.
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
 TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
 CODE_SUFFIXES = """
@@ -195,7 +195,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     }
 
 
-# of programs, not data
+# Beginnings of names of settings, which are no data.
 _SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")
 
 

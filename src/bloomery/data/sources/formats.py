@@ -493,7 +493,8 @@ def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
     return {**cells, **turns} if turns else cells
 
 
-# text: plain text alone. any: text, else examples. sft: conversations and completions, or text.
+# "text": plain text alone. "any": text, else examples. "sft": conversations and completions, or
+# text.
 RequiredFormat = Literal["text", "any", "sft", "pairs", "kto"]
 ROW_FORMATS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # that prefer rows to plain text
 NAMES = {

@@ -19,7 +19,7 @@ from bloomery.core.files import open_input
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
 
-# of white space in one run: a compressed file of some kilobytes may expand to hours of it
+# Bytes of white space in one run: a compressed file of some kilobytes may expand to hours of it.
 BLANK = MIB
 COMPRESSED = (".gz", ".zst")
 WHOLE = 4 * MIB  # of a text that is one document, which every tokenizer can encode in memory
@@ -389,7 +389,7 @@ def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
     usual_delimiter = "\t" if ".tsv" in Path(name).suffixes[-2:] else ","
     stated = re.fullmatch(r"sep=(.)\s*", head[0]) if head else None
     if stated is not None and stated[1] in DELIMITERS:
-        # an empty line keeps the numbers of those below
+        # An empty line instead of `sep=` keeps the numbers of those below.
         return stated[1], chain(["\n"], head[1:], text)
     return find_delimiter(head, usual_delimiter, cut=size >= _SNIFFED), chain(head, text)
 

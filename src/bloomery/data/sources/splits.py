@@ -21,7 +21,7 @@ _WORDS: dict[str, Kind] = {
     "testing": "test",
 }
 _ANY = re.compile("|".join(_WORDS), re.IGNORECASE)
-# how datasets of the Hub number the files of a split
+# How datasets of the Hub number the files of a split.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")
 
 

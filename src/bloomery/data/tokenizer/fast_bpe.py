@@ -21,7 +21,7 @@ _LATER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# no white space by any definition
+# A character that is no white space by any definition.
 _DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"
 # Places where a word always ends, whatever the text around them.
 _ENDS = {GPT2_PATTERN: re.compile(rf"(?<={_DARK})(?=\n| {_DARK})")} | dict.fromkeys(
@@ -96,7 +96,7 @@ class WordEncoder:
             return (
                 b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
             )
-        # word by word: a list of all words would take ten times the memory
+        # Word by word: a list of all words would take ten times the memory.
         parts = list[bytes]()
         end = 0
         size = 0

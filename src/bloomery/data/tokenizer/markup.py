@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 
 Json = dict[str, Any]
 Encode = Callable[[str], list[int]]
-# letters of nobody, at the end of Unicode
+# Letters that nobody uses, at the end of Unicode.
 _BREAKS = [chr(code) for code in range(0x10FFFD, 0x10FF00, -1)]
 _WHERE = "the chat template"
 

@@ -118,7 +118,8 @@ def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> 
 
 MAX_FILE = 512 * MIB  # bytes; a larger tokenizer is refused without reading it
 MODEL_FILE = "tokenizer.model"
-# key of tokenizer_config.json: with MODEL_FILE, tokenizer.json is converted from that
+# A key of tokenizer_config.json. With MODEL_FILE as its value, tokenizer.json is converted from
+# that.
 MADE_BY = "made_from"
 
 

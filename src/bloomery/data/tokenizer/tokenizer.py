@@ -394,7 +394,7 @@ class Tokenizer:
 
     def too_long(self, text: str, *, special: bool = False) -> UserError | None:
         """The error when `encode_array`, or `encode` with `special`, needs too much memory for a text; else None."""
-        # of four bytes per character
+        # A character has at most four bytes.
         if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:
             return None
         try:
@@ -547,7 +547,7 @@ class Tokenizer:
             "added_tokens": [*(description.get("added_tokens") or []), *entries],
         }
         config = dict(self._config)
-        # transformers reads both files
+        # transformers reads both files, so the new tokens must stand in both.
         if isinstance(decoder_entries := config.get("added_tokens_decoder"), dict):
             new_entries = {
                 str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries

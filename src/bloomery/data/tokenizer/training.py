@@ -19,7 +19,7 @@ _SEGMENT = MIB  # characters split at once in a text with a longer word
 _BLANK = re.compile(rf"\s{{{LONGEST_WORD},}}")
 _SOLID = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 _WORD_ENDS = re.compile(r"(?<=[!-~])(?=\n)")
-# bytes of text trained on in this process, in a second or two
+# Bytes of text that are trained on in this process, in a second or two.
 _AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}
 _HOURS = 1e6  # seconds: no time limit; a child that dies is noticed
 Progress = Callable[[float, float], None]
@@ -59,7 +59,7 @@ def train_tokenizer(
     )
     config["add_bos_token"] = True
     description = json.loads(text)
-    # the recipe's own tokens are part of the text, not special
+    # The recipe's own tokens are part of the text, not special.
     for entry in description["added_tokens"]:
         entry["special"] = entry["content"] in SPECIAL
     tokenizer = Tokenizer(JsonBackend(description, "the trained tokenizer", set(SPECIAL)), config)
@@ -76,7 +76,7 @@ def bounded(text: str) -> Iterator[str]:
         return
     from tokenizers import pre_tokenizers
 
-    # text since the last long word
+    # Words, and the text since the last long one.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     segment_parts = list[str]()
     start = 0

@@ -408,7 +408,7 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
 }
 REPORT = "bloomery doctor --bundle report.json  # collects what a bug report needs"
 SMALL_SHM = GIB
-# of GPU memory, by other processes: a desktop uses about 0.5 GiB
+# Share of GPU memory that other processes use: a desktop uses about 0.5 GiB.
 USED_SHARE = 0.10
 USED_BYTES = 1.5 * GIB
 LITTLE_DISK = 10 * GIB

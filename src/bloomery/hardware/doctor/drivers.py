@@ -81,7 +81,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     works = any(
         probe.name.startswith("matmul") and probe.outcome == "ok" for probe in machine.probes
     )
-    # the kernel's own driver: AMD requires its package before a certain Linux
+    # The kernel's own driver: before a certain Linux, AMD requires its package.
     if not driver.amdgpu_version:
         kernel = version_key(driver.kernel)[:2]
         if works or version_key(wheel) < (7, 0) or not kernel or kernel >= INBOX_FROM:
@@ -100,7 +100,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
         for each in drivers
         if version_key(each[1]["driver"]) <= version_key(driver.amdgpu_version)
     ]
-    # of a driver such as 6.14.14; the oldest listed for older ones
+    # The release of a driver such as 6.14.14; the oldest listed one for older ones.
     rocm, row = (listed or drivers[:1])[-1]
     if tested(rocm, wheel):
         return

@@ -80,7 +80,7 @@ def _effect(
         (profile.accelerator.vendor, profile.accelerator.arch) if profile.accelerator else ("", "")
     )
     nodes = machine.host.around.slurm.get("SLURM_JOB_NUM_NODES", "1")
-    # one device in one process: no communication
+    # One device in one process does not communicate.
     alone = len(visible_devices(machine)) <= 1 and nodes == "1"
     amd = any(device.vendor == "amd" for device in machine.accelerators)
     on = value not in ("", "0")
