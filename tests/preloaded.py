@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 # Children by `core.child`: their second argument is their parent.
 TALKING = (
-    "bloomery.simulate.run",
+    "bloomery.simulate.child",
     "bloomery.bench.child",
     "bloomery.bench.attention_probes",
     "bloomery.hardware.probe_worker",

@@ -25,7 +25,7 @@ from bloomery.model.io.weights import (
 from bloomery.model.limits import storage_bytes
 from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.simulate.step import MemoryTracker
+from bloomery.simulate.tracker import MemoryTracker
 
 NF4, INT8 = Quantize(kind="nf4"), Quantize(kind="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap

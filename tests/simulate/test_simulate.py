@@ -17,7 +17,8 @@ from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
 from bloomery.simulate.run import notes_of, simulate
-from bloomery.simulate.step import MemoryTracker, simulated_step
+from bloomery.simulate.step import simulated_step
+from bloomery.simulate.tracker import MemoryTracker
 
 
 @pytest.mark.soak
@@ -74,7 +75,7 @@ def test_it_ends_when_its_time_is_over():
 
 
 def test_a_failure_names_the_last_line(monkeypatch):
-    monkeypatch.setattr(run, "MODULE", "bloomery.simulate.nothing")
+    monkeypatch.setattr(run, "CHILD", "bloomery.simulate.nothing")
     with pytest.raises(UserError, match=r"No module named bloomery\.simulate\.nothing"):
         simulate(small_plan(), machine())
 

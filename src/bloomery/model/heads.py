@@ -4,10 +4,11 @@ Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label t
 U entries of one tile of the vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from bloomery.model import compiled_scores
-from bloomery.model.acting import fused, kind_of
 from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
 
@@ -63,6 +63,30 @@ class Values:
             return F.linear(widened(hidden_BTD), widened(output.weight)).squeeze(-1)
 
 
+@functools.cache
+def compiled_once(function: Callable[..., R]) -> Callable[..., R]:
+    """The function as one kernel of torch's compiler."""
+    return torch.compile(function, dynamic=False)
+
+
+def tile_size(weight_VD: Tensor) -> int:
+    """Entries of the vocabulary whose logits exist at once: a CPU's caches hold few, a GPU takes all."""
+    return CPU_TILE if weight_VD.device.type == "cpu" else len(weight_VD)
+
+
+@dataclass(frozen=True)
+class ScoreOperators:
+    """What the passes over logits are made of. A simulation hands in those of the device that it stands for."""
+
+    fuse: Callable[[Callable[..., Any]], Callable[..., Any]] = compiled_once
+    tile_size: Callable[[Tensor], int] = tile_size
+    add_log_sums: Callable[..., None] = compiled_scores.add_log_sums
+    to_gradient: Callable[..., None] = compiled_scores.to_gradient
+
+
+SCORE_OPERATORS = ScoreOperators()
+
+
 @dataclass(frozen=True)
 class LabelScores:
     """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
@@ -80,6 +104,7 @@ class LabelScores:
     compiled: bool = False
     into_grad: bool = False
     native: bool = False
+    operators: ScoreOperators = SCORE_OPERATORS
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         known = {"weight"} if output.bias is None else {"weight", "bias"}
@@ -97,7 +122,12 @@ class LabelScores:
             into_grad = False
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
         settings = Settings(
-            softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad, self.native
+            softcap,
+            min(self.chunk, len(labels_N)),
+            self.compiled,
+            into_grad,
+            self.native,
+            self.operators,
         )
         if torch.compiler.is_compiling():  # shapes stay as they are
             scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (loss_mask_N != 0)
@@ -115,6 +145,7 @@ class Settings:
     compiled: bool
     into_grad: bool = False
     native: bool = False
+    operators: ScoreOperators = SCORE_OPERATORS
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -180,7 +211,7 @@ def _to_other_gradient(
 
 
 def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
-    return fused(function) if settings.compiled else function
+    return settings.operators.fuse(function) if settings.compiled else function
 
 
 class _Context(Protocol):
@@ -207,12 +238,12 @@ class _LabelScores(torch.autograd.Function):
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
         sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
         labelled_N = torch.zeros_like(sums_N)
-        for entries in _slices(len(weight_VD), _tile(weight_VD)):
+        for entries in _slices(len(weight_VD), settings.operators.tile_size(weight_VD)):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 logits_CU = hidden_ND[rows] @ weight_UD.T
                 if settings.native:
-                    compiled_scores.add_log_sums(
+                    settings.operators.add_log_sums(
                         logits_CU, labels_N[rows], entries.start, sums_N[rows], labelled_N[rows]
                     )
                     continue
@@ -245,12 +276,12 @@ class _LabelScores(torch.autograd.Function):
         label_N = -torch.expm1(scores_N) * grad_N
         if settings.softcap is not None:
             label_N = label_N * (1 - ((scores_N + sums_N) / settings.softcap).square())
-        for entries in _slices(len(weight_VD), _tile(weight_VD)):
+        for entries in _slices(len(weight_VD), settings.operators.tile_size(weight_VD)):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 gradient_CU = kept[0] if kept else hidden_ND[rows] @ weight_UD.T  # logits, so far
                 if settings.native:
-                    compiled_scores.to_gradient(
+                    settings.operators.to_gradient(
                         gradient_CU,
                         labels_N[rows],
                         entries.start,
@@ -275,10 +306,6 @@ class _LabelScores(torch.autograd.Function):
                     d_weight[entries] += gradient_CU.T @ hidden_ND[rows]
         given = None if d_weight is None or settings.into_grad else d_weight.to(weight_VD.dtype)
         return d_hidden.to(hidden_ND.dtype), given, None, None
-
-
-def _tile(weight_VD: Tensor) -> int:
-    return CPU_TILE if kind_of(weight_VD.device) == "cpu" else len(weight_VD)
 
 
 def _slices(size: int, step: int) -> list[slice]:

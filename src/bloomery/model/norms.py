@@ -3,14 +3,13 @@
 They answer in the dtype of the next matmul: cast once here, q, k and v share what they save for backward.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bloomery.model.acting import kind_of
 from bloomery.model.config import ModelConfig
 
 
@@ -68,24 +67,35 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * scale).mul_(gain), scale
 
 
+class RMSNormOperator(Protocol):
+    def __call__(self, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
+
+
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
-    if not torch.compiler.is_compiling() and kind_of(x.device) == "cpu":
-        # one token is normed as fast as an autograd function is called
-        if not torch.is_grad_enabled():
-            return _normed(x, widened(gain), eps)[0].to(dtype)
-        normed: Tensor = RMSNormFunction.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
-        return normed
+    """An `RMSNormOperator`: torch's kernel, and on a CPU, which has none, `RMSNormFunction`."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return torch_rms_norm(x, gain, eps, dtype)
+    # one token is normed as fast as an autograd function is called
+    if not torch.is_grad_enabled():
+        return _normed(x, widened(gain), eps)[0].to(dtype)
+    normed: Tensor = RMSNormFunction.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
+    return normed
+
+
+def torch_rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """An `RMSNormOperator`: torch's kernel, which takes input and gain of one dtype."""
     if x.dtype == gain.dtype:
         return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)
     return F.rms_norm(widened(x), x.shape[-1:], widened(gain), eps).to(dtype)
 
 
 class RMSNorm(nn.Module):
-    """`unit_offset`: the gain is 1 + weight."""
+    """`unit_offset`: the gain is 1 + weight. A simulation hands in the operator of the device it stands for."""
 
     def __init__(self, width: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
+        self.operator: RMSNormOperator = rms_norm
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
         self.unit_offset = unit_offset
@@ -93,7 +103,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `dtype`; None: in the dtype of the next matmul."""
         gain = widened(self.weight) + 1 if self.unit_offset else self.weight
-        return rms_norm(x, gain, self.eps, dtype or working_dtype(x))
+        return self.operator(x, gain, self.eps, dtype or working_dtype(x))
 
 
 class LayerNorm(nn.Module):

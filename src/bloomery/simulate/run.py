@@ -1,29 +1,24 @@
-"""Runs a simulation in a child process, so that a plan never imports torch, and compares it with the plan.
+"""Runs a simulation in a child process, so that a plan never imports torch, and compares it with the plan."""
 
-`python -m bloomery.simulate.run` is the child. Torch is imported after the parent can stop it.
-"""
-
-import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from bloomery.core.child import Child, accept, loading, reply
+from bloomery.core.child import Child
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.model.attention.support import FLASH_LIKE
 from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
 from bloomery.plan.page import joined, unit_of
 from bloomery.plan.types import RunPlan
 
 SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20
-MODULE = "bloomery.simulate.run"
-FLASH_LIKE = {"sdpa", "varlen", "flex"}  # attention that a GPU's fused kernels compute
+CHILD = "bloomery.simulate.child"
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def simulate(
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
     job = {"plan": plan.model_dump(mode="json"), "fused": fused, "split": vars(split)}
-    with Child(MODULE, job, environment=os.environ) as child:
+    with Child(CHILD, job, environment=os.environ) as child:
         while True:
             reply = child.next(max(0.0, started + seconds - time.monotonic()))
             if reply == "silent":
@@ -231,38 +226,3 @@ class SimulationResult:
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: value / GIB for name, value in parts.items()}
-
-
-def main() -> None:
-    """The child: sends its progress, then the parts of each stage; a step without stages counts as one."""
-    job = accept()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    reply(job, {"doing": "PyTorch is starting"})
-
-    with loading():
-        from bloomery.simulate.step import simulated_stage, simulated_step, stage_positions
-
-    plan = RunPlan.model_validate(job["plan"])
-    split = MeshSplit(**job["split"])
-    fused = job["fused"]
-
-    def on_progress(doing: str) -> None:
-        reply(job, {"doing": doing})
-
-    if split.pipeline > 1:
-        stages = [
-            (
-                place.index + 1,
-                place.under_way(plan),
-                simulated_stage(plan, place, fused=fused, on_progress=on_progress),
-            )
-            for place in stage_positions(split.pipeline)
-        ]
-    else:
-        stages = [(1, 1, simulated_step(plan, fused=fused, split=split, on_progress=on_progress))]
-    reply(job, {"stages": stages})
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import Head, LabelScores, Values
+from bloomery.model.heads import SCORE_OPERATORS, Head, LabelScores, ScoreOperators, Values
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
@@ -73,6 +73,7 @@ class Scoring:
     chunk: int
     compiled: bool = False
     native: bool = False
+    operators: ScoreOperators = SCORE_OPERATORS
 
     def __call__(self, batch: Batch) -> LabelScores:
         return LabelScores(
@@ -82,12 +83,20 @@ class Scoring:
             self.compiled,
             into_grad=True,
             native=self.native,
+            operators=self.operators,
         )
 
 
-def label_scores(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
+def label_scores(
+    model: Decoder,
+    batch: Batch,
+    *,
+    score_chunk: int,
+    precision: str,
+    operators: ScoreOperators = SCORE_OPERATORS,
+) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
-    head = LabelScores(batch.labels, batch.loss_mask, score_chunk)
+    head = LabelScores(batch.labels, batch.loss_mask, score_chunk, operators=operators)
     return forward(model, batch, head, precision=precision).head
 
 
@@ -97,6 +106,7 @@ class BaseScores:
 
     score_chunk: int
     precision: str
+    operators: ScoreOperators = SCORE_OPERATORS
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         device = next(model.parameters()).device
@@ -108,6 +118,7 @@ class BaseScores:
                         to_device(batch, device),
                         score_chunk=self.score_chunk,
                         precision=self.precision,
+                        operators=self.operators,
                     )
                 )
                 for batch in batches
@@ -126,15 +137,23 @@ class ObjectiveInputs:
 
 
 def build_objective(
-    plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = SINGLE_RANK
+    plan: RunPlan,
+    teacher: Callable[[RunPlan], Decoder] = load_teacher,
+    mesh: Mesh = SINGLE_RANK,
+    operators: ScoreOperators = SCORE_OPERATORS,
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
     score_chunk = plan.model.score_chunk
     disables_adapter = reference_of(plan.objective, plan.adapter).value == "adapters"
     inputs = ObjectiveInputs(
         plan,
-        Scoring(score_chunk, plan.train.compile, native=plan.model.scores == "compiled"),
-        BaseScores(score_chunk, plan.train.precision) if disables_adapter else None,
+        Scoring(
+            score_chunk,
+            plan.train.compile,
+            native=plan.model.scores == "compiled",
+            operators=operators,
+        ),
+        BaseScores(score_chunk, plan.train.precision, operators) if disables_adapter else None,
         mesh,
         teacher,
     )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bloomery.model.acting import kind_of
 from bloomery.model.limits import ATTENTION_BLOCK as BLOCK
 from bloomery.model.limits import CPU_SCORES, GPU_SCORES
 
@@ -199,10 +198,13 @@ class Task:
             ]
             yield slice(start, stop), tiles
 
-    def groups(self, q_BHTE: Tensor) -> Iterator[tuple[slice, "Task"]]:
-        """Rows of the batch that go together, each group with its own task."""
+    def groups(
+        self, q_BHTE: Tensor, device_type: str | None = None
+    ) -> Iterator[tuple[slice, "Task"]]:
+        """Rows of the batch that go together, each group with its own task; as many as the type of device works on."""
         batch, heads, length, _ = q_BHTE.shape
-        together = CPU_SCORES if kind_of(q_BHTE.device) == "cpu" else GPU_SCORES
+        on_cpu = (device_type or q_BHTE.device.type) == "cpu"
+        together = CPU_SCORES if on_cpu else GPU_SCORES
         size = max(1, together // (heads * min(length, BLOCK) ** 2))
         for number, start in enumerate(range(0, batch, size)):
             rows = slice(start, start + size)

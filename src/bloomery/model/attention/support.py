@@ -8,6 +8,8 @@ from bloomery.core import Choice
 
 # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
 SHORT = 512
+# what a GPU's fused kernels compute
+FLASH_LIKE = frozenset({"sdpa", "varlen", "flex"})
 
 
 @dataclass(frozen=True)

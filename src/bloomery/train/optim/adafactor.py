@@ -64,7 +64,8 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         for group in self.param_groups:
             parameters = parameters_with_state(self, group, _initial_state)
-            for stack in batches_of(parameters, self._stack_key, self._rounding.shards.full_numel):
+            numel = self._rounding.shards.full_numel
+            for stack in batches_of(parameters, self._stack_key, numel, self._rounding):
                 self._update(stack, lr=group["lr"], weight_decay=group["weight_decay"], gate=gate)
 
     def _stack_key(self, parameter: nn.Parameter) -> object:
@@ -83,13 +84,14 @@ class Adafactor(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in stack]
         step = max([increment_step(state) for state in states])  # they are equal
         shards = self._rounding.shards
+        piece = self._rounding.piece_size(stack[0].device)
 
         # The step is relative to the size of the weights, and the update's own size is clipped (algorithm 4).
         weights = [p.detach() for p in stack]
         weight_rms_N = root_mean_square(
-            weights, shards.mesh_of(stack[0]), shards.full_numel(stack[0])
+            weights, shards.mesh_of(stack[0]), shards.full_numel(stack[0]), piece
         ).clamp(min=SMALLEST_WEIGHT)
-        update = _StackUpdate(stack, gate, shards)
+        update = _StackUpdate(stack, gate, shards, piece)
         update.update_moments(states, step**DECAY)
         clipping_N = (update.root_mean_square_N() / LARGEST_UPDATE).clamp(min=1.0)
         update.scale_by(-min(lr, step**-0.5) * weight_rms_N / clipping_N)
@@ -153,14 +155,15 @@ class _StackUpdate:
     to rows, columns and the result.
     """
 
-    def __init__(self, stack: list[nn.Parameter], gate: Gate | None, shards: Shards) -> None:
+    def __init__(
+        self, stack: list[nn.Parameter], gate: Gate | None, shards: Shards, piece: int
+    ) -> None:
         shape = stack[0].shape
-        device = stack[0].device
         self._mesh = shards.mesh_of(stack[0])
         self._full_shape = shards.full_shape(stack[0])
         # Only a single matrix can be larger than a piece.
         in_one_slice = len(stack) > 1 or len(shape) != 2
-        self.row_slices = [slice(None)] if in_one_slice else row_slices(shape[0], shape[1], device)
+        self.row_slices = [slice(None)] if in_one_slice else row_slices(shape[0], shape[1], piece)
         self._gradient_NRC = stacked([p.grad for p in stack if p.grad is not None])
         self._gate = gate
         # Factors of the gradient's rows and of its columns; for vectors one factor per value, and 1.

@@ -24,7 +24,6 @@ from bloomery.train.optim.common import (
     gated,
     increment_step,
     parameters_with_state,
-    piece_size,
     zero_step,
 )
 from bloomery.train.optim.placement import PieceStates, StatePlacement
@@ -197,7 +196,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
             parameters = parameters_with_state(self, group, self._initial_state)
             for parameter in parameters:
                 increment_step(self.state[parameter])
-            for batch in batches_of(parameters, self._batch_key, nn.Parameter.numel):
+            for batch in batches_of(
+                parameters, self._batch_key, nn.Parameter.numel, self._rounding
+            ):
                 self._update(batch, group, gate)
 
     def _formats(self, parameter: nn.Parameter) -> tuple[MomentFormat, MomentFormat]:
@@ -269,7 +270,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
         pieces = [[Span(parameter, 0, parameter.numel()) for parameter in batch]]
         if len(batch) == 1:
             numel = batch[0].numel()
-            length = piece_size(batch[0].device)
+            length = self._rounding.piece_size(batch[0].device)
             pieces = [
                 [Span(batch[0], start, min(start + length, numel))]
                 for start in range(0, numel, length)

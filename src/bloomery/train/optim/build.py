@@ -219,9 +219,16 @@ def _torch_state(slots: State, parameter: nn.Parameter, *, fused: bool) -> State
 
 
 def build_optimizer(
-    model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = SINGLE_RANK
+    model: nn.Module,
+    plan: OptimizerPlan,
+    *,
+    seed: int = 0,
+    mesh: Mesh = SINGLE_RANK,
+    device_type: str | None = None,
 ) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
+
+    `device_type`: whose sizes of pieces to take, where it is not the parameters' own (a simulation).
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it.
     """
@@ -240,7 +247,7 @@ def build_optimizer(
 
     build = BUILDERS[plan.kind]
     clips_updates = OPTIMIZERS[plan.kind].clips
-    rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
+    rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
     placement = StatePlacement(offload=plan.offload)
     if not plan.fused_backward:
         members = build(named, plan=plan, rounding=rounding, placement=placement)
@@ -256,6 +263,6 @@ def build_optimizer(
     # The plan refuses a fused backward for optimizers whose step takes no gate.
     gated_members = cast(list[GatedOptimizer], members)
     backward = FusedBackward(
-        dict(zip(named.values(), gated_members, strict=True)), head_weights_of(model)
+        dict(zip(named.values(), gated_members, strict=True)), head_weights_of(model), rounding
     )
     return OptimizersContainer(members, names, clips_updates=clips_updates, backward=backward)

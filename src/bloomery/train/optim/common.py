@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from bloomery.model.acting import kind_of
 from bloomery.model.io.parameters import first_row
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -47,9 +46,9 @@ def round_stochastically(exact: Tensor, bits: Tensor) -> Tensor:
     return sums.view(torch.int16)[..., 1::2].view(torch.bfloat16)
 
 
-def piece_size(device: torch.device) -> int:
+def piece_size(device_type: str) -> int:
     """Values per piece, whose float32 intermediates exist at once."""
-    return CPU_PIECE if kind_of(device) == "cpu" else GPU_PIECE
+    return CPU_PIECE if device_type == "cpu" else GPU_PIECE
 
 
 @final
@@ -125,6 +124,12 @@ class Rounding:
     seed: int
     stochastic: bool
     shards: Shards = Shards({})
+    # the type of device whose pieces are taken; None: that of the parameters
+    device_type: str | None = None
+
+    def piece_size(self, device: torch.device) -> int:
+        """Values per piece of a parameter on that device."""
+        return piece_size(self.device_type or device.type)
 
     def to_bfloat16(
         self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str
@@ -136,7 +141,7 @@ class Rounding:
                 exact, random_bits(exact.numel(), seed=seed, device=exact.device)
             )
         # A shard takes its part of the bits that a single device would use for each piece of the full parameter.
-        length = piece_size(exact.device)
+        length = self.piece_size(exact.device)
         numel = self.shards.full_numel(parameter)
         begin = self.shards.first_value(parameter) + start
         end = begin + exact.numel()
@@ -188,13 +193,15 @@ def batches_of(
     parameters: Iterable[nn.Parameter],
     key: Callable[[nn.Parameter], object],
     numel: Callable[[nn.Parameter], int],
+    rounding: Rounding,
 ) -> list[list[nn.Parameter]]:
     """Batches of parameters with equal keys, up to one piece in size, in a fixed order."""
     open_batches: dict[object, list[nn.Parameter]] = {}
     batches: list[list[nn.Parameter]] = []
     for parameter in parameters:
         batch = open_batches.get(key(parameter), [])
-        if batch and sum(map(numel, batch)) + numel(parameter) <= piece_size(parameter.device):
+        most = rounding.piece_size(parameter.device)
+        if batch and sum(map(numel, batch)) + numel(parameter) <= most:
             batch.append(parameter)
         else:
             open_batches[key(parameter)] = batch = [parameter]
@@ -235,29 +242,28 @@ def zero_step() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
-def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Slices of rows, each about one piece."""
-    step = max(1, piece_size(device) // max(1, width))
+def row_slices(rows: int, width: int, piece: int) -> list[slice]:
+    """Slices of rows, each of about `piece` values."""
+    step = max(1, piece // max(1, width))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def float32_norm(tensor: Tensor) -> Tensor:
+def float32_norm(tensor: Tensor, piece: int) -> Tensor:
     """The Euclidean norm in float32; in pieces, because a CPU converts other dtypes by a copy."""
-    length = piece_size(tensor.device)
     numel = tensor.numel()
-    sizes = [min(length, numel - start) for start in range(0, numel, length)]
+    sizes = [min(piece, numel - start) for start in range(0, numel, piece)]
     pieces = tensor.reshape(-1).split_with_sizes(sizes or [0])
-    norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+    norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     return norm
 
 
-def root_mean_square(tensors: Sequence[Tensor], mesh: Mesh, numel: int) -> Tensor:
+def root_mean_square(tensors: Sequence[Tensor], mesh: Mesh, numel: int, piece: int) -> Tensor:
     """Float32 [N], of tensors of one size: `numel` values, whose rows the ranks of `mesh` hold."""
-    if tensors[0].numel() <= piece_size(tensors[0].device):
+    if tensors[0].numel() <= piece:
         norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
     else:
-        norms = [float32_norm(tensor) for tensor in tensors]
+        norms = [float32_norm(tensor, piece) for tensor in tensors]
     return mesh.norm_over_shards(torch.stack(norms)) / math.sqrt(numel)
 
 

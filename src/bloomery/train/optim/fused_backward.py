@@ -7,7 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
-from bloomery.train.optim.common import Gate, State, float32_norm
+from bloomery.train.optim.common import Gate, Rounding, State, float32_norm
 
 
 class GatedOptimizer(Protocol):
@@ -32,9 +32,11 @@ class FusedBackward:
         self,
         optimizers: Mapping[nn.Parameter, GatedOptimizer],
         head_weights: Sequence[nn.Parameter],
+        rounding: Rounding,
     ) -> None:
         self._optimizers = dict(optimizers)
         self._head_weights = tuple(head_weights)
+        self._rounding = rounding
         self._active = False
         self._factor = 1.0
         self._max_norm = float("inf")
@@ -91,7 +93,8 @@ class FusedBackward:
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        norm = float32_norm(parameter.grad) / self._factor
+        piece = self._rounding.piece_size(parameter.device)
+        norm = float32_norm(parameter.grad, piece) / self._factor
         is_finite = norm.isfinite().to(torch.float32)
         self._all_finite = is_finite if self._all_finite is None else self._all_finite * is_finite
         # as in torch's clip_grad_norm_

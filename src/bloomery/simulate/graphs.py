@@ -1,0 +1,136 @@
+"""Compiled blocks of a simulated step.
+
+torch.compile cuts the graph of a block's forward and backward where the fewest bytes cross (the partitioner of
+AOTAutograd, which Inductor uses too). The same two graphs run here operator by operator.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from bloomery.model.attention.attend import DocumentLayout
+from bloomery.model.decoder import Block
+from bloomery.model.rope import Rotary
+from bloomery.simulate.tracker import MemoryTracker
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
+    """In place: blocks that are alike share a pair of graphs, traced when the first of them runs."""
+    shared: dict[object, _Graphs] = {}
+    for block in blocks:
+        graphs = shared.setdefault(block.self_attn.window, _Graphs(block, tracker))
+        block.forward = graphs.forward_of(block)  # type: ignore[method-assign]  # a seam of nn.Module
+
+
+class _Graphs:
+    """A block as two graphs of tensors: parameters, buffers of quantized weights, arguments of forward."""
+
+    def __init__(self, block: Block, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._inside = nn.Module()
+        self._inside.block = block
+        self._inside.forward = block.forward
+        self._names = [
+            name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())
+        ]
+        self._traced: dict[bool, Callable[..., Tensor]] = {}  # by whether there is a rotation
+
+    def forward_of(self, block: Block) -> Callable[..., Tensor]:
+        """What stands for the compiled block."""
+
+        def forward(
+            x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: None = None
+        ) -> Tensor:
+            assert cache is None, "training has no cache"
+            layout_names = [
+                field.name for field in fields(layout) if getattr(layout, field.name) is not None
+            ]
+            layout_tensors = [getattr(layout, name) for name in layout_names]
+            tables = [] if rotary is None else list(rotary)
+            inputs = [*block.parameters(), *block.buffers()], tables, layout_tensors, x_BTD
+            # The first call traces, which makes tensors that a compiled block does not.
+            rotates = rotary is not None
+            if rotates not in self._traced:
+                self._traced[rotates] = self._trace(layout_names, rotates=rotates)
+                with self._tracker.unseen():
+                    self._traced[rotates](*inputs)
+            return self._traced[rotates](*inputs)
+
+        return forward
+
+    def _trace(self, layout_names: list[str], *, rotates: bool) -> Callable[..., Tensor]:
+        from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]  # part of torch
+        from torch._inductor.decomposition import select_decomp_table
+
+        def pure(
+            weights: list[Tensor],
+            tables: list[Tensor],
+            layout_tensors: list[Tensor],
+            x_BTD: Tensor,
+        ) -> Any:
+            arguments = (
+                x_BTD,
+                Rotary(*tables) if rotates else None,
+                DocumentLayout(**dict(zip(layout_names, layout_tensors, strict=True))),
+            )
+            named_weights = dict(zip(self._names, weights, strict=True))
+            return torch.func.functional_call(self._inside, named_weights, arguments)
+
+        def compiled(graph: torch.fx.GraphModule, _inputs: object) -> Callable[[list[Tensor]], Any]:
+            def run(inputs: list[Tensor]) -> Any:
+                return _Fused(graph, self._tracker).boxed_run(inputs)
+
+            run._boxed_call = True  # type: ignore[attr-defined]  # read by aot_function
+            return run
+
+        traced: Callable[..., Any] = aot_function(
+            pure,
+            fw_compiler=compiled,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        return traced
+
+
+class _Fused(torch.fx.Interpreter):
+    """Runs a graph and lets go of each tensor, inputs included, after its last use, as Inductor's code does.
+
+    A result takes memory only where a kernel of a library reads it, straight or through views, or the graph hands it
+    out: the rest Inductor keeps in registers.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, tracker: MemoryTracker) -> None:
+        super().__init__(graph)
+        self._tracker = tracker
+        self._stored = {node for node in graph.graph.nodes if _library(node) or _is_read(node)}
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function" or n in self._stored:
+            return super().run_node(n)
+        with self._tracker.unseen():
+            return super().run_node(n)
+
+
+def _library(node: Node) -> bool:
+    """Whether Inductor calls a library kernel for it: a matmul, an attention, an operator of ours."""
+    registered_elsewhere = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+    return node.target in _PRODUCTS or registered_elsewhere or "attention" in str(node.target)
+
+
+def _is_read(node: Node) -> bool:
+    """Whether memory is read: by a library kernel or as an output, straight or through a view."""
+    for user in node.users:
+        if user.op == "output" or _library(user):
+            return True
+        is_view = getattr(user.target, "is_view", False) or user.target is operator.getitem
+        if is_view and _is_read(user):
+            return True
+    return False
