@@ -20,7 +20,10 @@ INTERRUPTED = 130
 
 # Command -> (where its click command is, its line in --help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("bloomery.cli.demo:command", "Train a small model, kill and resume it, evaluate it."),
+    "demo": (
+        "bloomery.cli.demo_command:command",
+        "Train a small model, kill and resume it, evaluate it.",
+    ),
     "doctor": ("bloomery.cli.doctor:command", "Check this machine and suggest fixes."),
     "recipes": ("bloomery.cli.plan:recipes_command", "List, show, copy and import recipes."),
     "tokenizer": (

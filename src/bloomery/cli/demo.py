@@ -26,7 +26,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from bloomery.cli.common import NewPath, print_json
 from bloomery.core.child import kill_group
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -521,25 +520,3 @@ def _show_next_steps(story: Story, folder: Path) -> None:
         commands = {f"source {shown_path(activate)}": "", **commands}
     lines = (f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items())
     story.write("next", *lines)
-
-
-@click.command()
-@click.argument("what", required=False, type=click.Choice(["chat"]))
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr."
-)
-@click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
-def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
-    """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
-
-    `bloomery demo chat` then fine-tunes that model with LoRA: a minute more.
-
-    Example: bloomery demo --run-dir runs/first
-    """
-    from bloomery.cli import demo_chat
-
-    run_demo = demo_chat.demonstrate if what == "chat" else demonstrate
-    document = run_demo(run_dir=run_dir, as_json=as_json)
-    if as_json:
-        print_json(document)
-    return 0
