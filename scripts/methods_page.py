@@ -140,7 +140,7 @@ def planned() -> str:
             "train.tokens_per_step=2048",
             "train.activation_checkpointing=full",
         )
-        trained = TrainedModel.of(plan, plan.model.config).trained_count
+        trained = TrainedModel.of(plan, plan.model.config).trainable_count
         cells = " | ".join(_rate(each) for each in (planned_for(SMALL, name), plan))
         lines.append(
             f"| {name} | {format_count(trained)} | {least.memory.total / GIB:.1f} | {cells} |"

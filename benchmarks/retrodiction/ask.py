@@ -12,17 +12,14 @@ from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.presets import build_config
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import (
-    FRAGMENTATION,
-    MeshSplit,
-    StepMoment,
-    gathered_layers,
-    layer_bytes_per_token,
-    moments,
-    tensors_at,
-)
+from bloomery.plan.estimate.activations import layer_bytes_per_token
+from bloomery.plan.estimate.memory import FRAGMENTATION, tensors_at
+from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.sharding import gathered_parameters
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import planned_vocabulary
 from bloomery.plan.mesh import MeshWorkload, fabric_of, layout_parts
 from bloomery.plan.types import Estimate
@@ -193,14 +190,14 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     )
     parts = tensors_at(load, peak)
     if not load.mode.fused_backward:
-        parts["gradients"] = load.model.learning_bytes(load.precision)
+        parts["gradients"] = load.model.trainable_bytes(load.precision)
     for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
         parts[name] /= shard
     if shard > 1:
         parts.pop("half-precision copies", None)
-        layer, root = gathered_layers(load)
-        reduced = 0 if one.recipe.adapter.kind == "lora" else layer * load.weight
-        parts["gathered layers"] = (2 * layer + root) * load.element + reduced
+        (layer, *_), root = gathered_parameters(load)
+        reduced = 0 if one.recipe.adapter.kind == "lora" else layer * load.weight_bytes
+        parts["gathered layers"] = (2 * layer + root) * load.element_bytes + reduced
     counted = sum(parts.values())
     if row["memory_is"] != "allocated":
         counted *= 1 + FRAGMENTATION[load.expandable]
@@ -218,7 +215,7 @@ def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     scores, activations = moment.logits, moment.activations
     if one.operators and activations:
         # of the layer that is computed again
-        inside = load.tokens_per_micro_batch * layer_bytes_per_token(load)
+        inside = load.tokens_per_micro_batch * layer_bytes_per_token(load, load.model.layers[0])
         activations = (
             config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
         )
@@ -234,7 +231,7 @@ def operator_bytes(load: StepShape) -> float:
     products = config.query_width + 2 * config.key_width + 2 * config.hidden_size
     products += (2 if config.gated_mlp else 1) * config.intermediate_size
     return (
-        load.element * (config.hidden_size + config.query_width + products / 2)
+        load.element_bytes * (config.hidden_size + config.query_width + products / 2)
         + 4 * config.num_heads
     )
 

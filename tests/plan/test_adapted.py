@@ -11,7 +11,8 @@ from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config, known_config
-from bloomery.plan.estimate.states import TrainedModel, counted_as
+from bloomery.plan.estimate.mode import lora_like
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.unsupported import (
     adapter_choices,
     refuse_method_misfits,
@@ -130,7 +131,7 @@ def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(sa
 
 
 def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_steps():
-    assert counted_as(Peft(kind="peft", method="adalora"), CONFIG).rank == 12
+    assert lora_like(Peft(kind="peft", method="adalora"), CONFIG).rank == 12
     timed = loaded(adapter={"kind": "peft", "method": "adalora"}, train={"max_time": "2h"}).recipe
     with pytest.raises(UserError, match="AdaLoRA needs the number of steps"):
         refuse_method_misfits(timed)

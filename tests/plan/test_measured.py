@@ -7,8 +7,9 @@ import pytest
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import OWN, Calibration, Point
 from bloomery.model.config import ModelConfig
-from bloomery.plan.estimate.speed import compile_gain, corrected, corrected_memory, nearest
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.measured import compile_gain, corrected, corrected_memory, nearest
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, MemoryEstimate
 
 CONFIG = ModelConfig(

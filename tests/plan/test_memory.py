@@ -11,19 +11,21 @@ from bloomery.model.attention.per_document import _spare
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.presets import build_config, preset
-from bloomery.plan.estimate.memory import (
+from bloomery.plan.estimate.activations import (
     activation_bytes,
-    around,
-    document_lengths,
     end_bytes,
-    estimate_memory,
+    gpu_fallback_bytes,
     kept_layers,
-    logit_bytes,
-    moments,
-    quadratic_bytes,
+)
+from bloomery.plan.estimate.memory import (
+    document_lengths,
+    estimate_memory,
+    overhead_bytes,
     tensor_bytes,
 )
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.moments import logit_bytes, moments
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Model
 
 GO_CODER = StepShape(
@@ -52,8 +54,8 @@ def test_activations_are_34_sbh_for_gpt2_in_half_precision_and_4_more_for_the_fl
 
 
 def test_pytorchs_fallback_would_add_5_a_s2_b():
-    assert quadratic_bytes(GO_CODER) == 5 * 12 * 1024**2 * 16
-    assert quadratic_bytes(GO_CODER) * 12 / GIB == pytest.approx(11.25)
+    assert gpu_fallback_bytes(GO_CODER) == 12 * 5 * 12 * 1024**2 * 16
+    assert gpu_fallback_bytes(GO_CODER) / GIB == pytest.approx(11.25)
 
 
 def test_states_of_124_million_parameters():
@@ -191,10 +193,12 @@ def test_kernels_of_attention_on_a_cpu_are_counted_for_each_length_that_document
         precision="bfloat16",
         sequence_length=longest,
     )
-    assert around(load, {"activations": 0.0, "logits": 0.0})["kernels"] == 3e6 * len(lengths)
-    assert "kernels" not in around(
+    assert overhead_bytes(load, {"activations": 0.0, "logits": 0.0})["kernels"] == 3e6 * len(
+        lengths
+    )
+    assert "kernels" not in overhead_bytes(
         replace(load, precision="float32"), {"activations": 0.0, "logits": 0.0}
     )
-    assert "kernels" not in around(
+    assert "kernels" not in overhead_bytes(
         replace(load, attention="mask"), {"activations": 0.0, "logits": 0.0}
     )

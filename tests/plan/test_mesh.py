@@ -12,16 +12,12 @@ from bloomery.model.counting import layers, parameter_count
 from bloomery.model.presets import preset
 from bloomery.plan import mesh as communication
 from bloomery.plan.advise import energy_kwh
-from bloomery.plan.estimate.memory import (
-    INPUT_BYTES,
-    MeshSplit,
-    activation_bytes,
-    end_bytes,
-    estimate_memory,
-    gathered_layers,
-    mesh_memory,
-)
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes, end_bytes
+from bloomery.plan.estimate.memory import estimate_memory
+from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
+from bloomery.plan.estimate.sharding import gathered_parameters
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
 
@@ -114,7 +110,8 @@ def load():
 
 def test_shards_divide_states_and_hold_two_layers_whole():
     count = parameter_count(preset("go-coder-small"))
-    layer, root = gathered_layers(load())
+    (layer, *others), root = gathered_parameters(load())
+    assert others == [layer] * 11
     assert 12 * layer + root == count
     alone = estimate_memory(load(), limit=0).parts
     parts = mesh_memory(load(), MeshSplit(shard=8), vendor="amd", limit=0).parts
@@ -137,7 +134,7 @@ def test_copies_hold_everything():
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), model=TrainedModel(config))
-    layer, root = gathered_layers(load())
+    (layer, *_), root = gathered_parameters(load())
     tokens = stage.tokens_per_micro_batch
     # the norm belongs to the last stage
     last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES
@@ -179,7 +176,7 @@ def test_the_communication_of_each_axis_is_planned():
     assert plan.parallel is not None
     by_name = {layout.name: layout for layout in plan.parallel.layouts}
     count = parameter_count(plan.model.config)
-    layer, root = gathered_layers(
+    (layer, *_), root = gathered_parameters(
         StepShape(**vars(load()) | {"model": TrainedModel(plan.model.config)})
     )
     copies, shards = by_name["replicate"], by_name["shard"]

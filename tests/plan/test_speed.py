@@ -9,14 +9,9 @@ from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
-from bloomery.plan.estimate.speed import (
-    LAUNCH_SECONDS,
-    device_rate,
-    step_parts,
-    total,
-    work_of,
-)
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.speed import LAUNCH_SECONDS, device_rate, step_parts, total, work_of
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 
@@ -168,7 +163,7 @@ def test_keys_of_a_window_are_those_that_causal_queries_see():
     """Counted query by query: `attention` is 14 width times the keys of a token, in each layer."""
     width, layers, length, window = 768, 12, 4096, 512
     counted = sum(min(query + 1, window) for query in range(length)) / length
-    config = replace(preset("go-coder-small"), sliding_window=(window,))
+    config = replace(preset("go-coder-small"), sliding_window=(window,) * layers)
     work = work_of(load(model=TrainedModel(config), sequence_length=length), tokens=1)
     assert work.attention == pytest.approx(14 * layers * width * counted, rel=0.002)
     every = work_of(

@@ -9,8 +9,10 @@ from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
 from bloomery.model.presets import published_config
 from bloomery.plan.choices import setting
+from bloomery.plan.estimate.mode import FULL, TrainingMode
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
-from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, TrainingMode
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.load import load_recipe
 
 LLAMA = published_config("meta-llama/Llama-2-7b-hf")
@@ -37,7 +39,7 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
 
 def test_what_lora_trains_is_counted_by_hand():
     model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
-    assert model.trained_count == 32 * 4 * 16 * (4096 + 4096)
+    assert model.trainable_count == 32 * 4 * 16 * (4096 + 4096)
     assert not model.trained
     assert len(model.frozen) == 32 * 9 + 3
 
@@ -45,7 +47,7 @@ def test_what_lora_trains_is_counted_by_hand():
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
-    adapter, attention = model.trained_count, 12 * 32 * 2048 * 4096
+    adapter, attention = model.trainable_count, 12 * 32 * 2048 * 4096
     assert useful_flops(TrainedModel(LLAMA), 2048) == 6 * matrices + attention
     assert useful_flops(model, 2048) == 4 * matrices + 6 * adapter + attention
 
@@ -100,7 +102,7 @@ def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name
 
 
 def test_an_unusual_way_is_told_from_a_usual_one():
-    assert TrainingMode(states="int8") != FULL
+    assert TrainingMode(state_dtype="int8") != FULL
     names = ("qwen2.5-1.5b-dpo-lora", "qwen2.5-1.5b-reward-lora")
     dpo, reward = (setting(plan_of(name, "RTX 4090")) for name in names)
     assert dpo != reward

@@ -11,14 +11,11 @@ from plan_help import loaded, machine, planned
 
 from bloomery.data.batch import Batch
 from bloomery.model.presets import known_config
-from bloomery.plan.estimate.memory import (
-    ONE_DEVICE,
-    MeshSplit,
-    mesh_memory,
-    stage_bytes,
-    tensor_bytes,
-)
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.memory import tensor_bytes
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, mesh_memory
+from bloomery.plan.estimate.stages import stage_bytes
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
 from bloomery.simulate.step import StagePosition, simulated_stage, simulated_step
@@ -104,7 +101,7 @@ def load_of(plan: RunPlan) -> StepShape:
         context_bytes=0.0,
         on_gpu=train.device != "cpu",
         accumulating=train.accumulation > 1,
-        offloading=train.offload_activations,
+        offload_activations=train.offload_activations,
         teacher=known_config(plan.objective.teacher)
         if isinstance(plan.objective, Distill)
         else None,

@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.limits import storage_bytes
-from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
 from bloomery.simulate.run import notes_of, simulate
 from bloomery.simulate.step import simulated_step

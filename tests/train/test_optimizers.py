@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bloomery.core.errors import UserError
-from bloomery.plan.estimate.states import OPTIMIZERS
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
 from bloomery.recipe.schema import OptimizerKind
 from bloomery.train.optim.build import BUILDERS, build_optimizer

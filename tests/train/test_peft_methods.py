@@ -27,8 +27,9 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.plan.estimate.memory import activation_bytes
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.activations import activation_bytes
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Lora, Peft
 from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder

@@ -25,7 +25,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import SHORT, supports
 from bloomery.model.counting import parameter_count
 from bloomery.plan.choices import setting
-from bloomery.plan.estimate.speed import compile_gain
+from bloomery.plan.estimate.measured import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.plan.unsupported import refuse_several_devices

@@ -109,7 +109,7 @@ def _show_run(story: Story, plan: RunPlan) -> None:
         f"standard library; {manifest.validation.documents} more are the validation set",
         "trains on the responses only",
     )
-    trainable = format_count(TrainedModel.of(plan, plan.model.config).trained_count)
+    trainable = format_count(TrainedModel.of(plan, plan.model.config).trainable_count)
     story.write(
         "lora",
         f"rank {plan.adapter.rank}, base weights frozen: {trainable} trainable parameters, {steps}",

@@ -27,9 +27,11 @@ from bloomery.model.config import ModelConfig
 from bloomery.plan import mesh, unsupported
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
-from bloomery.plan.estimate.memory import MeshSplit
-from bloomery.plan.estimate.speed import StepEstimator
-from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
+from bloomery.plan.estimate.measured import StepEstimator
+from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
 from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
@@ -407,7 +409,7 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
     one_checkpoint = checkpoint_bytes(plan, step.model)
-    weights = step.model.learning_bytes(step.precision)
+    weights = step.model.trainable_bytes(step.precision)
     bytes_factor = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * bytes_factor)}
     disk |= {
@@ -431,7 +433,7 @@ def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
     """Of one checkpoint: trainable parameters and optimizer states. `model`: that of the plan, if it is at hand."""
     model = model or TrainedModel.of(plan, plan.model.config)
     precision = plan.train.precision
-    return model.learning_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
+    return model.trainable_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
 
 
 def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
@@ -618,7 +620,7 @@ def warnings(
     if isinstance(recipe.adapter, Lora):
         rank = recipe.adapter.rank
         model = facts.model
-        sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
+        sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.target_modules}
         name = min(sides, key=lambda matrix: sides[matrix])
         if rank > sides[name]:
             bound = f"{name} has at most rank {sides[name]:,}"

@@ -9,7 +9,7 @@ from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.plan.choices import ASKED
-from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
 

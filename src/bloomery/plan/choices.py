@@ -18,7 +18,9 @@ from bloomery.model.config import ModelConfig, TransformersBackend
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of
 from bloomery.model.presets import known_config
-from bloomery.plan.estimate.states import OPTIMIZERS, TrainedModel, mode_of, setting_of
+from bloomery.plan.estimate.mode import mode_of, setting_of
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.schema import Adapter, Distill, Lora, Objective, Peft, Recipe
 
@@ -257,7 +259,7 @@ def optimizer_memory_choices(
         yield "optimizer.state_dtype", Choice(f"{optimizer.state_dtype} states", reason)
     if optimizer.fused_backward:
         reason = "each weight is updated as soon as its gradient exists, which is then freed: no gradient accumulation"
-        if spec.clips:
+        if spec.clips_updates:
             reason += f"; no gradient clipping, {spec.name} clips its updates"
         elif recipe.train.max_grad_norm is not None:
             limit = f"train.max_grad_norm={recipe.train.max_grad_norm:g}"
@@ -279,13 +281,13 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
     optimizer = recipe.optimizer
     spec = OPTIMIZERS[recipe.optimizer.kind]
     offload = "optimizer.paged" if optimizer.paged else "optimizer.offload"
-    if optimizer.offload and "offload" in spec.idle:
-        yield f"{offload} has no effect with {spec.name}: {spec.idle['offload']}"
+    if optimizer.offload and "offload" in spec.ineffective_settings:
+        yield f"{offload} has no effect with {spec.name}: {spec.ineffective_settings['offload']}"
     elif optimizer.offload and not accelerator:
         yield f"{offload} has no effect on a CPU: states are already in CPU memory"
-    if optimizer.state_dtype != "float32" and "state_dtype" in spec.idle:
+    if optimizer.state_dtype != "float32" and "state_dtype" in spec.ineffective_settings:
         key = f"optimizer.state_dtype={optimizer.state_dtype}"
-        yield f"{key} has no effect with {spec.name}: {spec.idle['state_dtype']}"
+        yield f"{key} has no effect with {spec.name}: {spec.ineffective_settings['state_dtype']}"
     if recipe.train.offload_activations and not accelerator:
         yield "train.offload_activations has no effect on a CPU: activations are already in CPU memory"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
@@ -370,10 +372,11 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
 
 def setting(plan: RunPlan) -> str:
     """`StepShape.setting` of a plan."""
-    mode = mode_of(plan, plan.model.config)
-    offloading = plan.train.offload_activations
     return setting_of(
-        mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=offloading
+        mode_of(plan, plan.model.config),
+        extra_forwards=extra_forwards(plan),
+        teacher=teacher_of(plan),
+        offload_activations=plan.train.offload_activations,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from bloomery.plan.estimate.states import OPTIMIZERS
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import Decision, RunPlan
 
 MOST_HALVINGS = 3  # of the learning rate: a run that diverges at an eighth of it has another cause

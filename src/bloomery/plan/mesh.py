@@ -13,9 +13,10 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memory
+from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
+from bloomery.plan.estimate.sharding import gathered_parameters
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
-from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.plan.unsupported import AXES, refusals, refuse_unsupported
 from bloomery.recipe.schema import Parallel, Recipe, Train
@@ -280,7 +281,7 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         )
         refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
         if split.shard > 1 and int8_states:
-            refuse_split_int8_blocks(model.learning, split.shard)
+            refuse_split_int8_blocks(model.trainable, split.shard)
         axes = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else axes, split
         return
@@ -300,10 +301,10 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         for name, split in splits
         if not ("replicate" in refused and split.replicate > 1)
         and not ("shard" in refused and split.shard > 1)
-        and not (int8_states and split.shard > 1 and split_int8_block(model.learning, split.shard))
+        and not (int8_states and split.shard > 1 and split_int8_block(model.trainable, split.shard))
     ]
     if not allowed:  # of int8 states, where only shards would train
-        refuse_split_int8_blocks(model.learning, fabric.devices)
+        refuse_split_int8_blocks(model.trainable, fabric.devices)
     yield from allowed
     if workload.vendor == "cpu":
         return
@@ -482,36 +483,35 @@ def communication_seconds(
     fabric = workload.fabric
     config = step.config
     seconds = dict[str, float]()
-    learning = step.model.learning_bytes(step.precision)
-    layers = config.num_layers
+    gradients = step.model.trainable_bytes(step.precision)
     passes = max(1, sequences // step.micro_batch_size)
     if split.shard > 1:
         shard_fabric = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
-        layer, root = gathered_layers(step)
         # Layers are gathered for forward and for backward, the last one and the root once.
-        gathers = 2 * layers - 1
-        gathered_bytes = gathers * layer * step.element + root * (
-            step.element if step.mode.frozen else step.weight
-        )
-        gathered = gather_seconds(gathered_bytes, shard_fabric, nodes=nodes, calls=gathers + 1)
-        # Gradients travel in the precision of the weights.
-        scattered = gather_seconds(learning, shard_fabric, nodes=nodes, calls=layers + 1)
-        seconds["shard"] = passes * (gathered + scattered)
+        layer_values, root_values = gathered_parameters(step)
+        gathered_values = 2 * sum(layer_values) - layer_values[-1]
+        root_bytes = step.element_bytes if step.mode.frozen else step.weight_bytes
+        gathered_bytes = gathered_values * step.element_bytes + root_values * root_bytes
+        num_layers = len(layer_values)
+        gathering = gather_seconds(gathered_bytes, shard_fabric, nodes=nodes, calls=2 * num_layers)
+        # Gradients are scattered in the weights' precision.
+        scattering = gather_seconds(gradients, shard_fabric, nodes=nodes, calls=num_layers + 1)
+        seconds["shard"] = passes * (gathering + scattering)
         if split.replicate > 1 and fabric.nodes > 1:
-            seconds["replicate"] = across_seconds(learning, fabric)
+            seconds["replicate"] = across_seconds(gradients, fabric)
         elif split.replicate > 1:
             seconds["replicate"] = reduce_seconds(
-                learning / split.shard, replace(fabric, per_node=split.replicate)
+                gradients / split.shard, replace(fabric, per_node=split.replicate)
             )
     elif split.pipeline > 1:
-        boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element
+        boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element_bytes
         seconds["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
         copies = replace(fabric, per_node=max(1, fabric.per_node // split.pipeline))
         if split.replicate > 1:
-            seconds["replicate"] = reduce_seconds(learning / split.pipeline, copies)
+            seconds["replicate"] = reduce_seconds(gradients / split.pipeline, copies)
     elif split.replicate > 1:
-        seconds["replicate"] = reduce_seconds(learning, fabric)
+        seconds["replicate"] = reduce_seconds(gradients, fabric)
     return seconds
 
 

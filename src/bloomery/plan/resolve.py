@@ -33,9 +33,11 @@ from bloomery.plan.choices import (
     transformers_choices,
 )
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
-from bloomery.plan.estimate.speed import StepEstimator, compile_gain
-from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
+from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
+from bloomery.plan.estimate.measured import StepEstimator, compile_gain
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.types import (
     CheckpointPlan,
@@ -293,7 +295,7 @@ def shape_of(
         context_bytes=arch.context_mib * MIB if arch else 0.0,
         on_gpu=profile.accelerator is not None,
         expandable=any("expandable_segments:True" in value for value in environment.values()),
-        offloading=recipe.train.offload_activations,
+        offload_activations=recipe.train.offload_activations,
         teacher=teacher,
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
@@ -330,9 +332,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     if precision.value == "float16":  # always with loss scaling
         precision = Choice("float16 + loss scaling", precision.reason)
     if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
-        layers = max(1, kept_layers(micro_batching.step.checkpointing, config.num_layers))
-        price = quadratic_bytes(micro_batching.step) * layers / GIB
-        added = f"PyTorch's fallback needs {int(price * 10 + 0.5) / 10:.1f} GiB more"
+        fallback_gib = gpu_fallback_bytes(micro_batching.step) / GIB
+        added = f"PyTorch's fallback needs {int(fallback_gib * 10 + 0.5) / 10:.1f} GiB more"
         attention = Choice(attention.value, f"{attention.reason}; {added}")
     choices: dict[str, Choice[Any]] = {
         "train.precision": precision,
@@ -459,7 +460,7 @@ def _lengths(recipe: Recipe) -> Lengths:
 def _fused(recipe: Recipe, facts: Facts) -> Choice[bool]:
     """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
     spec = OPTIMIZERS[recipe.optimizer.kind]
-    if spec.own or facts.model.mode.optimizer_memory:
+    if spec.always_native or facts.model.mode.saves_optimizer_memory:
         return Choice(False, f"Bloomery's {spec.name}, in float32 pieces of bounded size")
     return facts.profile.fused_optimizer
 

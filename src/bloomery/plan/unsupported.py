@@ -20,7 +20,8 @@ from bloomery.model.limits import Dequantizer, storage_bytes
 from bloomery.model.presets import CONTEXT_KEYS
 from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
-from bloomery.plan.estimate.states import OPTIMIZERS, TrainedModel
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
@@ -150,16 +151,16 @@ def adapter_choices(
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
         kind += " (rsLoRA)" if adapter.use_rslora else ""
         kind += " from PiSSA" if adapter.init == "pissa" else ""
-        trained = model.trained_count
+        trained = model.trainable_count
         total = parameter_count(model.config)
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
-        reason += f" {format_count(total)}, on {len(model.mode.pairs):,} target modules"
+        reason += f" {format_count(total)}, on {len(model.mode.target_modules):,} target modules"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
     if known is not None and (new := max(model.config.vocab_size - known, added)):
         value = f"{new:,} new token{'s' if new > 1 else ''}"
         yield "model.vocab_size", Choice(value, "their embeddings start as the mean of the others")
     if isinstance(adapter, Peft):
-        _, rank = model.mode.pairs[0]
+        _, rank = model.mode.target_modules[0]
         reason = (
             f"PEFT layers in this decoder; memory and time are estimated as a LoRA of rank {rank}"
         )
@@ -226,7 +227,9 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     if optimizer.state_dtype != "float32":
         asked["state_dtype"] = f"optimizer.state_dtype={optimizer.state_dtype}"
     if refused := [
-        text for key, text in asked.items() if key not in spec.settings and key not in spec.idle
+        text
+        for key, text in asked.items()
+        if key not in spec.settings and key not in spec.ineffective_settings
     ]:
         raise UserError(
             f"{spec.name} does not support this setting: {refused[0]}",

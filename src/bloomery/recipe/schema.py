@@ -117,7 +117,7 @@ Family = Literal[
     "phi3",
     "gpt2",
 ]
-# facts: OPTIMIZERS of plan/estimate/states.py
+# facts: OPTIMIZERS of plan/estimate/optimizers.py
 OptimizerKind = Literal["adamw", "muon", "adafactor"]
 AttentionBackend = Literal[
     "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"

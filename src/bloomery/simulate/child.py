@@ -6,7 +6,7 @@ import logging
 import warnings
 
 from bloomery.core.child import accept, loading, reply
-from bloomery.plan.estimate.memory import MeshSplit
+from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.types import RunPlan
 
 

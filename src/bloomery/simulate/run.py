@@ -13,7 +13,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import FLASH_LIKE
-from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.page import joined, unit_of
 from bloomery.plan.types import RunPlan
 

@@ -31,7 +31,8 @@ from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.stage import cut, stage_of
-from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
+from bloomery.plan.estimate.stages import kinds_of_stages
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators

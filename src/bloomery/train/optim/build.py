@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.io.parameters import local, part_of
 from bloomery.model.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.estimate.states import OPTIMIZERS
+from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
 from bloomery.recipe.schema import OptimizerKind
 from bloomery.train.optim.adafactor import build_adafactor
@@ -246,7 +246,7 @@ def build_optimizer(
         refuse_split_int8_blocks(full_shapes, mesh.shard)
 
     build = BUILDERS[plan.kind]
-    clips_updates = OPTIMIZERS[plan.kind].clips
+    clips_updates = OPTIMIZERS[plan.kind].clips_updates
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
     placement = StatePlacement(offload=plan.offload)
     if not plan.fused_backward:

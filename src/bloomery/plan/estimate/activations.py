@@ -1,0 +1,319 @@
+"""Bytes that a step keeps from forward for backward, layer by layer, and what passes through a layer in backward.
+
+A frozen matrix needs its weight for the gradient of its input, and its input for nothing: an input that only a
+gradient of weights reads is kept where the weight is trainable or has an adapter.
+"""
+
+import math
+
+from bloomery.model.limits import (
+    ATTENTION_BLOCK,
+    CPU_SCORES,
+    DEQUANTIZED_ON_CPU,
+    DEQUANTIZED_ON_GPU,
+    GPU_SCORES,
+    PIECE_BYTES,
+)
+from bloomery.plan.estimate.states import TrainedLayer
+from bloomery.plan.estimate.step import StepShape
+
+# Bytes of a score of a tile in backward: three float32 values, 16 random bits and a mask.
+TILE_SCORE_BYTES = 15
+# Modules that read one input.
+MODULES_WITH_ONE_INPUT = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+INPUT_BYTES = 36  # per token: ids, labels, positions, documents, loss mask
+LABEL_BYTES = 44  # per token: loss mask, logits of the labels, sums and gradients
+
+
+def activation_bytes(step: StepShape) -> float:
+    """Bytes that all layers keep for backward."""
+    return sum(kept_by_layer(step))
+
+
+def kept_by_layer(step: StepShape) -> list[float]:
+    """Bytes that each layer keeps for backward."""
+    mode = step.checkpointing
+    full_bytes = step.model.by_layer(lambda layer: layer_bytes(step, layer))
+    if mode == "none":
+        return full_bytes
+    tokens = step.tokens_per_micro_batch
+    input_bytes = float(tokens * step.config.hidden_size * step.residual_bytes)
+    if mode == "selective":
+        products = step.model.by_layer(lambda layer: _product_bytes_per_token(step, layer))
+        return [input_bytes + tokens * product_bytes for product_bytes in products]
+    interval = checkpointing_interval(mode)
+    return [
+        kept_bytes if index % interval else input_bytes
+        for index, kept_bytes in enumerate(full_bytes)
+    ]
+
+
+def checkpointing_interval(checkpointing: str) -> int:
+    """Each so many layers one is recomputed, from the first on: 1 for `full`, n for `every-n`."""
+    return 1 if checkpointing == "full" else int(checkpointing.removeprefix("every-"))
+
+
+def kept_layers(checkpointing: str, num_layers: int) -> int:
+    """Layers without recomputation: none for `full`, half of the work for `selective`, all but each n-th."""
+    if checkpointing == "none":
+        return num_layers
+    if checkpointing == "selective":
+        return num_layers - num_layers // 2
+    return num_layers - math.ceil(num_layers / checkpointing_interval(checkpointing))
+
+
+def recomputed_shares(checkpointing: str, num_layers: int) -> list[float]:
+    """The share of each layer's forward that backward computes again."""
+    if checkpointing == "none":
+        return [0.0] * num_layers
+    if checkpointing == "selective":
+        return [(num_layers // 2) / max(1, num_layers)] * num_layers
+    interval = checkpointing_interval(checkpointing)
+    return [0.0 if index % interval else 1.0 for index in range(num_layers)]
+
+
+def layer_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Bytes that one layer keeps for backward without recomputation."""
+    # A mask is added to scores, so that it has their dtype.
+    mask_bytes = step.element_bytes * step.sequence_length if step.attention == "mask" else 0
+    score_bytes = score_matrix_bytes(step, layer) if keeps_scores(step) else 0.0
+    return (
+        step.tokens_per_micro_batch * (layer_bytes_per_token(step, layer) + mask_bytes)
+        + score_bytes
+    )
+
+
+def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
+    """Without quadratic scores: 38 h for a GPT block with dropout in half precision on a GPU."""
+    return (
+        _attention_bytes(step, layer)
+        + _norm_bytes(step)
+        + _mlp_bytes(step, layer)
+        + _adapter_bytes(step, layer)
+    )
+
+
+def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
+    """Results of a layer's matmuls and of attention."""
+    facts = layer.layer
+    widths = (
+        2 * facts.query_width
+        + 2 * facts.key_width
+        + 2 * step.config.hidden_size
+        + (2 if facts.gated_mlp else 1) * facts.intermediate_size
+    )
+    return step.element_bytes * widths + 4 * facts.num_heads
+
+
+def _norm_bytes(step: StepShape) -> float:
+    """Norms keep their inputs and one or two statistics per token; masks of residual dropout are included.
+
+    Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
+    the result of attention and recomputes the second sum of the residual stream.
+    """
+    config = step.config
+    width = config.hidden_size
+    statistic_bytes = 8 if config.norm == "layer" else 4
+    result_bytes = _norm_input_bytes(step)
+    input_bytes = {
+        "before": [step.residual_bytes] * 2,
+        "after": [result_bytes] * 2,
+        "both": [step.residual_bytes, result_bytes, step.residual_bytes, result_bytes],
+    }[config.norm_placement]
+    if step.compiled and config.norm_placement == "before":
+        input_bytes = [step.residual_bytes, step.element_bytes]
+    # The CPU keeps the scaled mask.
+    mask_bytes = 1 if step.on_gpu or step.compiled else step.element_bytes
+    dropout_bytes = 2 * mask_bytes * width if config.residual_dropout else 0
+    return sum(input_bytes) * width + statistic_bytes * len(input_bytes) + dropout_bytes
+
+
+def _norm_input_bytes(step: StepShape) -> int:
+    """Bytes of a half-precision value that a norm keeps: torch's kernel on a GPU widens it."""
+    return 4 if step.on_gpu and step.mixed and not step.compiled else step.element_bytes
+
+
+def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Attention keeps its input, q and its output, k and v, a log-sum-exp per head; a norm of q and k its inputs."""
+    facts = layer.layer
+    total = float(step.element_bytes * (2 * facts.query_width + 2 * facts.key_width))
+    if _keeps_input(step, layer, "q_proj", "k_proj", "v_proj"):
+        total += step.element_bytes * step.config.hidden_size
+    if step.config.qk_norm != "none":
+        total += _norm_input_bytes(step) * (facts.query_width + facts.key_width)
+        total += 4 * (facts.num_heads + facts.num_kv_heads)
+    if not keeps_scores(step):
+        total += 4 * facts.num_heads
+    elif step.attention != "math":  # PyTorch computes it in float32
+        total += (4 - step.element_bytes) * (facts.query_width + 2 * facts.key_width)
+    return total
+
+
+def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """An MLP keeps its input, the input and output of the activation, and for a gate the other factor and the
+    product.
+    """
+    config = step.config
+    facts = layer.layer
+    inner_tensors = 4 if facts.gated_mlp else 2
+    if config.activation == "relu":  # it is differentiated from its result
+        inner_tensors -= 1
+    if facts.gated_mlp and step.compiled:  # the activation is recomputed
+        inner_tensors = 3
+    if not _keeps_input(step, layer, "down_proj") and config.activation != "relu":
+        inner_tensors -= 1
+    input_width = config.hidden_size if _keeps_input(step, layer, "gate_proj", "up_proj") else 0
+    return step.element_bytes * (input_width + inner_tensors * facts.intermediate_size)
+
+
+def _keeps_input(step: StepShape, layer: TrainedLayer, *modules: str) -> bool:
+    """Whether one of these modules keeps its input for a gradient of weights; after dropout it keeps another."""
+    return not step.mode.frozen or layer.reads_input(*modules, dropout=step.mode.dropout)
+
+
+def _adapter_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Adapters of a layer keep the values between their two matmuls, and their own inputs after dropout.
+
+    DoRA's scaling keeps the result that it scales. In half precision each PEFT layer casts its input itself;
+    native adapters share the cast.
+    """
+    mode = step.mode
+    element_bytes = step.element_bytes
+    total = 0.0
+    for matrix in layer.layer.matrices:
+        rank = layer.adapter_rank(matrix.name)
+        if not rank:
+            continue
+        total += element_bytes * rank * (2 if mode.pissa else 1)
+        if mode.dropout:
+            mask_bytes = 1 if step.on_gpu else element_bytes
+            total += (element_bytes + mask_bytes) * matrix.inputs
+        if mode.dora:
+            total += element_bytes * matrix.outputs
+    if mode.peft and element_bytes < 4:
+        for modules in MODULES_WITH_ONE_INPUT:
+            adapted = [module for module in modules if layer.adapter_rank(module)]
+            total += element_bytes * step.config.hidden_size * max(0, len(adapted) - 1)
+    return total
+
+
+def end_bytes(step: StepShape) -> float:
+    """Bytes kept outside the layers: inputs, the last norm's input, inputs of the head, embedding dropout."""
+    config = step.config
+    mask_bytes = 1 if step.on_gpu else step.residual_bytes
+    dropout_bytes = mask_bytes * config.hidden_size if config.embedding_dropout else 0
+    return last_norm_bytes(step) + step.tokens_per_micro_batch * (
+        INPUT_BYTES + LABEL_BYTES + dropout_bytes
+    )
+
+
+def last_norm_bytes(step: StepShape) -> float:
+    value_bytes = step.residual_bytes + step.element_bytes
+    return float(step.tokens_per_micro_batch * step.config.hidden_size * value_bytes)
+
+
+def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Temporary bytes of a layer in backward: first its MLP, then its attention."""
+    tokens = step.tokens_per_micro_batch
+    facts = layer.layer
+    hidden_size = step.config.hidden_size
+    element_bytes = step.element_bytes
+    stream_bytes = step.residual_bytes * hidden_size
+    inner_width = (2 if facts.gated_mlp else 1) * facts.intermediate_size
+
+    # The gradient of a matrix exists in the dtype of matmuls before it is widened and accumulated.
+    sizes = {matrix.name: matrix.size for matrix in facts.matrices}
+    trained_sizes = {
+        name: size for name, size in sizes.items() if f"{name}.weight" in layer.trained
+    }
+    gradient_bytes = step.layer_gradient_bytes
+    if gradient_bytes > element_bytes:
+        gradient_bytes += element_bytes
+    matrix_bytes = float(max(trained_sizes.values(), default=0) * gradient_bytes)
+    if step.mode.quantize_kind != "none":
+        # A dequantized matrix; while it is made there is no result of the matmul yet.
+        largest = max(sizes.values())
+        piece = min(largest, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
+        product_bytes = tokens * element_bytes * hidden_size
+        matrix_bytes += element_bytes * largest + max(0.0, PIECE_BYTES * piece - product_bytes)
+    mlp = tokens * (stream_bytes + element_bytes * (hidden_size + inner_width)) + matrix_bytes
+
+    # Gradients of the MLP wait while attention is differentiated, unless they are accumulated or used at once. A
+    # compiled graph returns all gradients of its layer together.
+    waiting_values = sum(size for name, size in trained_sizes.items() if name.startswith("mlp."))
+    if step.compiled and trained_sizes:
+        waiting_values = layer.trainable_values
+    elif step.accumulating or step.mode.fused_backward:
+        waiting_values = 0
+    projection_width = 2 * (facts.query_width + facts.key_width)
+    attention = (
+        tokens * (stream_bytes + element_bytes * projection_width)
+        + waiting_values * step.layer_gradient_bytes
+        + attention_scratch(step, layer)
+    )
+    # By then what the MLP kept is free.
+    return max(mlp, attention - tokens * _mlp_bytes(step, layer))
+
+
+def attention_scratch(step: StepShape, layer: TrainedLayer) -> float:
+    """Temporary bytes of an attention kernel in backward, in addition to gradients."""
+    tokens = step.tokens_per_micro_batch
+    facts = layer.layer
+    query_width = facts.query_width
+    key_width = facts.key_width
+    if keeps_scores(step):
+        # three gradients of the scores, float32
+        return float(12 * facts.num_heads * step.sequence_length * tokens)
+    if step.attention == "blockwise":
+        tile_scores = facts.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
+        scores_at_once = GPU_SCORES if step.on_gpu else CPU_SCORES
+        sequences_at_once = min(step.micro_batch_size, max(1, scores_at_once // tile_scores))
+        copy_bytes = step.element_bytes * (3 * query_width + 2 * key_width) + 8 * key_width
+        sequence_bytes = TILE_SCORE_BYTES * tile_scores + step.sequence_length * copy_bytes
+        return float(sequences_at_once * sequence_bytes)
+    # a gradient for each document, then concatenated
+    if step.attention in ("per_document", "mask"):
+        return float(step.element_bytes * tokens * (query_width + 2 * key_width))
+    if step.attention == "compiled":  # the gradients of keys and values by query head, float32
+        return 8.0 * tokens * query_width if query_width != key_width else 0.0
+    # flash sums the queries' gradient in float32
+    return 4.0 * tokens * query_width if step.on_gpu else 0.0
+
+
+def keeps_scores(step: StepShape) -> bool:
+    """Whether attention keeps every score: `math`, and PyTorch's CPU kernel with dropout."""
+    cpu_fallback = (
+        not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
+    )
+    return step.attention == "math" or cpu_fallback
+
+
+def score_matrix_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Bytes that attention of a layer keeps with every score in float32: softmax, dropout, their product."""
+    element_bytes = step.element_bytes
+    if step.attention != "math":
+        score_bytes = 12  # PyTorch's: softmax, mask and product, all float32
+    elif step.config.attention_dropout > 0:
+        score_bytes = 4 + (1 if step.on_gpu else 4) + element_bytes
+    else:
+        score_bytes = 4 + (element_bytes if element_bytes < 4 else 0)
+    return float(score_bytes * _scores(step, layer))
+
+
+def gpu_fallback_bytes(step: StepShape) -> float:
+    """Bytes that PyTorch's GPU fallback keeps for backward: softmax, dropout mask and result, 5 a s^2 b per layer.
+
+    At least those of one layer: a recomputed layer keeps them too, until its backward has run.
+    """
+    element_bytes = step.element_bytes
+    score_bytes = 2 * element_bytes + 1 if step.config.attention_dropout else element_bytes
+    by_layer = step.model.by_layer(lambda layer: float(score_bytes * _scores(step, layer)))
+    kept = max(1, kept_layers(step.checkpointing, len(by_layer)))
+    return sum(by_layer) * kept / len(by_layer)
+
+
+def _scores(step: StepShape, layer: TrainedLayer) -> int:
+    return layer.layer.num_heads * step.sequence_length * step.tokens_per_micro_batch

@@ -1,0 +1,298 @@
+"""Measurements of a device correct its estimates: each is multiplied by measured over estimated."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pydantic import TypeAdapter, ValidationError
+
+from bloomery.core.units import GIB
+from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.model.config import ModelConfig
+from bloomery.plan.estimate.memory import estimate_memory
+from bloomery.plan.estimate.mode import FULL
+from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
+from bloomery.recipe.schema import Recipe
+
+# Doublings of width between a measured model and this one, beyond which a measurement is ignored.
+MOST_DOUBLINGS = 2.0
+# Half an interval of seconds, as a share of the value: of own measurements and of contributed ones.
+OWN_SPREAD = 0.10
+CONTRIBUTED_SPREAD = 0.25
+# As much again for each doubling of the model's width or of the micro-batch's tokens.
+SPREAD_PER_DOUBLING = 0.10
+# Half an interval of bytes for the same micro-batch; as much again for each doubling, and twice that for a contributed
+# measurement.
+MEMORY_SPREAD = 0.05
+
+TableMemory = Callable[[StepShape], MemoryEstimate]
+TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so many tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestMeasurement:
+    """The measurement nearest to the planned step."""
+
+    calibration: Calibration
+    point: Point
+    distance: float  # doublings
+
+    @property
+    def own(self) -> bool:
+        return self.calibration.contributor == OWN
+
+    @property
+    def reason(self) -> str:
+        origin = (
+            "measured on this machine"
+            if self.own
+            else f"measured by {self.calibration.contributor} on {self.calibration.device}"
+        )
+        size = f"{self.point.micro_batch_size} x {self.point.sequence_length:,} tokens"
+        return f"{origin} on {self.calibration.day} with {size}"
+
+
+def corrected(
+    parts: Mapping[str, Estimate],
+    step: StepShape,
+    measurements: Sequence[Calibration],
+    *,
+    seconds: TableSeconds,
+) -> dict[str, Estimate]:
+    """The parts of a step, each times measured over estimated seconds of the nearest measured step.
+
+    Without a measurement that is near enough they stay unchanged.
+    """
+    measurement = nearest(step, measurements)
+    measured = None if measurement is None else measured_step(measurement, step)
+    if measurement is None or measured is None:
+        return dict(parts)
+    point = measurement.point
+    tokens = point.micro_batch_size * point.accumulation * point.sequence_length
+    estimated_seconds = seconds(measured, tokens)
+    if not estimated_seconds:
+        return dict(parts)
+
+    factor = tokens / point.tokens_per_second / estimated_seconds
+    base_spread = OWN_SPREAD if measurement.own else CONTRIBUTED_SPREAD
+    spread = 1 + base_spread + SPREAD_PER_DOUBLING * measurement.distance
+
+    def scaled(part: Estimate) -> Estimate:
+        value = part.value * factor
+        return Estimate(
+            value=value,
+            low=value / spread,
+            high=value * spread,
+            origin="measured",
+            by=measurement.reason,
+        )
+
+    return {name: scaled(part) for name, part in parts.items()}
+
+
+def corrected_memory(
+    table: MemoryEstimate,
+    step: StepShape,
+    measurements: Sequence[Calibration],
+    *,
+    memory: TableMemory,
+) -> MemoryEstimate:
+    """The estimate times measured over estimated peak of the same model with nearly as many tokens."""
+    same_model = [
+        calibration
+        for calibration in measurements
+        if _without_special_ids(_config_of(calibration)) == _without_special_ids(step.config)
+    ]
+    measurement = nearest(step, same_model)
+    if (
+        measurement is None
+        or measurement.distance > MOST_DOUBLINGS
+        or measurement.point.setting != step.setting
+    ):
+        return table
+    measured = measured_step(measurement, step)
+    if measured is None:
+        return table
+
+    estimate = memory(measured)
+    estimated_bytes = estimate.allocated if step.on_gpu else estimate.total
+    factor = measurement.point.peak_gib * GIB / estimated_bytes
+    # A run on a CPU also maps the dataset, evaluates and copies checkpoints; a measured step does not.
+    if not step.on_gpu:
+        factor = max(1.0, factor)
+    parts = {
+        name: part if name == "context" else part * factor for name, part in table.parts.items()
+    }
+    contributed_factor = 1 if measurement.own else 2
+    spread = 1 + MEMORY_SPREAD * (1 + measurement.distance) * contributed_factor
+    peak = sum(parts.values())
+    return table.model_copy(
+        update={
+            "parts": parts,
+            "low": peak / spread,
+            "high": peak * spread,
+            "origin": "measured",
+        }
+    )
+
+
+def compile_gain(
+    measurements: Sequence[Calibration], *, model: ModelConfig, precision: str, setting: str
+) -> float | None:
+    """Uncompiled over compiled step time of this model; None where no measurement of the device has both."""
+    for calibration in measurements:
+        if _without_special_ids(_config_of(calibration)) != _without_special_ids(model):
+            continue
+        # The best rate, by whether blocks were compiled.
+        best = {True: 0.0, False: 0.0}
+        for point in calibration.points:
+            if (point.precision, point.setting) == (precision, setting):
+                best[point.compiled] = max(best[point.compiled], point.tokens_per_second)
+        if all(best.values()):
+            return best[True] / best[False]
+    return None
+
+
+def nearest(step: StepShape, measurements: Sequence[Calibration]) -> NearestMeasurement | None:
+    """Among points of the same precision and compilation; own measurements before contributed ones."""
+    candidates = []
+    for calibration in measurements:
+        width_doublings = _width_doublings(step, calibration)
+        if width_doublings > MOST_DOUBLINGS:
+            continue
+        for point in calibration.points:
+            if (point.precision, point.compiled) != (step.precision, step.compiled):
+                continue
+            if point.setting not in ("", step.setting):
+                continue
+            point_tokens = point.micro_batch_size * point.sequence_length
+            token_doublings = abs(math.log2(point_tokens / step.tokens_per_micro_batch))
+            other_settings = (point.activation_checkpointing != step.checkpointing) + (
+                point.attention != step.attention
+            )
+            distance = width_doublings + token_doublings + 0.5 * other_settings
+            candidates.append(
+                NearestMeasurement(calibration=calibration, point=point, distance=distance)
+            )
+    return min(
+        candidates,
+        key=lambda candidate: (
+            not candidate.own,
+            candidate.point.setting != step.setting,
+            candidate.distance,
+        ),
+        default=None,
+    )
+
+
+def measured_step(measurement: NearestMeasurement, step: StepShape) -> StepShape | None:
+    """The measured step on the device of `step`; None for a model that this version cannot read."""
+    config = _config_of(measurement.calibration)
+    if config is None:
+        return None
+    point = measurement.point
+    # A point without a setting measured plain full fine-tuning.
+    plain = replace(step, extra_forwards=0, teacher=None, offload_activations=False, loss_share=1.0)
+    return replace(
+        step if point.setting else plain,
+        model=TrainedModel(config, step.mode if point.setting else FULL),
+        sequence_length=point.sequence_length,
+        micro_batch_size=point.micro_batch_size,
+        optimizer=point.optimizer,
+        attention=point.attention,
+        checkpointing=point.activation_checkpointing,
+        score_chunk=point.micro_batch_size * point.sequence_length,
+    )
+
+
+def _width_doublings(step: StepShape, calibration: Calibration) -> float:
+    """Between the widths of the measured model and of this one; infinite where the measured one is unknown."""
+    width = calibration.model.get("hidden_size")
+    if not isinstance(width, int) or width <= 0:
+        return math.inf
+    return abs(math.log2(width / step.config.hidden_size))
+
+
+def _config_of(calibration: Calibration) -> ModelConfig | None:
+    return _parsed_config(json.dumps(calibration.model, sort_keys=True))
+
+
+@cache
+def _parsed_config(text: str) -> ModelConfig | None:
+    try:
+        return TypeAdapter(ModelConfig).validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _without_special_ids(config: ModelConfig | None) -> ModelConfig | None:
+    """Ids of special tokens are unknown before `prepare`."""
+    if config is None:
+        return None
+    return replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimator:
+    """Bytes and seconds of any step on one device, corrected by measurements of that device.
+
+    `limit`: bytes that a plan may use of it. `clips`: whether gradients are clipped.
+    """
+
+    machine: Machine
+    profile: Profile
+    measurements: tuple[Calibration, ...]
+    limit: float
+    clips: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe | RunPlan, machine: Machine, profile: Profile) -> "StepEstimator":
+        device = profile.accelerator
+        limit = float(machine.host.memory_free_bytes)
+        if device is not None:
+            limit = profile.memory_share.value * device.usable_bytes
+        return cls(
+            machine=machine,
+            profile=profile,
+            measurements=calibrations(machine),
+            limit=limit,
+            clips=recipe.train.max_grad_norm is not None,
+        )
+
+    def memory(self, step: StepShape) -> MemoryEstimate:
+        def table(other: StepShape) -> MemoryEstimate:
+            return estimate_memory(other, limit=self.limit)
+
+        return corrected_memory(table(step), step, self.measurements, memory=table)
+
+    def rate(self, step: StepShape) -> Rate | None:
+        return device_rate(
+            self.profile,
+            self.machine,
+            precision=step.precision,
+            width=step.config.hidden_size,
+            compiled=step.compiled,
+        )
+
+    def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
+        """Seconds of a step over so many tokens, by operation; None where the device is unknown."""
+
+        def table(other: StepShape, tokens: int) -> dict[str, Estimate] | None:
+            rate = self.rate(other)
+            if rate is None:
+                return None
+            return step_parts(work_of(other, tokens=tokens, clips=self.clips), rate)
+
+        def seconds(other: StepShape, tokens: int) -> float | None:
+            parts = table(other, tokens)
+            return None if parts is None else total(parts).value
+
+        parts = table(step, tokens)
+        return None if parts is None else corrected(parts, step, self.measurements, seconds=seconds)

@@ -1,0 +1,62 @@
+"""Memory of a layout over several devices: the device that needs most."""
+
+from dataclasses import dataclass
+
+from bloomery.core.units import GIB
+from bloomery.plan.estimate.memory import estimate_memory, estimate_of
+from bloomery.plan.estimate.sharding import sharded_bytes
+from bloomery.plan.estimate.stages import fullest_stage_bytes
+from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.types import MemoryEstimate
+
+# Contexts of the collective library: of the first process group and of each further one. Measured on MI250X (AMD);
+# ml-engineering, two ranks of CUDA (NVIDIA).
+FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}
+NEXT_CONTEXT = {"amd": 0.65 * GIB, "nvidia": 0.3 * GIB}
+GRADIENT_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights are replicated
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSplit:
+    """How many devices hold copies, shards and stages."""
+
+    replicate: int = 1
+    shard: int = 1
+    pipeline: int = 1
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with different sequences."""
+        return self.replicate * self.shard
+
+
+ONE_DEVICE = MeshSplit()
+
+
+def mesh_memory(
+    step: StepShape,
+    split: MeshSplit,
+    *,
+    vendor: str,
+    limit: float,
+    micro_batches: int | None = None,
+) -> MemoryEstimate:
+    """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
+    if split.pipeline > 1:
+        parts = dict(fullest_stage_bytes(step, split.pipeline, micro_batches))
+    elif split.shard > 1:
+        parts = dict(sharded_bytes(step, split.shard))
+    else:
+        parts = dict(estimate_memory(step, limit=limit).parts)
+    parts["collectives"] = _collective_bytes(split, vendor)
+    if split.replicate > 1 and split.shard == 1:
+        parts["gradient buckets"] = float(2 * GRADIENT_BUCKET)
+    return estimate_of(parts, limit=limit)
+
+
+def _collective_bytes(split: MeshSplit, vendor: str) -> float:
+    """Each process group has a context of the collective library, outside PyTorch's allocator."""
+    groups = (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
+    if vendor == "cpu" or groups == 0:
+        return 0.0
+    return FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1)

@@ -1,0 +1,93 @@
+"""Memory of one device of FSDP2: shards of weights, gradients and states, and gathered layers."""
+
+import math
+from dataclasses import replace
+
+from bloomery.model.counting import parameter_shapes
+from bloomery.plan.estimate.memory import overhead_bytes
+from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.step import StepShape
+
+REDUCE_SCATTER_BYTES = 4  # per value: float32
+
+
+def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
+    """Bytes at the peak by part."""
+    model = step.model
+    peak = max(sharded_moments(step, shards), key=lambda moment: moment.total)
+    weights = model.weight_bytes(step.precision) + model.adapter_bytes
+    states = 0.0 if step.mode.offload else model.optimizer_bytes(step.optimizer, step.precision)
+    parts = {
+        "weights": weights / shards,
+        "gradients": peak.gradients,
+        "optimizer": states / shards,
+        "activations": peak.activations,
+        "logits": peak.logits,
+        "gathered layers": peak.copies,
+        "temporaries": peak.temporaries,
+    }
+    return parts | overhead_bytes(step, parts)
+
+
+def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
+    """The moments of a step under FSDP2, block by block; `copies` are gathered weights and gradients.
+
+    Weights of layers are gathered in the dtype of matmuls, and so are their gradients. The embeddings and their
+    gradient have their own dtype and stay gathered from forward to the end of backward. Next to the current layer, the
+    prefetched layer and the float32 gradients of the layer in reduce-scatter are alive.
+    """
+    forward, logits, *layer_moments, embeddings, update = moments(
+        replace(step, gathered=True, accumulating=False)
+    )
+    model = step.model
+    gathered_values, root_values = gathered_parameters(step)
+    element_bytes = step.element_bytes
+    layer_bytes = [values * element_bytes for values in gathered_values]
+    root_bytes = root_values * (element_bytes if step.mode.frozen else step.weight_bytes)
+
+    # Gradients: sharded ones of layers and root, the head's gathered one, those of a layer in reduce-scatter.
+    trainable_values = [layer.trainable_values for layer in model.layers]
+    trainable_root_values = model.trainable_count - sum(trainable_values)
+    shard_bytes = step.weight_bytes / shards
+    all_gradients = (sum(trainable_values) + trainable_root_values) * shard_bytes
+    layer_gradients = sum(trainable_values) * shard_bytes
+    accumulated = all_gradients if step.accumulating else 0.0
+    head_values = step.config.vocab_size * step.config.hidden_size if model.trains_head else 0
+    head_gradient = head_values * step.weight_bytes
+    scattering = [REDUCE_SCATTER_BYTES * values for values in trainable_values]
+
+    # At the scores the last layer is not freed yet.
+    last = len(layer_bytes) - 1
+    copies = root_bytes + layer_bytes[last]
+    sharded = [
+        replace(forward, gradients=accumulated, copies=copies),
+        replace(logits, gradients=accumulated + head_gradient, copies=copies),
+    ]
+    finished_values = 0
+    for index, moment in zip(reversed(range(len(layer_bytes))), layer_moments, strict=True):
+        copies = root_bytes + layer_bytes[index]
+        if index > 0:  # nothing is prefetched behind the first layer
+            copies += layer_bytes[index - 1]
+        if index < last:
+            copies += scattering[index + 1]
+        gradients = max(accumulated, finished_values * shard_bytes) + head_gradient
+        sharded.append(replace(moment, gradients=gradients, copies=copies))
+        finished_values += trainable_values[index]
+
+    # The gradient of the root is gathered, then float32 in its reduce-scatter.
+    finished = max(accumulated, layer_gradients)
+    root_gradient = trainable_root_values * step.weight_bytes
+    sharded.append(
+        replace(embeddings, gradients=finished + root_gradient, copies=root_bytes + scattering[0])
+    )
+    scattering_root = root_bytes + trainable_root_values * REDUCE_SCATTER_BYTES
+    sharded.append(replace(embeddings, gradients=finished, copies=scattering_root, temporaries=0.0))
+    sharded.append(replace(update, gradients=all_gradients))
+    return sharded
+
+
+def gathered_parameters(step: StepShape) -> tuple[list[int], int]:
+    """Parameters of each layer, and of the embeddings, head and last norm."""
+    layer_values = [layer.layer.total_parameters for layer in step.model.layers]
+    model_values = sum(math.prod(shape) for shape in parameter_shapes(step.config).values())
+    return layer_values, model_values - sum(layer_values)

@@ -1,0 +1,86 @@
+"""The properties of a training step that determine its memory and time."""
+
+from dataclasses import dataclass
+
+from bloomery.model.config import ModelConfig
+from bloomery.plan.estimate.mode import TrainingMode, setting_of
+from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The properties of a step that determine its memory and time."""
+
+    model: TrainedModel
+    sequence_length: int
+    micro_batch_size: int
+    precision: str
+    optimizer: str
+    attention: str
+    checkpointing: str
+    compiled: bool
+    score_chunk: int
+    context_bytes: float  # the runtime's own; 0: not a GPU
+    on_gpu: bool
+    expandable: bool = False  # the allocator's segments
+    # gradient accumulation: gradients exist from the second micro-batch on
+    accumulating: bool = False
+    gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
+    offload_activations: bool = False
+    teacher: ModelConfig | None = None  # of distillation
+    extra_forwards: int = 0  # of the reference model, by the base without its adapters
+    loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def mode(self) -> TrainingMode:
+        return self.model.mode
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def setting(self) -> str:
+        return setting_of(
+            self.mode,
+            extra_forwards=self.extra_forwards,
+            teacher=self.teacher,
+            offload_activations=self.offload_activations,
+        )
+
+    @property
+    def head_outputs(self) -> int:
+        """Outputs of the head per token: one of a reward model."""
+        return 1 if self.config.head == "values" else self.config.vocab_size
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation."""
+        return element_bytes_of(self.precision)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a trainable weight of the model, and of its gradient."""
+        return weight_bytes_of(self.precision)
+
+    @property
+    def layer_gradient_bytes(self) -> int:
+        """Bytes of a weight's gradient in a layer before it is accumulated."""
+        return self.element_bytes if self.gathered else self.weight_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of a value of the residual stream, which has the dtype of the embeddings."""
+        trains_embeddings = "model.embed_tokens.weight" in self.model.trained
+        if trains_embeddings or self.precision == "float16":
+            return self.weight_bytes
+        return self.element_bytes
+
+    @property
+    def mixed(self) -> bool:
+        """Half-precision matmuls with float32 weights."""
+        return self.element_bytes < self.weight_bytes
