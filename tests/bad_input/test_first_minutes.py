@@ -348,7 +348,7 @@ class TestModelAndData:
         ("word", "mentions"),
         [
             ("adapter.target_modules=[q_projj]", ["did you mean q_proj? known: q_proj, k_proj"]),
-            ("objective=grpo", ["set objective.kind to dpo, simpo, ipo, orpo or kto"]),
+            ("objective=grpo", ["not supported yet", "dpo, simpo, orpo and kto"]),
             (
                 "objective=dpo",
                 [

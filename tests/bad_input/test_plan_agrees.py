@@ -186,7 +186,7 @@ def test_settings_of_peft(model, case):
 
 def test_keys_of_several_devices(model):
     for parallel, word in (
-        ({"schedule": "banana"}, "parallel.pipeline_schedule"),
+        ({"schedule": "banana"}, "1F1B"),
         ({"pipeline_microbatches": 4}, "microbatches"),
     ):
         recipe(model, [TEXT], parallel=parallel)

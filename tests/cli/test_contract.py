@@ -209,11 +209,7 @@ DEFAULTS = {
     "parallel": {
         "replicate": "auto",
         "shard": "auto",
-        "tensor": 1,
-        "context": 1,
         "pipeline": 1,
-        "pipeline_schedule": "1f1b",
-        "pipeline_microbatches": "auto",
     },
     "data": {
         "sequence_length": 1024,

@@ -44,25 +44,6 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
         read_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        ({"objective": {"kind": "ppo"}}, "objective.kind=ppo"),
-        ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(section, key):
-    with pytest.raises(UserError, match="not supported in this version") as error:
-        planned(loaded(**section), machine())
-    assert key in error.value.problem
-
-
-def test_everything_unbuilt_is_named_at_once():
-    with pytest.raises(UserError) as error:
-        planned(loaded(objective={"kind": "grpo"}, parallel={"context": 4}), machine())
-    assert error.value.problem.endswith("objective.kind=grpo, parallel.context=4")
-
-
 def test_rows_longer_than_learned_positions_are_refused():
     gpt2 = {"family": "gpt2", "max_positions": 64}
     with pytest.raises(UserError, match="64 learned positions") as error:

@@ -171,10 +171,7 @@ OPTIMIZER_MEMORY_KEYS = ("offload", "fused_backward", "stochastic_rounding")
 
 
 def refuse_recipe(recipe: Recipe) -> None:
-    """Raises UserError for unsupported keys, and for keys that contradict each other."""
-    objective = recipe.objective
-    keys = [f"objective.kind={objective.kind}"] if objective.spec.source == "rollouts" else []
-    _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
+    """Raises UserError for keys that contradict each other."""
     refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)
     if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
@@ -206,12 +203,7 @@ def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
     if keys:
         problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
         fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
-        if keys[0].startswith("objective."):
-            fix = (
-                "set objective.kind to dpo, simpo, ipo, orpo or kto (preferences), "
-                "sft (responses), distill (a teacher)"
-            )
-        elif not one_device:
+        if not one_device:
             fix += "; parallel.shard divides a model over devices"
         raise UserError(problem, where="recipe", fix=fix, code=2)
 

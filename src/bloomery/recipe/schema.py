@@ -88,8 +88,6 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
             ObjectiveSpec("kto", "kto", "answer", reference=True),
             ObjectiveSpec("reward", "pairs", "pair", values=True),
             ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
-            ObjectiveSpec("ppo", "sft", "answer", source="rollouts"),
-            ObjectiveSpec("grpo", "sft", "answer", source="rollouts"),
         )
     }
 )
@@ -458,14 +456,8 @@ class Distill(ObjectiveSection):
     )
 
 
-class Online(ObjectiveSection):
-    """The model generates responses, which are then scored."""
-
-    kind: Literal["ppo", "grpo"] = Field(description="Reinforcement learning; not supported yet.")
-
-
 Objective = Annotated[
-    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Online,
+    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill,
     Field(discriminator="kind"),
 ]
 
@@ -652,16 +644,8 @@ class Parallel(Section):
     shard: Auto | PositiveInt = key(
         "auto", "Devices that shard parameters, gradients and states (FSDP)."
     )
-    tensor: PositiveInt = key(1, "Tensor parallel devices. Not supported yet above 1.")
-    context: PositiveInt = key(1, "Context parallel devices. Not supported yet above 1.")
     pipeline: PositiveInt = key(
         1, "Pipeline stages. `plan` estimates them; not supported yet in training."
-    )
-    pipeline_schedule: Literal["1f1b"] = key(
-        "1f1b", "Order of the micro-batches in the pipeline, for `plan`."
-    )
-    pipeline_microbatches: Auto | PositiveInt = key(
-        "auto", "Micro-batches per step in the pipeline, for `plan`."
     )
 
 
