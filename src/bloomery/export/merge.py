@@ -40,11 +40,12 @@ Method = Literal["linear", "slerp", "ties", "task-arithmetic"]
 METHODS: tuple[Method, ...] = get_args(Method)
 NEEDS_BASE = ("ties", "task-arithmetic")
 DENSITY = 0.2  # of each parameter's changes that TIES keeps (section 4 of the paper)
-# cosine above which SLERP is the straight line: the sine of the angle would divide noise
-PARALLEL = 0.9995
-PIECE = 2**20  # numbers of a dot product that are float64 at a time
+PARALLEL_COSINE = (
+    0.9995  # above it SLERP is the straight line: the sine of the angle would divide noise
+)
+FLOAT64_NUMBERS = 2**20  # of a dot product at a time
 # Facts of a config that do not change what a layer computes: the first model's are kept.
-FREE = (
+FREE_FACTS = (
     "max_positions",
     "embedding_dropout",
     "residual_dropout",
@@ -67,28 +68,29 @@ def combine(
     if method == "slerp":
         return slerp(parts[0], parts[1], weights[1] / sum(weights))
     if method == "linear":
-        return torch.stack(
-            [part * (weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)]
-        ).sum(0)
+        shares = [weight / sum(weights) for weight in weights]
+        weighted = [part * share for part, share in zip(parts, shares, strict=True)]
+        return torch.stack(weighted).sum(0)
     assert base is not None
     changes = [part - base for part in parts]
     if method == "ties":
         return base + ties(changes, weights, density)
-    return base + torch.stack(
-        [change * weight for change, weight in zip(changes, weights, strict=True)]
-    ).sum(0)
+    weighted = [change * weight for change, weight in zip(changes, weights, strict=True)]
+    return base + torch.stack(weighted).sum(0)
 
 
 def slerp(first: Tensor, second: Tensor, share: float) -> Tensor:
     """The point at `share` of the arc from `first` to `second`, taken as vectors; the line where they are parallel."""
 
-    def dot(one: Tensor, other: Tensor) -> float:
-        pieces = zip(one.flatten().split(PIECE), other.flatten().split(PIECE), strict=True)
-        return sum(float(a.double() @ b.double()) for a, b in pieces)
+    def dot(a: Tensor, b: Tensor) -> float:
+        a_parts = a.flatten().split(FLOAT64_NUMBERS)
+        b_parts = b.flatten().split(FLOAT64_NUMBERS)
+        parts = zip(a_parts, b_parts, strict=True)
+        return sum(float(a_part.double() @ b_part.double()) for a_part, b_part in parts)
 
     norms = math.sqrt(dot(first, first) * dot(second, second))
     cosine = dot(first, second) / norms if norms else 1.0
-    if abs(cosine) > PARALLEL:
+    if abs(cosine) > PARALLEL_COSINE:
         return first * (1 - share) + second * share
     angle = math.acos(cosine)
     return (first * math.sin((1 - share) * angle) + second * math.sin(share * angle)) / math.sin(
@@ -102,20 +104,23 @@ def ties(changes: Sequence[Tensor], weights: Sequence[float], density: float) ->
     With equal weights of 1 the algorithm of the paper; weights multiply the trimmed changes as in PEFT. Numbers that
     are equal to the smallest one kept are kept too, so that the result does not depend on their order.
     """
-    trimmed = []
+    # Trim: small changes become 0.
+    trimmed_changes = []
     for change in changes:
-        kept = int(density * change.numel())
-        if kept == 0:
-            trimmed.append(torch.zeros_like(change))
+        num_kept = int(density * change.numel())
+        if num_kept == 0:
+            trimmed_changes.append(torch.zeros_like(change))
             continue
-        least = change.abs().flatten().kthvalue(change.numel() - kept + 1).values
-        trimmed.append(torch.where(change.abs() >= least, change, 0.0))
-    total = torch.stack(trimmed).sum(0)
-    elected = torch.where(total >= 0, 1.0, -1.0)
+        smallest_kept = change.abs().flatten().kthvalue(change.numel() - num_kept + 1).values
+        trimmed_changes.append(torch.where(change.abs() >= smallest_kept, change, 0.0))
+
+    # Elect: the sign of the sum. Mean: of the changes that have it.
+    total = torch.stack(trimmed_changes).sum(0)
+    elected_sign = torch.where(total >= 0, 1.0, -1.0)
     merged = torch.zeros_like(total)
     count = torch.zeros_like(total)
-    for change, weight in zip(trimmed, weights, strict=True):
-        agrees = change.sign() == elected
+    for change, weight in zip(trimmed_changes, weights, strict=True):
+        agrees = change.sign() == elected_sign
         merged += torch.where(agrees, change * weight, 0.0)
         count += agrees
     return merged / count.clamp(min=1.0)
@@ -142,48 +147,48 @@ def merge(
     """
     weights = list(weights or [1.0] * len(models))
     _refuse_arguments(models, method, base, weights, density)
-    every = [*models, *([] if base is None else [base])]
+    sources = [*models, *([] if base is None else [base])]
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_weights(files)) for files in every]
-        config = opened[0][1]
+        # All models are open together, and must be of one architecture with one tokenizer.
+        opened_models = [stack.enter_context(open_weights(files)) for files in sources]
+        config = opened_models[0][1]
         tokenizer = load_tokenizer(models[0].tokenizer)
-        for files, (_, other) in zip(every[1:], opened[1:], strict=True):
-            _refuse_other(files, config, other, tokenizer, first=models[0])
-        stored = find_tensors(models[0].base or models[0].weights)
-        kept = next(iter(stored.values())).dtype if dtype is None else DTYPES[dtype]
+        for files, (_, other_config) in zip(sources[1:], opened_models[1:], strict=True):
+            _refuse_other(files, config, other_config, tokenizer, first=models[0])
+        tensors = find_tensors(models[0].base or models[0].weights)
+        stored_dtype = next(iter(tensors.values())).dtype
+        target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
 
         @torch.no_grad()
-        def produce(name: str) -> Tensor:
-            parts = [piece(name) for piece, _ in opened]
-            for files, part in zip(every, parts, strict=True):
-                if not bool(part.isfinite().all()):
-                    problem = f"{name} has numbers that are not finite: the model is damaged or has diverged"
+        def merged_parameter(name: str) -> Tensor:
+            parameters = [read_parameter(name) for read_parameter, _ in opened_models]
+            for files, parameter in zip(sources, parameters, strict=True):
+                if not bool(parameter.isfinite().all()):
                     raise UserError(
-                        problem,
+                        f"{name} has numbers that are not finite: the model is damaged or has "
+                        "diverged",
                         where=str(files.weights),
                         fix="merge another checkpoint or copy of it",
                     )
-            below = parts.pop() if base is not None else None
-            return refuse_overflow(
-                combine(method, parts, below, weights, density).to(kept), name, where=out
-            )
+            base_parameter = parameters.pop() if base is not None else None
+            merged = combine(method, parameters, base_parameter, weights, density)
+            return refuse_overflow(merged.to(target_dtype), name, where=out)
 
         with draft_of(out) as draft:
-            write_model_piecewise(produce, config, kept, draft)
+            write_model_piecewise(merged_parameter, config, target_dtype, draft)
+            names = [_display_name(files) for files in models]
             about = Merge(
                 method,
-                tuple(zip(map(_named, models), weights, strict=True)),
-                None if base is None else _named(base),
-                density if method == "ties" else None,
+                models=tuple(zip(names, weights, strict=True)),
+                base=None if base is None else _display_name(base),
+                density=density if method == "ties" else None,
             )
             write_other_files(draft, out.name, config, models[0], merge=about)
-            proofs = [
-                f"{len(models)} models merged by {method}: {len(parameter_shapes(config))} parameters"
-            ]
+            num_parameters = len(parameter_shapes(config))
+            proofs = [f"{len(models)} models merged by {method}: {num_parameters} parameters"]
             if verify:
-                proofs += check_in_library(
-                    draft, *probe_logits(draft, use or Use("cpu"), where=draft)
-                )
+                logits, config = probe_logits(draft, use or Use("cpu"), where=draft)
+                proofs += check_in_library(draft, logits, config)
     return finished_export(out, proofs)
 
 
@@ -221,7 +226,7 @@ def is_several(model: Path) -> bool:
     return len(parts) > 2 and not model.exists() and all(Path(part).is_dir() for part in parts)
 
 
-def _named(files: ModelFiles) -> str:
+def _display_name(files: ModelFiles) -> str:
     """The id on the Hub, or the last part of a path; of a run with its checkpoint."""
     if files.weights.parent.name == "checkpoints":
         return f"{files.weights.parent.parent.name}, {files.weights.name}"
@@ -235,8 +240,10 @@ def _refuse_arguments(
     weights: Sequence[float],
     density: float,
 ) -> None:
-    problem = ""
-    fix = ""
+    """Raises UserError for arguments that contradict each other, or that the method does not take."""
+    are_finite = all(map(math.isfinite, weights))
+    are_shares = method in NEEDS_BASE or (min(weights, default=0) >= 0 and any(weights))
+    problem = fix = ""
     where = f"--method {method}"
     if len(models) < 2:
         problem = "a merge needs two models at least"
@@ -254,11 +261,9 @@ def _refuse_arguments(
         where = "--weights"
         problem = f"{len(weights)} weights for {len(models)} models"
         fix = "give one weight for each model"
-    elif not all(map(math.isfinite, weights)) or (
-        method not in NEEDS_BASE and (min(weights) < 0 or not any(weights))
-    ):
+    elif not are_finite or not are_shares:
         where = "--weights"
-        problem = f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}"
+        problem = f"not usable as weights: {', '.join(f'{weight:g}' for weight in weights)}"
         fix = "give numbers of 0 or more, not all 0"
     elif not math.isfinite(sum(map(abs, weights))):
         where = "--weights"
@@ -275,44 +280,47 @@ def _refuse_arguments(
 def _refuse_other(
     files: ModelFiles,
     config: ModelConfig,
-    other: ModelConfig,
+    other_config: ModelConfig,
     tokenizer: Tokenizer,
     *,
     first: ModelFiles,
 ) -> None:
     """Raises UserError unless the model has the architecture, the sizes and the tokens of the first one."""
-    mine = asdict(config)
-    theirs = asdict(other)
     fix = f"merge models that were fine-tuned from the same base as {first.weights}"
-    for key in mine:
-        if key not in FREE and mine[key] != theirs[key]:
-            shown = (f"{str(value)[:60]}" for value in (theirs[key], mine[key]))
-            problem = "the models differ in {}: {} instead of {}".format(key, *shown)
-            raise UserError(problem, where=str(files.weights), fix=fix)
-    own = load_tokenizer(files.tokenizer)
-    if own.hash == tokenizer.hash:
+    first_facts = asdict(config)
+    facts = asdict(other_config)
+    for key, first_value in first_facts.items():
+        if key not in FREE_FACTS and facts[key] != first_value:
+            raise UserError(
+                f"the models differ in {key}: {str(facts[key])[:60]} instead of "
+                f"{str(first_value)[:60]}",
+                where=str(files.weights),
+                fix=fix,
+            )
+
+    other_tokenizer = load_tokenizer(files.tokenizer)
+    if other_tokenizer.hash == tokenizer.hash:
         return
-    ids = _ids(own)
-    expected = _ids(tokenizer)
-    if ids != expected:
-        token = min(set(ids.items()) ^ set(expected.items()), key=lambda pair: (pair[1], pair[0]))[
-            0
-        ]
-        problem = (
-            f"the tokenizers differ: token {token[:40]!r} "
-            f"has the id {ids.get(token)} instead of {expected.get(token)}"
+    first_ids = _token_ids(tokenizer)
+    ids = _token_ids(other_tokenizer)
+    if ids != first_ids:
+        differing_entries = set(ids.items()) ^ set(first_ids.items())
+        token = min(differing_entries, key=lambda entry: (entry[1], entry[0]))[0]
+        raise UserError(
+            f"the tokenizers differ: token {token[:40]!r} has the id {ids.get(token)} instead of "
+            f"{first_ids.get(token)}",
+            where=str(files.tokenizer),
+            fix=fix,
         )
-        raise UserError(problem, where=str(files.tokenizer), fix=fix)
 
 
-def _ids(tokenizer: Tokenizer) -> dict[str, int]:
-    model = tokenizer.description["model"]
-    vocab = model["vocab"]
-    ids = (
-        dict(vocab)
-        if isinstance(vocab, dict)
-        else {entry[0]: index for index, entry in enumerate(vocab)}
-    )
-    return ids | {
-        entry["content"]: entry["id"] for entry in tokenizer.description.get("added_tokens") or []
-    }
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The id of each token. BPE states them; Unigram states a list of tokens with their scores."""
+    vocabulary = tokenizer.description["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        ids = dict(vocabulary)
+    else:
+        ids = {token: index for index, (token, *_) in enumerate(vocabulary)}
+    for added_token in tokenizer.description.get("added_tokens") or []:
+        ids[added_token["content"]] = added_token["id"]
+    return ids
