@@ -41,11 +41,11 @@ class Training:
     tokens: int
     seconds: float
     loss: float | None  # of the last step
-    per: str  # the loss unit: RunStarted.loss_unit
+    loss_unit: str  # RunStarted.loss_unit
     device: str
     evaluation: EvalDone | None
     joules: float | None  # of all devices whose power is known
-    measured_seconds: float  # in which it is known
+    measured_seconds: float  # in which their power is known
 
 
 @dataclass(frozen=True)
@@ -61,39 +61,40 @@ class Merge:
 def training_of(checkpoint: Path) -> Training | None:
     """None when the folder is no checkpoint of a run."""
     run = checkpoint.parent.parent
-    step = checkpoint.name.removeprefix("step-")
-    if (
-        checkpoint.parent.name != "checkpoints"
-        or not step.isdecimal()
-        or not (run / "recipe.yaml").is_file()
-    ):
+    step_text = checkpoint.name.removeprefix("step-")
+    is_checkpoint = checkpoint.parent.name == "checkpoints" and step_text.isdecimal()
+    if not is_checkpoint or not (run / "recipe.yaml").is_file():
         return None
+
+    # Events up to the checkpoint; after a resume the last event of a step counts.
+    step = int(step_text)
     steps: dict[int, StepDone] = {}
     evaluation = None
     device = ""
-    per = "token"
+    loss_unit = "token"
     devices = Devices()
     for event in read_events(run / "events.jsonl"):
         if isinstance(event, RunStarted):
             device = event.device
-            per = event.loss_unit
-        elif isinstance(event, StepDone) and event.step <= int(step):
-            steps[event.step] = event  # after a resume the last event of a step counts
-        elif isinstance(event, EvalDone) and event.step <= int(step):
+            loss_unit = event.loss_unit
+        elif isinstance(event, StepDone) and event.step <= step:
+            steps[event.step] = event
+        elif isinstance(event, EvalDone) and event.step <= step:
             evaluation = event
-        elif isinstance(event, DeviceStats) and event.step <= int(step):
+        elif isinstance(event, DeviceStats) and event.step <= step:
             devices.add(event)
-    last = steps[max(steps)] if steps else None
-    plan = read_plan(run / "plan.json") if (run / "plan.json").is_file() else None
+
+    last_step = steps[max(steps)] if steps else None
+    plan = run / "plan.json"
     return Training(
         run=run,
         recipe=load_recipe(run / "recipe.yaml").recipe,
-        plan=plan,
-        step=int(step),
-        tokens=last.tokens if last else 0,
+        plan=read_plan(plan) if plan.is_file() else None,
+        step=step,
+        tokens=last_step.tokens if last_step else 0,
         seconds=sum(event.step_seconds for event in steps.values()),
-        loss=last.loss if last else None,
-        per=per,
+        loss=last_step.loss if last_step else None,
+        loss_unit=loss_unit,
         device=device,
         evaluation=evaluation,
         joules=devices.joules,
@@ -114,21 +115,16 @@ def write_card(
     may state the license. `base`: the model that an adapter is for.
     """
     training = None if merge is not None else training_of(sources[0])
-    known = [
-        *sources,
-        *(
-            [training.plan.model.source]
-            if training and training.plan and training.plan.model.source
-            else []
-        ),
-    ]
+    licensed_folders = list(sources)
+    if training and training.plan and training.plan.model.source:
+        licensed_folders.append(Path(training.plan.model.source))
     card = model_card(
         name,
         config,
         training,
         base=base,
         merge=merge,
-        license_=license_of(*map(Path, known)),
+        license_=license_of(*licensed_folders),
         chat=bool(own_templates(load_tokenizer(folder).config)),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -143,14 +139,13 @@ def license_of(*folders: Path | None) -> str | None:
         if card is None or not card.is_file():
             continue
         head = card.open(encoding="utf-8", errors="replace").read(2**16)
-        block = re.match(r"---\n(.*?)\n---", head, flags=re.DOTALL)
-        stated = (
-            re.search(r"^license: *['\"]?([\w.+-]+)", block[1], flags=re.MULTILINE)
-            if block
-            else None
-        )
-        if stated:
-            return stated[1]
+        metadata = re.match(r"---\n(.*?)\n---", head, flags=re.DOTALL)
+        if metadata is None:
+            continue
+        pattern = r"^license: *['\"]?([\w.+-]+)"
+        license_line = re.search(pattern, metadata[1], flags=re.MULTILINE)
+        if license_line is not None:
+            return license_line[1]
     return None
 
 
@@ -168,25 +163,23 @@ def model_card(
     tokenizer has a chat template.
     """
     task = "text-classification" if config.head == "values" else "text-generation"
-    origin = base if training is None else base or training.recipe.model.from_
-    relation = "adapter" if base is not None else "merge" if merge else "finetune"
-    done = None if training is None else training.plan or training.recipe
-    objective = None if done is None else done.objective.kind
-    method = (
-        None
-        if done is None or done.adapter.kind == "none"
-        else getattr(done.adapter, "method", done.adapter.kind)
-    )
-    origins = [model for model, _ in merge.models] if merge else [origin] if origin else []
-    data = None if training is None else training.recipe.data
-    paths = (
-        []
-        if data is None
-        else [data.path]
-        if data.path is not None
-        else [each.path for each in data.sources]
-    )
-    stated: dict[str, Any] = {
+    origin = base or (training.recipe.model.from_ if training is not None else None)
+
+    # What was done, by the plan where there is one, else by the recipe.
+    settings = None if training is None else training.plan or training.recipe
+    objective = None if settings is None else settings.objective.kind
+    method = None
+    if settings is not None and settings.adapter.kind != "none":
+        method = getattr(settings.adapter, "method", settings.adapter.kind)
+
+    # The block at the head: origin, license, data and tags.
+    origins: list[str] = []
+    if merge is not None:
+        origins = [model for model, _ in merge.models]
+    elif origin is not None:
+        origins = [origin]
+    paths = [] if training is None else _data_paths(training.recipe)
+    metadata: dict[str, Any] = {
         "license": license_,
         "base_model": [model for model in origins if is_hub_id(model)],
         "datasets": [
@@ -195,17 +188,21 @@ def model_card(
             if path.startswith(PREFIX) or is_hub_id(path)
         ],
     }
-    stated |= {"base_model_relation": relation} if stated["base_model"] else {}
-    stated |= {"library_name": "transformers" if base is None else "peft", "pipeline_tag": task}
-    how = "merge" if merge else objective
+    if metadata["base_model"]:
+        relation = "adapter" if base is not None else "merge" if merge else "finetune"
+        metadata["base_model_relation"] = relation
+    metadata["library_name"] = "transformers" if base is None else "peft"
+    metadata["pipeline_tag"] = task
+    is_conversational = chat and task == "text-generation"
     tags = [
         "bloomery",
-        how,
+        "merge" if merge else objective,
         method,
-        "conversational" if chat and task == "text-generation" else None,
+        "conversational" if is_conversational else None,
     ]
-    stated |= {"tags": [str(tag).lower() for tag in dict.fromkeys(tags) if tag]}
-    metadata = ModelCardData(**{key: value for key, value in stated.items() if value})
+    metadata["tags"] = [str(tag).lower() for tag in dict.fromkeys(tags) if tag]
+
+    # What the template fills in.
     fields: dict[str, Any] = {
         "name": name,
         "config": config,
@@ -215,39 +212,56 @@ def model_card(
         "base": None if base is None else public(base),
         "size": format_count(parameter_count(config)),
         "architecture": architecture_of(config),
-        "what": _what(
+        "what": _description(
             config, objective, method, adapts=base is not None, merge=merge is not None, chat=chat
         ),
         "origin": None if merge is not None or base is not None or not origin else public(origin),
         "chat": chat,
     }
     if training is not None:
-        recipe = training.recipe
-        plan = training.plan
-        names = ", ".join(Path(path).name for path in paths) or "prepared shards"
-        fields |= {
-            "plan": plan,
-            "objective": objective,
-            "data_names": names
-            if recipe.data.builtin is None
-            else f"builtin {recipe.data.builtin}",
-            "tokens": format_count(training.tokens),
-            "seconds": format_seconds(training.seconds),
-            "unit": "nats per token" if training.per == "token" else f"per {training.per}",
-            "started_from": None if recipe.model.from_ is None else public(recipe.model.from_),
-            "evaluation": training.evaluation
-            if training.evaluation and training.evaluation.loss is not None
-            else None,
-            "plot": PLOT,
-            "recipe_text": _recipe_text(recipe),
-            "energy": None
-            if training.joules is None
-            else (
-                f"{format_joules(training.joules)}, measured over {format_seconds(training.measured_seconds)}"
-            ),
-        }
-    template = str(Path(__file__).with_name("card.md.jinja"))
-    return str(ModelCard.from_template(metadata, template_path=template, **fields))
+        fields |= _training_fields(training, objective, paths)
+    return str(
+        ModelCard.from_template(
+            ModelCardData(**{key: value for key, value in metadata.items() if value}),
+            template_path=str(Path(__file__).with_name("card.md.jinja")),
+            **fields,
+        )
+    )
+
+
+def _data_paths(recipe: Recipe) -> list[str]:
+    if recipe.data.path is not None:
+        return [recipe.data.path]
+    return [source.path for source in recipe.data.sources]
+
+
+def _training_fields(
+    training: Training, objective: str | None, paths: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of the template about the training."""
+    recipe = training.recipe
+    data_names = ", ".join(Path(path).name for path in paths) or "prepared shards"
+    if recipe.data.builtin is not None:
+        data_names = f"builtin {recipe.data.builtin}"
+    energy = None
+    if training.joules is not None:
+        measured = format_seconds(training.measured_seconds)
+        energy = f"{format_joules(training.joules)}, measured over {measured}"
+    is_evaluated = training.evaluation is not None and training.evaluation.loss is not None
+    is_per_token = training.loss_unit == "token"
+    return {
+        "plan": training.plan,
+        "objective": objective,
+        "data_names": data_names,
+        "tokens": format_count(training.tokens),
+        "seconds": format_seconds(training.seconds),
+        "unit": "nats per token" if is_per_token else f"per {training.loss_unit}",
+        "started_from": None if recipe.model.from_ is None else public(recipe.model.from_),
+        "evaluation": training.evaluation if is_evaluated else None,
+        "plot": PLOT,
+        "recipe_text": _recipe_text(recipe),
+        "energy": energy,
+    }
 
 
 _TRAINED = {
@@ -258,7 +272,7 @@ _TRAINED = {
 }
 
 
-def _what(
+def _description(
     config: ModelConfig,
     objective: str | None,
     method: str | None,
@@ -268,19 +282,17 @@ def _what(
     chat: bool,
 ) -> str:
     """What the model is, as the first words of its card."""
+    kind = "chat model" if chat else "language model"
     if config.head == "values":
         kind = "reward model"
-    elif chat:
-        kind = "chat model"
-    else:
-        kind = "language model"
     if adapts:
-        return f"{ADAPTERS.get(method or '', f'{method} adapter' if method else 'Adapter')} that makes a {kind}"
-    trained = (
-        "" if objective is None else _TRAINED.get(objective, f"trained with {objective.upper()}")
-    )
-    whole = f"{'merged ' if merge else ''}{kind}{f', {trained}' if trained else ''}"
-    return whole[0].upper() + whole[1:]
+        adapter = ADAPTERS.get(method or "", f"{method} adapter" if method else "Adapter")
+        return f"{adapter} that makes a {kind}"
+    if merge:
+        kind = f"merged {kind}"
+    if objective is not None:
+        kind += ", " + _TRAINED.get(objective, f"trained with {objective.upper()}")
+    return kind[0].upper() + kind[1:]
 
 
 ADAPTERS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
@@ -296,9 +308,9 @@ def _recipe_text(recipe: Recipe) -> str:
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
+            return {key: plain(inner) for key, inner in value.items()}
         if isinstance(value, list):
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         return public(value) if isinstance(value, str) else value
 
     stream = StringIO()
