@@ -3,7 +3,7 @@ PYTHON ?= python3
 JOBS ?= 3   # on two cores: the third works while the others wait for a child
 PY := .venv/bin/python
 
-.PHONY: setup demo test check docs soak bench clean clean-venv
+.PHONY: setup demo quick test check docs soak bench clean clean-venv
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -14,6 +14,15 @@ setup:
 demo:
 	@$(PYTHON) scripts/setup.py
 	@$(PY) -m bloomery demo
+
+# Leaves out the other folders (model, train, launch, serve, ...), and in these the longest file and each test that
+# starts a process or trains:
+# `--quick` (tests/conftest.py) notices that when it happens.
+QUICK := core recipe plan data hardware monitor tasks
+
+quick:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) -m pytest --quick -n 2 --dist loadfile --no-loadscope-reorder $(QUICK:%=tests/%) --ignore tests/data/test_prepare.py
 
 test:
 	@$(PYTHON) scripts/setup.py test

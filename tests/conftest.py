@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,41 @@ for size in ("COLUMNS", "LINES"):
 # A shell that runs the suite in the background has children ignore Ctrl+C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Events of `sys.audit`. With `--quick` a test that causes one is skipped.
+PROCESS_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+running_tests: list[str] = []
 gc.disable()  # while libraries are imported: millions of objects come, and none goes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "skip each test that starts a process or trains, at the moment when it does"
+    parser.addoption("--quick", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--quick` nobody lists the slow tests: one that does what takes time is skipped when it begins with it."""
+    if not config.getoption("--quick"):
+        return
+    from bloomery.train import loop
+
+    def starts_no_process(event: str, _arguments: tuple[object, ...]) -> None:
+        if event in PROCESS_STARTS and running_tests:
+            pytest.skip("starts a process")
+
+    def trains_nothing(*_arguments: object, **_options: object) -> None:
+        pytest.skip("trains")
+
+    sys.addaudithook(starts_no_process)
+    loop.run = trains_nothing  # type: ignore[assignment]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    running_tests.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        running_tests.pop()
 
 
 @pytest.hookimpl(tryfirst=True)
