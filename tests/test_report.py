@@ -158,7 +158,7 @@ def test_the_report_of_a_whole_run(tmp_path):
         [("gzip -9", 2.12), ("this model", 1.77)],
         "bits/byte",
         "Lower is better.",
-        own="this model",
+        highlighted="this model",
     )
     page = read(write_report(folder, extras=[bars]))
     for words in (

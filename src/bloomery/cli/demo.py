@@ -438,7 +438,7 @@ def _evaluate(
             tuple(bits_per_byte.items()),
             unit="bits per byte",
             note="Lower is better. Evaluations during training score a part of the set.",
-            own="this model",
+            highlighted="this model",
         )
         report = write_report(folder, extras=(bars,))
 

@@ -158,7 +158,7 @@ def _compare(story: Story, base: Path, run: Path, began: float) -> dict[str, Any
             tuple((result.name, result.loss) for result in results),
             unit="nats per token",
             note="Response tokens. Lower is better.",
-            own="lora",
+            highlighted="lora",
         )
         report = write_report(run, extras=(bars,))
     story.write("report", shown_path(report))

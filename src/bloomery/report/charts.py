@@ -20,19 +20,19 @@ TITLE = " · Bloomery"  # ends the title of every page
 
 
 def render(template: str, **values: Any) -> str:
-    """The whole document."""
     return _environment().get_template(template).render(title=TITLE, **values)
 
 
 def part(macro: str, **values: Any) -> Markup:
     """The markup of a macro of parts.html."""
-    drawn: Markup = getattr(_environment().get_template("parts.html").module, macro)(**values)
-    return drawn
+    macros = _environment().get_template("parts.html").module
+    markup: Markup = getattr(macros, macro)(**values)
+    return markup
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("bloomery.report"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -40,8 +40,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["prose"] = prose
-    return made
+    environment.filters["prose"] = prose
+    return environment
 
 
 def _clean(value: Any) -> Any:
@@ -55,11 +55,12 @@ def _clean(value: Any) -> Any:
 
 def prose(text: str) -> Markup:
     """A sentence with `code` between backticks."""
-    parts = [escape(_clean(part)) for part in text.split("`")]
-    if len(parts) % 2 == 0:  # an unpaired backtick: plain text
+    pieces = [escape(_clean(piece)) for piece in text.split("`")]
+    if len(pieces) % 2 == 0:  # an unpaired backtick: plain text
         return escape(_clean(text))
     return Markup("").join(
-        Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts)
+        Markup("<code>{}</code>").format(piece) if number % 2 else piece
+        for number, piece in enumerate(pieces)
     )
 
 
@@ -92,13 +93,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars with one unit, a note below them, and the highlighted row `own`."""
+    """Horizontal bars with one unit, a note below them, and one highlighted row."""
 
     title: str
     rows: Sequence[tuple[str, float]]
     unit: str = ""
     note: str = ""
-    own: str = ""
+    highlighted: str = ""
 
 
 @final
@@ -132,16 +133,18 @@ def line_chart(
     shape: Literal["lines", "image"] = "lines",
 ) -> Markup:
     """A chart over steps, or over `across`; a sentence without points. `shape`: for the page, or an SVG file."""
-    series = [one for one in series if one.points]
-    if not series:
+    drawn_series = [line for line in series if line.points]
+    if not drawn_series:
         return Markup('<p class="absent">{}: not measured.</p>').format(title)
-    xs = [x for one in series for x, _ in one.points]
-    ys = [y for one in series for _, y in one.points]
-    low = min([*ys, 0.0] if from_zero else ys)
-    high = max(ys)
-    room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    floor = 0.0 if low == 0 else low - room
-    ceiling = high + room
+
+    # The frame holds every point, with a margin above and below; a curve from zero stands on the frame.
+    xs = [x for line in drawn_series for x, _ in line.points]
+    ys = [y for line in drawn_series for _, y in line.points]
+    lowest = min([*ys, 0.0] if from_zero else ys)
+    highest = max(ys)
+    margin = (highest - lowest) * 0.05 or abs(highest) * 0.1 or 1.0
+    floor = 0.0 if lowest == 0 else lowest - margin
+    ceiling = highest + margin
     first = min(xs)
     last = max(max(xs), min(xs) + 1)
 
@@ -149,27 +152,38 @@ def line_chart(
         return f"{_LEFT + (value - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT):.1f}"
 
     def at_y(value: float) -> str:
-        return f"{height - _BOTTOM - (value - floor) / (ceiling - floor) * (height - _TOP - _BOTTOM):.1f}"
+        share = (value - floor) / (ceiling - floor)
+        return f"{height - _BOTTOM - share * (height - _TOP - _BOTTOM):.1f}"
 
+    # Every series is one path; evaluations have a dot for each point, too.
     curves = []
-    for one in series:
-        points = downsample(one.points)
-        path = " ".join(
-            f"{at_x(x)},{at_y(y)}" for x, y in (points if len(points) > 1 else points * 2)
+    for line in drawn_series:
+        points = downsample(line.points)
+        ends = points if len(points) > 1 else points * 2  # a path needs two points
+        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y in ends)
+        dots = []
+        if line.style == "eval":
+            dots = [(at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}") for x, y in points]
+        curves.append((line.style, path, dots))
+
+    # There is no step between two steps.
+    x_ticks = [x for x in ticks(first, last, 7) if across != "step" or x == round(x)]
+    shown_marks = [
+        (
+            at_x(mark.step),
+            mark.kind,
+            SIGNS[mark.kind],
+            f"step {mark.step:,.0f}: {mark.text.replace('`', '')}",
         )
-        dots = [
-            (at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}")
-            for x, y in points
-            if one.style == "eval"
-        ]
-        curves.append((one.style, path, dots))
-    whole = [x for x in ticks(first, last, 7) if across != "step" or x == round(x)]
+        for mark in marks
+        if first <= mark.step <= last
+    ]
     span = f"between {short(min(ys))} and {short(max(ys))} {unit}"
     return part(
         shape,
         title=title,
         label=f"{title} from {across} {first:,.0f} to {last:,.0f}, {span}".strip(),
-        keys=[(one.name, one.style) for one in series] if len(series) > 1 else [],
+        keys=[(line.name, line.style) for line in drawn_series] if len(drawn_series) > 1 else [],
         frame={
             "width": _WIDTH,
             "height": height,
@@ -178,18 +192,9 @@ def line_chart(
             "top": _TOP,
             "bottom": height - _BOTTOM,
         },
-        across_ticks=[(at_x(x), f"{x:,.0f}" if x == round(x) else f"{x:g}") for x in whole],
+        across_ticks=[(at_x(x), f"{x:,.0f}" if x == round(x) else f"{x:g}") for x in x_ticks],
         up_ticks=[(at_y(y), short(y)) for y in ticks(floor, ceiling, 5)],
-        marks=[
-            (
-                at_x(mark.step),
-                mark.kind,
-                SIGNS[mark.kind],
-                f"step {mark.step:,.0f}: {mark.text.replace('`', '')}",
-            )
-            for mark in marks
-            if first <= mark.step <= last
-        ],
+        marks=shown_marks,
         curves=curves,
         across=across,
         unit=unit or title.lower(),
@@ -203,9 +208,9 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     """Round values inside [low, high], at most `most` of them: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
-    rough = (high - low) / most
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
+    least_step = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least_step * 0.999)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -222,12 +227,13 @@ def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
     """The lowest and the highest point of each of `buckets` intervals, in order; short series unchanged."""
     if len(points) <= 2 * buckets:
         return list(points)
-    kept = []
+    extremes = []
     for index in range(buckets):
-        part = points[index * len(points) // buckets : (index + 1) * len(points) // buckets]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return kept
+        bucket = points[index * len(points) // buckets : (index + 1) * len(points) // buckets]
+        low = min(bucket, key=lambda point: point[1])
+        high = max(bucket, key=lambda point: point[1])
+        extremes += sorted({low, high})
+    return extremes
 
 
 @dataclass(frozen=True)
@@ -243,34 +249,37 @@ class Intervals:
 def interval_chart(intervals: Intervals) -> Markup:
     """A band for each interval and a line at its figure; the first row is highlighted."""
     form = ".1%" if intervals.share else ".4f"
-    known = [figure for _, *figures in intervals.rows for figure in figures if figure is not None]
-    low, high = (0.0, 1.0) if intervals.share else (min(known), max(known))
-    room = 0.0 if intervals.share else (high - low) * 0.1 or abs(high) * 0.1 or 1.0
-    floor = low - room
-    size = high - low + 2 * room
+
+    # Shares have the whole scale from 0 to 1, other figures the range that they need.
+    figures = [figure for _, *row in intervals.rows for figure in row if figure is not None]
+    lowest, highest = (0.0, 1.0) if intervals.share else (min(figures), max(figures))
+    margin = 0.0 if intervals.share else (highest - lowest) * 0.1 or abs(highest) * 0.1 or 1.0
+    floor = lowest - margin
+    size = highest - lowest + 2 * margin
+
     rows = []
-    for label, value, begin, end in intervals.rows:
-        first, last = (value if edge is None else edge for edge in (begin, end))
-        spread = "" if begin is None or end is None else f" ({begin:{form}} to {end:{form}})"
-        at, left, width = (
-            f"{part / size:.2%}" for part in (value - floor, first - floor, last - first)
+    for label, value, low, high in intervals.rows:
+        band_start = value if low is None else low
+        band_end = value if high is None else high
+        spread = "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+        rows.append(
+            (
+                label,
+                f"{(band_start - floor) / size:.2%}",
+                f"{(band_end - band_start) / size:.2%}",
+                f"{(value - floor) / size:.2%}",
+                f"{value:{form}}{spread}",
+            )
         )
-        rows.append((label, left, width, at, f"{value:{form}}{spread}"))
     return part("intervals", title=intervals.title, rows=rows, note=intervals.note)
 
 
 def bar_chart(bars: Bars) -> Markup:
     """Bars from zero, each with its value."""
-    most = max((value for _, value in bars.rows), default=0.0) or 1.0
+    longest = max((value for _, value in bars.rows), default=0.0) or 1.0
     rows = []
     for label, value in bars.rows:
         figure = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
-        rows.append(
-            (
-                label,
-                f"{max(value, 0) / most:.2%}",
-                f"{figure} {bars.unit}".strip(),
-                label == bars.own,
-            )
-        )
+        width = f"{max(value, 0) / longest:.2%}"
+        rows.append((label, width, f"{figure} {bars.unit}".strip(), label == bars.highlighted))
     return part("bars", title=bars.title, rows=rows, note=bars.note)

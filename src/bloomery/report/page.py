@@ -39,7 +39,7 @@ _LEGEND = {
 }
 _SHOWN_SAMPLES = 24  # steps whose samples are on the page
 _SHOWN_INCIDENTS = 200
-# in one chart, to show their margin
+# Both in one chart, which shows their margin.
 _REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}
 _METRIC_UNITS = {
     "accuracy": "share of pairs with a higher chosen reward",
@@ -56,23 +56,29 @@ def page(
     extras: Sequence[Bars],
     name: str,
 ) -> str:
-    """The whole document."""
+    """The HTML document. `name`: of the run; `extras`: charts at the top."""
     summary = record.summary
     started = record.started
-    lead = [
-        f"{summary.step:,} of {summary.steps:,} steps"
-        if summary.steps
-        else f"{summary.step:,} steps"
-    ]
+    of_steps = f" of {summary.steps:,}" if summary.steps else ""
+    lead = [f"{summary.step:,}{of_steps} steps"]
     if started is not None:
-        trainable = (
-            "" if started.trainable is None else f" ({format_count(started.trainable)} trainable)"
-        )
-        lead.append(f"{format_count(started.parameters)} parameters{trainable} on {started.device}")
-    kinds = {mark.kind for mark in record.marks}
+        parameters = f"{format_count(started.parameters)} parameters"
+        if started.trainable is not None:
+            parameters += f" ({format_count(started.trainable)} trainable)"
+        lead.append(f"{parameters} on {started.device}")
+
+    # The commands that continue this run and that repeat it, from the folder that holds runs/.
     folder = record.folder
-    place = quote(str(Path("runs", folder.name)) if folder.parent.name == "runs" else folder.name)
-    resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
+    run_path = Path("runs", folder.name) if folder.parent.name == "runs" else Path(folder.name)
+    quoted_path = quote(str(run_path))
+    commands = f"bloomery train {quoted_path}/recipe.yaml --run-dir {quoted_path}-again"
+    if record.state != "done":
+        commands = f"bloomery resume {quote(name)}\n{commands}"
+
+    mark_kinds = {mark.kind for mark in record.marks}
+    planned_claims = None
+    if record.plan and record.machine:
+        planned_claims = claims_of(record.plan, record.expected, record.machine)
     return render(
         "run.html",
         name=name,
@@ -83,7 +89,7 @@ def page(
         extras=[bar_chart(bars) for bars in extras],
         loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
         legend_of_marks=" · ".join(
-            f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds
+            f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in mark_kinds
         ),
         charts=[*_metrics(record), *(_speed(record) if record.steps else [])],
         devices=_devices(record) if record.device_samples else None,
@@ -103,11 +109,9 @@ def page(
         ],
         **_samples(record),
         measured=check_claims(record),
-        planned=claims_of(record.plan, record.expected, record.machine)
-        if record.plan and record.machine
-        else None,
+        planned=planned_claims,
         machine=_machine(record),
-        again=f"{resume}bloomery train {place}/recipe.yaml --run-dir {place}-again",
+        again=commands,
     )
 
 
@@ -142,11 +146,13 @@ def loss_plot(folder: Path) -> Plot:
 def _cards(record: RunRecord) -> list[tuple[str, str]]:
     """Figures and their captions; an unknown figure is empty."""
     summary = record.summary
-    best = record.summary.best
+    best = summary.best
     joules = summary.devices.joules
-    each = summary.joules_per_token
-    steps = [step.step_seconds for step in record.steps]
-    compiling = summary.compile_seconds
+    joules_per_token = summary.joules_per_token
+    step_seconds = [step.step_seconds for step in record.steps]
+    compile_seconds = summary.compile_seconds
+
+    # Of the best evaluation; the number of tokens where they are too few to rely on.
     bits = None
     loss = None
     accuracy = None
@@ -170,8 +176,8 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
         (format_seconds(summary.training_seconds), "training time"),
         (figure(record.tokens_per_second or None, ",.0f", ""), "tokens per second"),
-        (figure(fmean(steps) if steps else None, ".3g", " s"), "per step"),
-        ("" if compiling is None else format_seconds(compiling), "compile time"),
+        (figure(fmean(step_seconds) if step_seconds else None, ".3g", " s"), "per step"),
+        ("" if compile_seconds is None else format_seconds(compile_seconds), "compile time"),
         (
             format_seconds(max(summary.resume_seconds)) if summary.resume_seconds else "",
             "to resume",
@@ -180,7 +186,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (figure(summary.peak_gib or None, ".2f", " GiB"), "peak memory"),
         (
             "" if joules is None else format_joules(joules),
-            f"energy, {each:.3g} J per token" if each else "energy",
+            f"energy, {joules_per_token:.3g} J per token" if joules_per_token else "energy",
         ),
     ]
 
@@ -207,22 +213,26 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     def averages(values: Sequence[float]) -> list[float]:
         mean = 0.0
         weight = 0.0
-        found = []
+        means = []
         for value in values:
             mean = mean + share * (value - mean)
             weight = weight + share * (1 - weight)
-            found.append(mean / weight)
-        return found
+            means.append(mean / weight)
+        return means
 
     values = [value for _, value in points]
-    both = zip(points, averages(values), reversed(averages(values[::-1])), strict=True)
-    return [(step, (forward + backward) / 2) for (step, _), forward, backward in both]
+    forward_means = averages(values)
+    backward_means = reversed(averages(values[::-1]))
+    return [
+        (step, (forward + backward) / 2)
+        for (step, _), forward, backward in zip(points, forward_means, backward_means, strict=True)
+    ]
 
 
 def _metrics(record: RunRecord) -> list[Markup]:
     """A chart per metric of the objective (accuracy, margin, KL), in training (smoothed) and on the validation set."""
     metrics = [*(step.metrics for step in record.steps), *(event.metrics for event in record.evals)]
-    names = dict.fromkeys(name for each in metrics for name in each)
+    names = dict.fromkeys(name for metric_values in metrics for name in metric_values)
 
     def smoothed(name: str) -> list[Point]:
         return smooth(
@@ -231,11 +241,11 @@ def _metrics(record: RunRecord) -> list[Markup]:
 
     charts = []
     if all(name in names for name in _REWARDS):
-        both = [
-            Series(f"{title}, training", smoothed(name), f"d{at}")
-            for at, (name, title) in enumerate(_REWARDS.items())
+        rewards = [
+            Series(f"{title}, training", smoothed(name), f"d{number}")
+            for number, (name, title) in enumerate(_REWARDS.items())
         ]
-        charts.append(line_chart("Rewards", both, unit="mean per response"))
+        charts.append(line_chart("Rewards", rewards, unit="mean per response"))
     for name in names:
         if name not in _REWARDS:
             points: list[Point] = [
@@ -251,7 +261,7 @@ def _metrics(record: RunRecord) -> list[Markup]:
 def _speed(record: RunRecord) -> list[Markup]:
     steps = record.steps
     norms: list[Point] = [(s.step, s.grad_norm) for s in steps if s.grad_norm is not None]
-    wait = [
+    waiting = [
         (s.step, 100 * s.data_wait_seconds / s.step_seconds) for s in steps if s.step_seconds > 0
     ]
     return [
@@ -267,7 +277,7 @@ def _speed(record: RunRecord) -> list[Markup]:
             unit="tokens/s",
         ),
         line_chart(
-            "Waiting for data", [Series("share", wait)], unit="% of step time", from_zero=True
+            "Waiting for data", [Series("share", waiting)], unit="% of step time", from_zero=True
         ),
     ]
 
@@ -275,7 +285,7 @@ def _speed(record: RunRecord) -> list[Markup]:
 def _devices(record: RunRecord) -> dict[str, Any]:
     """One line per device over time, and a table of utilization, temperature, power, energy and memory."""
     began = record.summary.began or 0.0
-    known = record.summary.devices
+    usage = record.summary.devices
 
     def points(device: int, value: Callable[[DeviceStats], float | None]) -> list[Point]:
         samples = ((s.time, value(s)) for s in record.device_samples if s.device == device)
@@ -283,19 +293,17 @@ def _devices(record: RunRecord) -> dict[str, Any]:
 
     def curve(title: str, unit: str, name: str, *, from_zero: bool = False) -> Markup | None:
         """A line per device; None when no device has that sensor."""
-        drawn = []
-        for at, device in enumerate(known.all[:_DRAWN]):
-            found = points(
+        lines = []
+        for number, device in enumerate(usage.all[:_DRAWN]):
+            measured = points(
                 device.latest.device,
                 lambda sample: getattr(sample, name) if sample.seconds else None,
             )
-            if found:
-                drawn.append(Series(device.name, found, f"d{at}"))
-        return (
-            line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute")
-            if drawn
-            else None
-        )
+            if measured:
+                lines.append(Series(device.name, measured, f"d{number}"))
+        if not lines:
+            return None
+        return line_chart(title, lines, unit=unit, from_zero=from_zero, across="minute")
 
     charts = [
         curve("Utilization", "%", "utilization", from_zero=True),
@@ -304,19 +312,21 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         curve("Clock", "MHz", "clock_mhz"),
         curve("Memory in use", "GiB", "memory_gib", from_zero=True),
     ]
-    held = next(
+    # Only the training process knows what PyTorch's allocator holds.
+    allocator_device = next(
         (sample.device for sample in record.device_samples if sample.reserved_gib is not None), None
     )
-    if held is not None:  # from the training process
-        both = [
-            Series("reserved", points(held, lambda s: s.reserved_gib), "d0"),
-            Series("allocated", points(held, lambda s: s.allocated_gib), "d1"),
+    if allocator_device is not None:
+        lines = [
+            Series("reserved", points(allocator_device, lambda s: s.reserved_gib), "d0"),
+            Series("allocated", points(allocator_device, lambda s: s.allocated_gib), "d1"),
         ]
         charts.append(
-            line_chart("Memory of PyTorch", both, unit="GiB", from_zero=True, across="minute")
+            line_chart("Memory of PyTorch", lines, unit="GiB", from_zero=True, across="minute")
         )
 
-    head = [
+    # A column that no device fills is left out.
+    columns = [
         "mean utilization",
         "max temperature",
         "mean power",
@@ -325,36 +335,39 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         "throttled",
     ]
     rows = []
-    for device in known.all:
-        now = device.latest
+    for device in usage.all:
+        latest = device.latest
         throttled = device.throttled_seconds.items()
         cells = [
             figure(device.mean_utilization, ".0f", "%"),
             figure(device.peak_temperature, ".0f", " °C"),
             figure(device.mean_power, ",.0f", " W")
-            if now.shared_with is None
-            else f"with GPU {now.shared_with}",
+            if latest.shared_with is None
+            else f"with GPU {latest.shared_with}",
             format_joules(device.joules) if device.power_seconds else "",
             figure(device.peak_gib, ".1f", " GiB"),
             ", ".join(f"{format_seconds(seconds)} ({reason})" for reason, seconds in throttled)
-            or ("never" if now.throttled is not None else ""),
+            or ("never" if latest.throttled is not None else ""),
         ]
-        rows.append(((device.name, now.name), cells))
-    filled = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)]
+        rows.append(((device.name, latest.name), cells))
+    filled = [column for column in range(len(columns)) if any(cells[column] for _, cells in rows)]
+
+    # What the energy covers depends on the sensors that could be read.
     energy = _energy(record)
     with_plan = any(plan for *_, plan in energy)
-    parts = {device.latest.device == CPU_DEVICE for device in known.all if device.power_seconds}
-    source = "GPUs and CPU" if len(parts) == 2 else "the CPU" if True in parts else "the GPUs"
-    share = known.covered_seconds / record.summary.seconds if record.summary.seconds else 1.0
+    are_cpus = {device.latest.device == CPU_DEVICE for device in usage.all if device.power_seconds}
+    with_both = len(are_cpus) == 2
+    source = "GPUs and CPU" if with_both else "the CPU" if True in are_cpus else "the GPUs"
+    share = usage.covered_seconds / record.summary.seconds if record.summary.seconds else 1.0
     return {
         "charts": [chart for chart in charts if chart is not None],
-        "head": ["", *(head[at] for at in filled)],
-        "rows": [(who, [cells[at] for at in filled]) for who, cells in rows],
+        "head": ["", *(columns[column] for column in filled)],
+        "rows": [(device, [cells[column] for column in filled]) for device, cells in rows],
         "energy_head": ["", "measured", "planned"] if with_plan else ["", "measured"],
         "energy": energy if with_plan else [row[:2] for row in energy],
-        "energy_of": "" if known.joules is None else source,
+        "energy_of": "" if usage.joules is None else source,
         "covered": "" if 0.95 <= share <= 1.05 else f"{share:.0%}",
-        "shown": f"{_DRAWN} of {len(known.all)}" if len(known.all) > _DRAWN else "",
+        "shown": f"{_DRAWN} of {len(usage.all)}" if len(usage.all) > _DRAWN else "",
     }
 
 
@@ -365,7 +378,7 @@ def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
     kwh = energy_kwh(plan, build_profile(record.machine)) if plan and record.machine else None
     planned = kwh * JOULES_IN_KWH if kwh else None
     joules = summary.devices.joules
-    each = summary.joules_per_token
+    joules_per_token = summary.joules_per_token
     if joules is None:
         return []
     rows = [
@@ -375,15 +388,17 @@ def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
             format_joules(planned) if planned and record.state == "done" else "",
         )
     ]
-    if each is not None:
+    if joules_per_token is not None:
         total = plan.total_tokens if plan else None
-        per_token = planned / total if planned and total else None
-        rows.append(("per token", f"{each:.3g} J", figure(per_token, ".3g", " J")))
+        planned_per_token = planned / total if planned and total else None
+        rows.append(
+            ("per token", f"{joules_per_token:.3g} J", figure(planned_per_token, ".3g", " J"))
+        )
         rows.append(
             (
                 "per million tokens",
-                format_joules(each * 1e6),
-                format_joules(per_token * 1e6) if per_token else "",
+                format_joules(joules_per_token * 1e6),
+                format_joules(planned_per_token * 1e6) if planned_per_token else "",
             )
         )
     return rows
@@ -396,7 +411,8 @@ def _memory(record: RunRecord) -> Markup | None:
         return None
     unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
     parts = sorted(
-        ((each, size / unit) for each, size in plan.memory.parts.items()), key=lambda part: -part[1]
+        ((purpose, size / unit) for purpose, size in plan.memory.parts.items()),
+        key=lambda part: -part[1],
     )
     rows = [
         *parts,
@@ -407,7 +423,7 @@ def _memory(record: RunRecord) -> Markup | None:
         format_bytes(size) for size in (plan.memory.low, plan.memory.high, plan.memory.limit)
     )
     note = f"Planned range {low} to {high}, limit {limit}."
-    return bar_chart(Bars("Memory per device", rows, name, note, own="measured peak"))
+    return bar_chart(Bars("Memory per device", rows, name, note, highlighted="measured peak"))
 
 
 def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
@@ -417,12 +433,12 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     if plan is None:
         return []
     step = plan.step_seconds.value if plan.step_seconds else None
-    ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
-    # as on the terminal
-    whole = plan.seconds.value if plan.seconds and record.state == "done" else None
-    sent = plan.parallel.layout.communication_seconds if plan.parallel else {}
+    measured_step = fmean(done.step_seconds for done in record.steps) if record.steps else None
+    # The time of a whole run compares with nothing before its end, here as on the terminal.
+    planned_seconds = plan.seconds.value if plan.seconds and record.state == "done" else None
+    communication = plan.parallel.layout.communication_seconds if plan.parallel else {}
     return [
-        ("seconds per step", step, ran),
+        ("seconds per step", step, measured_step),
         *(
             (
                 f"seconds of communication per step, {axis}",
@@ -431,14 +447,14 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
                 if record.steps
                 else None,
             )
-            for axis, seconds in sent.items()
+            for axis, seconds in communication.items()
         ),
         (
             "tokens per second",
             plan.train.tokens_per_step / step if step else None,
             record.tokens_per_second,
         ),
-        ("training time, s", whole, summary.training_seconds),
+        ("training time, s", planned_seconds, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),
     ]
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
-from bloomery.core.units import GIB, format_count, format_seconds
+from bloomery.core.units import GIB, Duration, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.diagnosis import diagnose
@@ -143,9 +143,8 @@ def read_record(folder: Path) -> RunRecord:
     plan = _read(folder / "plan.json", RunPlan)
     recipe = folder / "recipe.yaml"
     machine = _read(folder / "machine.json", Machine)
-    # the last of each
+    # Of a repeated step, and of a task that was scored again, the last event counts.
     samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
-    # the last of each
     tasks = {(e.task, e.metric, e.against, e.step): e for e in events if isinstance(e, TaskDone)}
     return RunRecord(
         folder=folder,
@@ -186,32 +185,31 @@ def _expected(recipe: Path) -> Claims:
 
 def incidents_of(events: list[Event]) -> list[Incident]:
     """In order. A run that continues without RunEnded was killed after its last step."""
-    found: list[Incident] = []
+    incidents: list[Incident] = []
     clock = Elapsed()
-    last = 0.0
+    seconds_before = 0.0
     step = 0
-    open_ended = False
+    running = False  # steps were taken, and no event ended them
     for event in events:
-        now = clock.add(event)
-        if isinstance(event, RunStarted | Resumed) and open_ended:
-            found.append(Incident(step, last, "kill", _KILLED))
-            open_ended = False
+        seconds = clock.add(event)
+        if isinstance(event, RunStarted | Resumed) and running:
+            incidents.append(Incident(step, seconds_before, "kill", _KILLED))
+            running = False
         kind_and_text = _incident(event)
         if kind_and_text is not None:
-            same_skip = (
-                found
-                and kind_and_text[0] == found[-1].kind == "skip"
-                and found[-1].step == event.step
-            )
-            # Recovered has a reason, its StepDone has none
-            found = found[:-1] if same_skip else found
-            found.append(Incident(event.step, now, *kind_and_text))
+            kind, text = kind_and_text
+            # A skipped step has two events: its StepDone has no reason, the Recovered after it has one.
+            previous = incidents[-1] if incidents else None
+            if previous and kind == previous.kind == "skip" and previous.step == event.step:
+                incidents.pop()
+            incidents.append(Incident(event.step, seconds, kind, text))
         if isinstance(event, StepDone):
             step = event.step
-            open_ended = True
-        open_ended = open_ended and not isinstance(event, RunEnded)
-        last = now
-    return found
+            running = True
+        if isinstance(event, RunEnded):
+            running = False
+        seconds_before = seconds
+    return incidents
 
 
 def _incident(event: Event) -> tuple[str, str] | None:
@@ -255,14 +253,12 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
 def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
     """One verdict per claim of the recipe, from the measured figures."""
     summary = record.summary
-    manifest = record.manifest
-    dataset_tokens = manifest.train.tokens if manifest else 0
-    each = summary.tokens / summary.step if summary.step else None
+    dataset_tokens = record.manifest.train.tokens if record.manifest else 0
 
     def at_the_end(claimed: ClaimedRange, value: float, text: str) -> KnownRange | str:
         """For a claim about the whole run: too much is wrong at any time, too little only at the end."""
-        ended = record.state == "done" or value > claimed[1] * (1 + ROUNDING)
-        return KnownRange(value, value, text) if ended else f"{text} so far"
+        decided = record.state == "done" or value > claimed[1] * (1 + ROUNDING)
+        return KnownRange(value, value, text) if decided else f"{text} so far"
 
     def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
@@ -272,48 +268,54 @@ def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
                 if not dataset_tokens:
                     return "the prepared dataset is missing"
                 epochs = summary.tokens / dataset_tokens
-                return at_the_end(
-                    claimed, epochs, f"{epochs:.2f} epochs of {format_count(dataset_tokens)} tokens"
-                )
+                text = f"{epochs:.2f} epochs of {format_count(dataset_tokens)} tokens"
+                return at_the_end(claimed, epochs, text)
             case "tokens_per_second":
                 speed = record.tokens_per_second
-                return (
-                    "not measured"
-                    if speed is None
-                    else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
-                )
+                if speed is None:
+                    return "not measured"
+                return KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
             case "duration":
-                return at_the_end(
-                    claimed,
-                    took := summary.training_seconds,
-                    f"training time {format_seconds(took)}",
-                )
+                seconds = summary.training_seconds
+                return at_the_end(claimed, seconds, f"training time {format_seconds(seconds)}")
             case "memory":
                 peak = summary.peak_gib
-                return (
-                    KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB")
-                    if peak
-                    else "not measured"
-                )
-        began = summary.began or 0.0
-        steps = summary.steps
-        at: float | None = {
-            "steps": claim.amount,
-            "tokens": claim.amount / each if each else None,
-            "epochs": claim.amount * dataset_tokens / each if manifest and each else None,
-            "percent": claim.amount / 100 * steps if steps else None,
-            "seconds": next(
-                (float(s.step) for s in record.steps if s.time - began >= claim.amount), None
-            ),
-        }[claim.unit]
-        measured = [
-            (event.step, event.perplexity) for event in record.evals if event.perplexity is not None
-        ]
-        if at is None or not measured:
-            return "no evaluation"
-        step, value = min(measured, key=lambda one: abs(one[0] - at))
-        if abs(step - at) > max(_NEAR * at, 1):
-            return f"no evaluation near it; the nearest is at step {step:,}"
-        return KnownRange(value, value, f"{value:.4g} at step {step:,}")
+                if not peak:
+                    return "not measured"
+                return KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB")
+        return _perplexity(record, claim, dataset_tokens)
 
     return compare_claims(record.expected, known)
+
+
+def _perplexity(record: RunRecord, claimed_at: Duration, dataset_tokens: int) -> KnownRange | str:
+    """The perplexity of the evaluation nearest to a point of the run, or why there is none."""
+    summary = record.summary
+    tokens_per_step = summary.tokens / summary.step if summary.step else None
+    amount = claimed_at.amount
+
+    # The point of the claim in steps; None where its unit cannot be converted yet.
+    claimed_step: float | None = None
+    match claimed_at.unit:
+        case "steps":
+            claimed_step = amount
+        case "tokens" if tokens_per_step:
+            claimed_step = amount / tokens_per_step
+        case "epochs" if tokens_per_step and record.manifest:
+            claimed_step = amount * dataset_tokens / tokens_per_step
+        case "percent" if summary.steps:
+            claimed_step = amount / 100 * summary.steps
+        case "seconds":
+            began = summary.began or 0.0
+            later_steps = (step.step for step in record.steps if step.time - began >= amount)
+            claimed_step = next(later_steps, None)
+
+    evaluations = [
+        (event.step, event.perplexity) for event in record.evals if event.perplexity is not None
+    ]
+    if claimed_step is None or not evaluations:
+        return "no evaluation"
+    step, perplexity = min(evaluations, key=lambda evaluation: abs(evaluation[0] - claimed_step))
+    if abs(step - claimed_step) > max(_NEAR * claimed_step, 1):
+        return f"no evaluation near it; the nearest is at step {step:,}"
+    return KnownRange(perplexity, perplexity, f"{perplexity:.4g} at step {step:,}")
