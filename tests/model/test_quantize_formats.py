@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from quantised_oracle import SHAPES, digest, weight_of
+from quantized_oracle import SHAPES, digest, weight_of
 from torch import Tensor
 
 from bloomery.model.io.quantized import (

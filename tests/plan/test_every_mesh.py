@@ -4,7 +4,7 @@ With the functions that `bloomery.runs.lifecycle.start` calls before it starts a
 """
 
 import pytest
-from test_every_card import RECIPES
+from test_every_gpu import RECIPES
 
 from bloomery.hardware.machine import Machine
 from bloomery.plan.gather import facts_of

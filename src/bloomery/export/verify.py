@@ -1,6 +1,6 @@
 """Verification of a GGUF file against the model that it was made from: every tensor, the token ids and the template.
 
-What llama.cpp computes from such a file is compared in `tests/gguf_graph_oracle.py`, for every family and type.
+What llama.cpp computes from such a file is compared in `tests/export/gguf_graph_oracle.py`, for every family and type.
 """
 
 from collections.abc import Callable, Iterator

@@ -53,7 +53,7 @@ class OptimizerSpec:
 
 def _adamw_update_bytes(update: Update) -> float:
     """None in torch's fused AdamW; else five pieces, half a piece more for stochastic rounding on a CPU, and four more
-    for states in CPU memory (measured: tests/train/test_lean_scratch.py).
+    for states in CPU memory (measured: tests/train/test_optimizer_scratch_memory.py).
     """
     mode = update.mode
     if not mode.saves_optimizer_memory:

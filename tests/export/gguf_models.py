@@ -2,14 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import torch
-
-sys.path.append(str(Path(__file__).parent / "model"))
-
 import tiny_models
+import torch
 
 from models_for_tests import make_tokenizer
 

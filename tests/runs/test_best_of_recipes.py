@@ -1,6 +1,6 @@
 """Recipes drawn at random train as commands do; events, best.json, metrics.json, report, terminal and `eval` agree.
 
-A table of the runs: `python -m pytest -m soak -n 0 -s tests/launch/test_best_of_recipes.py`.
+A table of the runs: `python -m pytest -m soak -n 0 -s tests/runs/test_best_of_recipes.py`.
 """
 
 import ast

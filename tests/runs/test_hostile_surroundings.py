@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
-from test_flow import is_gone, worker_of
+from test_lifecycle import is_gone, worker_of
 
 from bloomery.monitor.events import RunEnded, Saved, StepDone, Warned, read_events
 from bloomery.monitor.sinks import LogFile

@@ -1,7 +1,7 @@
 """Small weights, and a record of what bitsandbytes makes of them, for tests where it is not installed.
 
 pip install --no-deps 'bitsandbytes>=0.50'
-PYTHONPATH=tests/model python tests/model/quantised_oracle.py > tests/model/quantised_by_bitsandbytes.json
+PYTHONPATH=tests/model python tests/model/quantized_oracle.py > tests/model/quantised_by_bitsandbytes.json
 """
 
 import base64

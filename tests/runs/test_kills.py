@@ -18,7 +18,7 @@ from runs_of_bloomery import (
     why_no_strace,
     write_workshop,
 )
-from test_flow import worker_of
+from test_lifecycle import worker_of
 
 from bloomery.monitor.events import Phase, RunEnded, StepDone
 

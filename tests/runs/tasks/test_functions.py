@@ -29,7 +29,7 @@ from bloomery.runs.tasks.items import (
 )
 from bloomery.runs.tasks.statistics import pass_at_k
 
-HOME = Path(__file__).parents[2]
+HOME = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

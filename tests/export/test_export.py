@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from gguf_models import saved_adapter
 from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,6 @@ from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import DeviceStats, EventLog
 from bloomery.train.model_folder import find_model
-from gguf_models import saved_adapter
 from models_for_tests import make_model, make_run
 
 TOKENS = torch.arange(40)[None]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans_for_tests import tiny_config
-from test_lean_adamw import PLAN, Some, same, train
+from test_adamw import PLAN, Some, same, train
 
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel import offload

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks.memory_tracker import peak_bytes
-from test_lean_adamw import PLAN
+from test_adamw import PLAN
 from torch import nn
 
 from bloomery.train.optim import common as optim_pieces

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from gguf_graph_oracle import check_gguf
+from gguf_models import saved_adapter, saved_case, saved_pieces
 from safetensors.torch import load_file, save_file
 
 import preloaded
@@ -32,8 +34,6 @@ from bloomery.export.verify import error_bound
 from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.model.presets import read_config
 from bloomery.train.model_folder import find_model
-from gguf_graph_oracle import check_gguf
-from gguf_models import saved_adapter, saved_case, saved_pieces
 from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others
