@@ -32,7 +32,8 @@ SETTINGS = {
     "repetition_penalty": "repeat_penalty",
 }
 _MARKS = tuple(f"@@{letter}@@" for letter in "ABCDE")
-_TRIED = (
+# A translation must write these as the chat template does.
+_CONVERSATIONS = (
     (Message("user", "Hello!"),),
     (Message("user", "What is 2 + 2?"), Message("assistant", "4"), Message("user", "And\n\n3?")),
     (Message("system", "Be brief."), Message("user", "Hi")),
@@ -60,10 +61,13 @@ class Translation:
 
     def go(self) -> str:
         """The Go template of Ollama."""
-        first = self.head
+        start = self.head
         if self.system is not None:
             before, after = self.system
-            first = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{self.head}{{{{ end }}}}"
+            start = (
+                f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}"
+                f"{{{{ else }}}}{self.head}{{{{ end }}}}"
+            )
         turns = "".join(
             f'{{{{ {word} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
             for word, role, (before, after) in (
@@ -71,7 +75,7 @@ class Translation:
                 ("else if", "assistant", self.assistant),
             )
         )
-        return f"{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
+        return f"{start}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text that Ollama writes with it."""
@@ -87,57 +91,68 @@ class Translation:
 
 def translate(render: Render) -> Translation | None:
     """None for a template that is no sequence of messages, each with its own text around it."""
-    a, b, *_ = _MARKS
+    # Three questions and two answers show the text before, between and after them.
     turns = [
         Message("assistant" if number % 2 else "user", mark) for number, mark in enumerate(_MARKS)
     ]
     parts = _cut(render(turns), _MARKS)
     if parts is None:
         return None
-    first, to_answer, to_question, again, _, last = parts
-    if to_answer != again:
+    first, to_answer, to_question, to_second_answer, _, last = parts
+    if to_answer != to_second_answer:
         return None
-    after_user = _shared(to_answer, last)
-    before_user = _shared(first[::-1], to_question[::-1])[::-1]
+
+    # What stands after every question ends it, what stands before every question begins it; the rest belongs to the
+    # start, to answers and to the prompt.
+    after_user = _shared_start(to_answer, last)
+    before_user = _shared_start(first[::-1], to_question[::-1])[::-1]
     head = first.removesuffix(before_user)
     before_answer = to_answer.removeprefix(after_user)
+    after_answer = to_question.removesuffix(before_user)
     prompt = last.removeprefix(after_user)
-    system = None
-    try:
-        with_system = _cut(render([Message("system", a), Message("user", b)]), (a, b))
-    except UserError:  # some templates refuse a system message
-        with_system = None
-    if with_system is not None and with_system[1].endswith(before_user):
-        system = with_system[0], with_system[1].removesuffix(before_user)
-    made = Translation(
+
+    translation = Translation(
         head,
-        system,
+        _around_system(render, before_user),
         (before_user, after_user),
-        (before_answer, to_question.removesuffix(before_user)),
+        (before_answer, after_answer),
         prompt,
     )
-    if "{{" in json.dumps(vars(made)) or '"""' in made.go():
+    if "{{" in json.dumps(vars(translation)) or '"""' in translation.go():
         return None
-    for tried in _TRIED:
-        if (system is not None or tried[0].role != "system") and made.render(tried) != render(
-            tried
-        ):
+    for conversation in _CONVERSATIONS:
+        if conversation[0].role == "system" and translation.system is None:
+            continue
+        if translation.render(conversation) != render(conversation):
             return None
-    return made
+    return translation
 
 
-def _shared(one: str, other: str) -> str:
+def _around_system(render: Render, before_user: str) -> tuple[str, str] | None:
+    """The text before and after a system message; None where the template takes none of its own."""
+    system, question, *_ = _MARKS
+    conversation = [Message("system", system), Message("user", question)]
+    try:
+        parts = _cut(render(conversation), (system, question))
+    except UserError:  # some templates refuse a system message
+        return None
+    if parts is None or not parts[1].endswith(before_user):
+        return None
+    return parts[0], parts[1].removesuffix(before_user)
+
+
+def _shared_start(text: str, other_text: str) -> str:
     """The longest text that both begin with."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    return one[:same]
+    pairs = zip(text, other_text, strict=False)
+    return text[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str] | None:
     """The text before, between and after the marks; None where one is not there once, in this order."""
     parts = []
     for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found or mark in text:
+        before, separator, text = text.partition(mark)
+        if not separator or mark in text:
             return None
         parts.append(before)
     return [*parts, text]
@@ -146,64 +161,73 @@ def _cut(text: str, marks: Sequence[str]) -> list[str] | None:
 def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, list[str]]:
     """Its text, and what Ollama does differently."""
     lines = [f"FROM ./{file}"]
-    notes = list[str]()
-    stops = list[str]()
+    notes: list[str] = []
     if own_templates(tokenizer.config):
-        template = find_template(None, tokenizer.config)
-        names = {
-            role: _text(tokenizer.config[role])
-            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if tokenizer.config.get(role)
-        }
-        process = TemplateProcess(template, names, tokenizer.control_tokens())
-
-        def render(messages: Sequence[Message]) -> str:
-            job = {
-                "messages": [as_turn(message) for message in messages],
-                "tools": [],
-                "train_on": None,
-            }
-            (answer,) = process.read([{**job, "prompt": True}])
-            if "error" in answer:
-                raise process.error(answer["error"])
-            text: str = answer["text"]
-            # Ollama adds it before the prompt
-            begin = names.get("bos_token", "") if tokenizer.prefix else ""
-            return text.removeprefix(begin)
-
-        try:
-            translation = translate(render)
-        finally:
-            process.close()
-        if translation is not None:
-            lines.append(f'TEMPLATE """{translation.go()}"""')
-            if translation.system is None:
-                notes.append(
-                    "Ollama ignores system messages: the chat template has no text of its own for them"
-                )
-        else:
+        translation = _translated_template(tokenizer)
+        if translation is None:
             notes.append(
                 "the chat template has no Go form here; Ollama chooses a template of its own"
             )
+        else:
+            lines.append(f'TEMPLATE """{translation.go()}"""')
+            if translation.system is None:
+                notes.append(
+                    "Ollama ignores system messages: the chat template has no text of its own for "
+                    "them"
+                )
         with chat_format(tokenizer, None) as form:
-            stops = [tokenizer.decode([index]) for index in form.stop_ids]
+            stop_texts = [tokenizer.decode([index]) for index in form.stop_ids]
+        lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts]
     else:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
-    for stop in stops:
-        lines.append(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}")
+
+    # Context, sampling and license are those of the model, or of an adapter's base.
     source = files.weights if files.base is None else files.base
     lines.append(f"PARAMETER num_ctx {min(MOST_CONTEXT, read_config(source).max_positions)}")
-    settings = source / "generation_config.json"
-    stated = read_object(settings, fix="correct or delete that file") if settings.is_file() else {}
-    for theirs, ours in SETTINGS.items():
-        if isinstance(value := stated.get(theirs), int | float) and not isinstance(value, bool):
-            lines.append(f"PARAMETER {ours} {value:g}")
-    if (known := license_of(files.weights, files.base)) is not None:
-        lines.append(f'LICENSE """{known}"""')
+    path = source / "generation_config.json"
+    settings = read_object(path, fix="correct or delete that file") if path.is_file() else {}
+    for key, parameter in SETTINGS.items():
+        value = settings.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            lines.append(f"PARAMETER {parameter} {value:g}")
+    license_name = license_of(files.weights, files.base)
+    if license_name is not None:
+        lines.append(f'LICENSE """{license_name}"""')
     return "\n".join(lines) + "\n", notes
 
 
-def _text(token: object) -> str:
+def _translated_template(tokenizer: Tokenizer) -> Translation | None:
+    """The tokenizer's chat template as a Go template; None where it has no such form."""
+    special_tokens = {
+        role: _token_text(tokenizer.config[role])
+        for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if tokenizer.config.get(role)
+    }
+    template = find_template(None, tokenizer.config)
+    process = TemplateProcess(template, special_tokens, tokenizer.control_tokens())
+    # Ollama adds the BOS token before the prompt.
+    bos = special_tokens.get("bos_token", "") if tokenizer.prefix else ""
+
+    def render(messages: Sequence[Message]) -> str:
+        job = {
+            "messages": [as_turn(message) for message in messages],
+            "tools": [],
+            "train_on": None,
+            "prompt": True,
+        }
+        (answer,) = process.read([job])
+        if "error" in answer:
+            raise process.error(answer["error"])
+        text: str = answer["text"]
+        return text.removeprefix(bos)
+
+    try:
+        return translate(render)
+    finally:
+        process.close()
+
+
+def _token_text(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
