@@ -9,7 +9,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -26,17 +26,19 @@ from bloomery.export.gguf_format import (
     ALIGNMENT,
     ARCHITECTURES,
     CONTROL,
+    LARGEST,
     NO_ROPE_EVERY,
     NORMAL,
     PRE_TOKENIZERS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    Piece,
     gguf_library,
     layout,
     splits,
 )
-from bloomery.export.layouts import DTYPES, Exported, draft_of
+from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.families import FAMILIES, config_from_hf
@@ -46,7 +48,7 @@ from bloomery.model.rope import frequencies
 Array = np.ndarray[Any, Any]
 Json = dict[str, Any]
 _AGAIN = "download the file again, from a source that you trust"
-# bytes of a value, by its type
+# Bytes of a value, and its code in `struct`, by the number of its type.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
@@ -57,6 +59,7 @@ MOST_TENSORS = 2**17
 MOST_ENTRIES = 2**22
 MOST_HEADER = 2**26  # bytes of strings and numbers that are kept
 LONGEST_NAME = 256
+MOST_LAYERS = 2**12
 # `general.file_type`, and the type of the same size that no tensor of such a file has: read as that one, its bytes are
 # other numbers, and nothing else in the file tells.
 _FOREIGN_TYPE = {1: "BF16", 32: "F16", 2: "IQ4_NL", 25: "Q4_0"}
@@ -88,7 +91,7 @@ class _Header:
     def __init__(self, content: Any, path: Path) -> None:
         self.content = content
         self.path = path
-        self.at = 0
+        self.position = 0
         self.kept = 0
         self.entries = 0
 
@@ -96,13 +99,15 @@ class _Header:
         return UserError(f"not a valid GGUF file: {problem}", where=str(self.path), fix=_AGAIN)
 
     def take(self, size: int) -> bytes:
-        if size > len(self.content) - self.at:
-            raise self.refuse(f"{size:,} bytes are stated at {self.at:,}, and the file ends before")
+        if size > len(self.content) - self.position:
+            raise self.refuse(
+                f"{size:,} bytes are stated at {self.position:,}, and the file ends before"
+            )
         self.kept += size
         if self.kept > MOST_HEADER:
             raise self.refuse(f"its header is larger than {MOST_HEADER:,} bytes")
-        self.at += size
-        piece: bytes = self.content[self.at - size : self.at]
+        self.position += size
+        piece: bytes = self.content[self.position - size : self.position]
         return piece
 
     def number(self, code: str) -> Any:
@@ -111,11 +116,11 @@ class _Header:
     def string(self, longest: int = MOST_HEADER) -> str:
         size = self.number("Q")
         if size > longest:
-            raise self.refuse(f"a text of {size:,} bytes is stated at {self.at:,}")
+            raise self.refuse(f"a text of {size:,} bytes is stated at {self.position:,}")
         try:
             return self.take(size).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.refuse(f"a text before {self.at:,} is not UTF-8") from error
+            raise self.refuse(f"a text before {self.position:,} is not UTF-8") from error
 
     def value(self) -> Any:
         kind = self.number("I")
@@ -129,15 +134,16 @@ class _Header:
         count = self.number("Q")
         if inner == _ARRAY:
             raise self.refuse("an array holds arrays")
-        least = 8 if inner == _STRING else _SIZES.get(inner)
-        if least is None:
+        least_bytes = 8 if inner == _STRING else _SIZES.get(inner)
+        if least_bytes is None:
             raise self.refuse(f"an array has the unknown type {inner}")
         self.entries += count
-        if count * least > len(self.content) - self.at or self.entries > MOST_ENTRIES:
-            raise self.refuse(f"an array of {count:,} entries is stated at {self.at:,}")
+        most_bytes = len(self.content) - self.position
+        if count * least_bytes > most_bytes or self.entries > MOST_ENTRIES:
+            raise self.refuse(f"an array of {count:,} entries is stated at {self.position:,}")
         if inner == _STRING:
             return [self.string() for _ in range(count)]
-        return list(struct.unpack(f"<{count}{_CODES[inner]}", self.take(count * least)))
+        return list(struct.unpack(f"<{count}{_CODES[inner]}", self.take(count * least_bytes)))
 
 
 def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
@@ -146,69 +152,80 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
     ends with the file.
     """
     with open_input(path) as file:
-        size = path.stat().st_size
-        if size < 24:
+        file_size = path.stat().st_size
+        if file_size < 24:
             raise UserError("not a valid GGUF file: it is too short", where=str(path), fix=_AGAIN)
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    # The first 24 bytes: a tensor takes at least 32 bytes of header, and a key 13.
     header = _Header(content, path)
     if header.take(4) != b"GGUF":
         raise header.refuse("it does not begin with GGUF")
     if (version := header.number("I")) not in (2, 3):
         raise header.refuse(f"its version is {version}, and 2 and 3 are known")
-    count = header.number("Q")
-    keys = header.number("Q")
-    if count > min(MOST_TENSORS, size // 32) or keys > min(MOST_KEYS, size // 13):
-        raise header.refuse(f"{count:,} tensors and {keys:,} keys are stated in {size:,} bytes")
-    facts: Json = {}
-    for _ in range(keys):
+    num_tensors = header.number("Q")
+    num_keys = header.number("Q")
+    most_tensors = min(MOST_TENSORS, file_size // 32)
+    if num_tensors > most_tensors or num_keys > min(MOST_KEYS, file_size // 13):
+        raise header.refuse(
+            f"{num_tensors:,} tensors and {num_keys:,} keys are stated in {file_size:,} bytes"
+        )
+
+    # The metadata, then name, shape, type and place of each tensor.
+    metadata: Json = {}
+    for _ in range(num_keys):
         key = header.string(LONGEST_NAME)
-        if key in facts:
+        if key in metadata:
             raise header.refuse(f"{key} is stated twice")
-        facts[key] = header.value()
-    stated = [_tensor_info(header) for _ in range(count)]
-    alignment = facts.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
+        metadata[key] = header.value()
+    infos = [_tensor_info(header) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    is_power_of_two = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
+    if not is_power_of_two or not 8 <= alignment <= 2**16:
         raise header.refuse(f"its alignment is {str(alignment)[:20]}")
-    start = -(-header.at // alignment) * alignment
+
+    # The tensors: known types and whole blocks, one after the other, up to the end of the file.
+    data_start = -(-header.position // alignment) * alignment
     library = gguf_library()
-    tensors = dict[str, Block]()
-    known = {int(kind): kind for kind in library.GGMLQuantizationType}
+    types_by_number = {int(kind): kind for kind in library.GGMLQuantizationType}
     memory = np.frombuffer(content, dtype=np.uint8)
-    # `end`: of the tensors so far
-    end = 0
-    file_type = facts.get("general.file_type")
-    foreign = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
-    for name, shape, number, offset in stated:
-        if number not in known:
-            raise header.refuse(f"{name} has the unknown type {number}")
+    file_type = metadata.get("general.file_type")
+    foreign_type = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
+    tensors: dict[str, Block] = {}
+    tensors_end = 0
+    for name, shape, type_number, offset in infos:
+        if type_number not in types_by_number:
+            raise header.refuse(f"{name} has the unknown type {type_number}")
         if name in tensors:
             raise header.refuse(f"{name} is stated twice")
-        block, bytes_ = library.GGML_QUANT_SIZES[known[number]]
-        numbers = math.prod(shape)
-        if not shape or 0 in shape or shape[0] % block:
+        tensor_type = types_by_number[type_number]
+        block_numbers, block_bytes = library.GGML_QUANT_SIZES[tensor_type]
+        if not shape or 0 in shape or shape[0] % block_numbers:
             raise header.refuse(f"{name} has the shape {list(shape)}")
-        if offset != end:
+        if offset != tensors_end:
             raise header.refuse(
-                f"{name} is stated at {offset:,}; the tensors before it end at {end:,}"
+                f"{name} is stated at {offset:,}; the tensors before it end at {tensors_end:,}"
             )
-        length = numbers // block * bytes_
-        if start + offset + length > size:
+        num_bytes = math.prod(shape) // block_numbers * block_bytes
+        if data_start + offset + num_bytes > file_size:
             raise header.refuse(f"{name} is outside the file")
-        rows = (*reversed(shape[1:]), shape[0] // block * bytes_)
-        tensors[name] = Block(
-            memory[start + offset :][:length].reshape(rows), known[number], shape, name
-        )
-        end = offset + -(-length // alignment) * alignment
-        if known[number].name == foreign:
+        if tensor_type.name == foreign_type:
             raise header.refuse(
-                f"{name} has the type {foreign}, which no tensor of such a file has"
+                f"{name} has the type {foreign_type}, which no tensor of such a file has"
             )
-    if tensors and size > start + end:
-        raise header.refuse(f"{size - start - end:,} bytes follow the last tensor")
-    return facts, tensors
+        row_bytes = shape[0] // block_numbers * block_bytes
+        data = memory[data_start + offset :][:num_bytes]
+        stored = data.reshape((*reversed(shape[1:]), row_bytes))
+        tensors[name] = Block(stored, tensor_type, shape, name)
+        tensors_end = offset + -(-num_bytes // alignment) * alignment
+    surplus_bytes = file_size - data_start - tensors_end
+    if tensors and surplus_bytes > 0:
+        raise header.refuse(f"{surplus_bytes:,} bytes follow the last tensor")
+    return metadata, tensors
 
 
 def _tensor_info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, number of the type, and offset."""
     name = header.string(LONGEST_NAME)
     dimensions = header.number("I")
     if dimensions > 4:
@@ -245,139 +262,144 @@ def dequantized(block: Any) -> Tensor:
 # The config
 
 
-def config_of(facts: Json, tensors: Mapping[str, Block], path: Path) -> ModelConfig:
+def config_of(metadata: Json, tensors: Mapping[str, Block], path: Path) -> ModelConfig:
     """Raises UserError for an architecture or a value that is not known."""
-    arch = facts.get("general.architecture")
-    families = {each.name: family for family, each in reversed(list(ARCHITECTURES.items()))}
-    if not isinstance(arch, str) or arch not in families:
-        problem = f"{str(arch)[:40]!r} is not a supported GGUF architecture"
+    architecture = metadata.get("general.architecture")
+    families = {graph.name: family for family, graph in reversed(list(ARCHITECTURES.items()))}
+    if not isinstance(architecture, str) or architecture not in families:
+        problem = f"{str(architecture)[:40]!r} is not a supported GGUF architecture"
         raise UserError(problem, where=str(path), fix=f"supported: {', '.join(sorted(families))}")
-    family = families[arch]
+    family = families[architecture]
 
     def fact(name: str, default: Any = None) -> Any:
-        return facts.get(f"{arch}.{name}", default)
+        return metadata.get(f"{architecture}.{name}", default)
 
+    # Sizes, which config_from_hf checks: until then a damaged file may state anything here.
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError("token_embd.weight is missing", where=str(path), fix=_AGAIN)
-    heads = fact("attention.head_count")
-    width = fact("embedding_length")
-    if isinstance(heads, list) or isinstance(fact("feed_forward_length"), list):
+    num_layers = fact("block_count")
+    num_heads = fact("attention.head_count")
+    hidden_size = fact("embedding_length")
+    if isinstance(num_heads, list) or isinstance(fact("feed_forward_length"), list):
         raise UserError(
             "its layers differ in their sizes", where=str(path), fix="choose another model"
         )
-    whole = type(heads) is int and type(width) is int and heads > 0
-    head_dim = fact("attention.key_length", width // heads if whole else None)
+    are_sizes = type(num_heads) is int and type(hidden_size) is int and num_heads > 0
+    width_per_head = hidden_size // num_heads if are_sizes else None
+    head_dim = fact("attention.key_length", width_per_head)
+    norm_eps = fact("attention.layer_norm_rms_epsilon", fact("attention.layer_norm_epsilon"))
+    if isinstance(norm_eps, float):
+        norm_eps = float(f"{norm_eps:.6g}")  # 1e-05 as float32 is 9.9999997e-06
     values = {
         "vocab_size": embedding.shape[-1],
-        "hidden_size": width,
-        "num_layers": fact("block_count"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
         "intermediate_size": fact("feed_forward_length"),
-        "num_heads": heads,
+        "num_heads": num_heads,
         "head_dim": head_dim,
-        "num_kv_heads": fact("attention.head_count_kv", heads),
+        "num_kv_heads": fact("attention.head_count_kv", num_heads),
         "max_positions": fact("context_length"),
-        "norm_eps": fact("attention.layer_norm_rms_epsilon", fact("attention.layer_norm_epsilon")),
+        "norm_eps": norm_eps,
     }
-    if isinstance(values["norm_eps"], float):
-        values["norm_eps"] = float(f"{values['norm_eps']:.6g}")  # 1e-05 as float32 is 9.9999997e-06
-    keys = FAMILIES[family].keys
-    raw: Json = {"model_type": family} | {
-        theirs: values[own] for own, theirs in keys.items() if own in values
-    }
-    raw |= {
-        theirs: f"blk.0.{_FLAGS[own]}.bias" in tensors
-        for own, theirs in FAMILIES[family].flags.items()
-    }
+
+    # A config.json of the family: sizes, biases as the tensors show them, special tokens.
+    raw_config: Json = {"model_type": family}
+    for name, hf_name in FAMILIES[family].keys.items():
+        if name in values:
+            raw_config[hf_name] = values[name]
+    for name, hf_name in FAMILIES[family].flags.items():
+        raw_config[hf_name] = f"blk.0.{_BIASED_TENSORS[name]}.bias" in tensors
     if family in ("llama", "smollm3", "olmo2", "qwen3"):
-        raw["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= {
-        f"{role}_token_id": facts.get(f"tokenizer.ggml.{key}_token_id")
-        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-    }
+        raw_config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    raw_config["tie_word_embeddings"] = "output.weight" not in tensors
+    for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        raw_config[f"{role}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
+
+    # What the graph of a family fixes, or llama.cpp assumes where the file says nothing.
     if family == "gemma2":
-        raw |= {
-            "attn_logit_softcapping": fact("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": fact("final_logit_softcapping", 30.0),
-        }
+        raw_config["attn_logit_softcapping"] = fact("attn_logit_softcapping", 50.0)
+        raw_config["final_logit_softcapping"] = fact("final_logit_softcapping", 30.0)
     elif family == "gemma3_text":
-        raw["final_logit_softcapping"] = fact("final_logit_softcapping")
-        raw["rope_local_base_freq"] = fact("rope.freq_base_swa", 10000.0)
+        raw_config["final_logit_softcapping"] = fact("final_logit_softcapping")
+        raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", 10000.0)
     if ARCHITECTURES[family].window_period:
-        raw["sliding_window"] = fact(
-            "attention.sliding_window", 4096 if family == "gemma2" else None
-        )
-        large = fact("block_count") == {"gemma2": 46}.get(family, 62)
-        raw["query_pre_attn_scalar"] = width // heads if large and whole else head_dim
+        default_window = 4096 if family == "gemma2" else None
+        raw_config["sliding_window"] = fact("attention.sliding_window", default_window)
+        is_largest = num_layers == LARGEST[ARCHITECTURES[family].name]
+        scale_width = width_per_head if is_largest and are_sizes else head_dim
+        raw_config["query_pre_attn_scalar"] = scale_width
     elif family in ("mistral", "phi3"):
-        raw["sliding_window"] = None
-    if family == "smollm3" and type(fact("block_count")) is int:
-        raw["no_rope_layers"] = [
-            int((n + 1) % NO_ROPE_EVERY != 0) for n in range(min(fact("block_count"), 2**12))
+        raw_config["sliding_window"] = None
+    if family == "smollm3" and type(num_layers) is int:
+        raw_config["no_rope_layers"] = [
+            int((layer + 1) % NO_ROPE_EVERY != 0) for layer in range(min(num_layers, MOST_LAYERS))
         ]
     if family != "gpt2":
-        raw |= _rope(fact, tensors, head_dim, path)
-    return config_from_hf(raw, where=str(path))
+        raw_config |= _rope(fact, tensors, head_dim, path)
+    return config_from_hf(raw_config, where=str(path))
 
 
-_FLAGS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
+_BIASED_TENSORS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
 
 
 def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) -> Json:
+    """The keys of config.json about rotary positions."""
     theta = fact("rope.freq_base", 10000.0)
     context = fact("context_length")
-    width = fact("rope.dimension_count", head_dim)
-    share = {} if width == head_dim or not head_dim else {"partial_rotary_factor": width / head_dim}
-    original = fact("rope.scaling.original_context_length", context)
-    kind = fact("rope.scaling.type", "none")
+    rotary_width = fact("rope.dimension_count", head_dim)
+    original_context = fact("rope.scaling.original_context_length", context)
+    scaling_type = fact("rope.scaling.type", "none")
     factor = fact("rope.scaling.factor", 1.0)
-    plain = {"rope_type": "default", "rope_theta": theta}
-    found: Json = {"rope_theta": theta, "rope_parameters": plain, **share}
+    raw_config: Json = {"rope_theta": theta}
+    if rotary_width != head_dim and head_dim:
+        raw_config["partial_rotary_factor"] = rotary_width / head_dim
+
+    # Llama 3's and LongRoPE's scaling are tensors of factors, the others are keys.
     factors = {
-        name: [float(x) for x in dequantized(tensors[key])]
-        for name, key in (
+        kind: [float(number) for number in dequantized(tensors[name])]
+        for kind, name in (
             ("all", "rope_freqs.weight"),
             ("short", "rope_factors_short.weight"),
             ("long", "rope_factors_long.weight"),
         )
-        if key in tensors
+        if name in tensors
     }
-    if kind == "linear":
-        found["rope_parameters"] = plain | {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        yarn = {
+    scaling: Json = {"rope_type": "default"}
+    attention_factor = fact("rope.scaling.attn_factor")
+    if scaling_type == "linear":
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif scaling_type == "yarn":
+        scaling = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": original,
+            "original_max_position_embeddings": original_context,
             "beta_fast": fact("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": fact("rope.scaling.yarn_beta_slow", 1.0),
         }
-        if (
-            (scale := fact("rope.scaling.attn_factor")) is not None
-            and isinstance(factor, float)
-            and factor > 0
-        ):
-            yarn["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
-        found["rope_parameters"] = plain | yarn
+        # llama.cpp multiplies the stated factor by YaRN's own.
+        if attention_factor is not None and isinstance(factor, float) and factor > 0:
+            own_factor = 0.1 * math.log(factor) + 1.0
+            scaling["attention_factor"] = attention_factor * own_factor
     elif "short" in factors and "long" in factors:
-        found["original_max_position_embeddings"] = original
-        found["rope_parameters"] = plain | {
+        raw_config["original_max_position_embeddings"] = original_context
+        scaling = {
             "rope_type": "longrope",
             "short_factor": factors["short"],
             "long_factor": factors["long"],
-            "factor": context / original,
-            "attention_factor": fact("rope.scaling.attn_factor", 1.0),
+            "factor": context / original_context,
+            "attention_factor": 1.0 if attention_factor is None else attention_factor,
         }
-    elif "all" in factors and any(abs(each - 1) > 1e-6 for each in factors["all"]):
-        found["rope_parameters"] = plain | _llama3(factors["all"], theta, context)
-    elif kind not in ("none", "linear", "longrope"):
+    elif any(abs(number - 1) > 1e-6 for number in factors.get("all", [])):
+        scaling = _llama3(factors["all"], theta, context)
+    elif scaling_type not in ("none", "longrope"):
         raise UserError(
-            f"RoPE scaling {str(kind)[:40]!r} is not known",
+            f"RoPE scaling {str(scaling_type)[:40]!r} is not known",
             where=str(path),
             fix="choose another model",
         )
-    return found
+    raw_config["rope_parameters"] = {"rope_theta": theta, **scaling}
+    return raw_config
 
 
 def _llama3(factors: list[float], theta: float, context: int) -> Json:
@@ -418,116 +440,77 @@ def _llama3(factors: list[float], theta: float, context: int) -> Json:
 # The tokenizer
 
 
-def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
+def tokenizer_of(metadata: Json, path: Path) -> Tokenizer:
     """Raises UserError for a tokenizer that is not known."""
 
     def refuse(problem: str) -> UserError:
-        return UserError(
-            problem, where=str(path), fix="choose a file with a BPE or SentencePiece tokenizer"
-        )
+        fix = "choose a file with a BPE or SentencePiece tokenizer"
+        return UserError(problem, where=str(path), fix=fix)
 
     def key(name: str, default: Any = None) -> Any:
-        return facts.get(f"tokenizer.ggml.{name}", default)
+        return metadata.get(f"tokenizer.ggml.{name}", default)
 
     kind = key("model")
     tokens = key("tokens")
     types = key("token_type")
     if kind not in ("gpt2", "llama"):
         raise refuse(f"tokenizer {str(kind)[:40]!r} is not known")
-    if not _texts(tokens):
+    if not _is_list_of_texts(tokens):
         raise refuse("the file has no list of tokens")
-    types = [NORMAL] * len(tokens) if types is None else types
+    if types is None:
+        types = [NORMAL] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise refuse("the file has another number of tokens than of their types")
-    pads = [
-        t == UNUSED and re.fullmatch(r"\[PAD\d+\]", token) is not None
-        for token, t in zip(tokens, types, strict=True)
-    ]
-    vocab = {token: index for index, token in enumerate(tokens) if not pads[index]}
-    if len(vocab) != len(tokens) - sum(pads):
-        (twice, _), *_ = Counter(
-            token for token, pad in zip(tokens, pads, strict=True) if not pad
-        ).most_common(1)
-        raise refuse(f"the token {twice[:40]!r} is stated twice")
-    flags = {"single_word": False, "lstrip": False, "normalized": False}
-    added = [
+
+    # The vocabulary without the tokens that only fill it up.
+    vocabulary: dict[str, int] = {}
+    for index, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
+        if token_type == UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
+            continue
+        if token in vocabulary:
+            raise refuse(f"the token {token[:40]!r} is stated twice")
+        vocabulary[token] = index
+    added_tokens = [
         {
             "id": index,
             "content": token,
             "special": types[index] != USER_DEFINED,
-            "rstrip": strips_after(token, facts),
-            **flags,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips_after(token, metadata),
+            "normalized": False,
         }
-        for token, index in vocab.items()
+        for token, index in vocabulary.items()
         if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
-    shared: Json = {
+    description: Json = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": added_tokens,
         "post_processor": None,
         "normalizer": None,
         "pre_tokenizer": None,
     }
     if kind == "gpt2":
-        pre = key("pre", "default")
+        pre_tokenizer = key("pre", "default")
         merges = key("merges")
-        if pre not in PRE_TOKENIZERS:
+        if pre_tokenizer not in PRE_TOKENIZERS:
+            known = ", ".join(PRE_TOKENIZERS)
             raise refuse(
-                f"pre-tokenizer {str(pre)[:40]!r} is not known; these are: {', '.join(PRE_TOKENIZERS)}"
+                f"pre-tokenizer {str(pre_tokenizer)[:40]!r} is not known; these are: {known}"
             )
-        if not _texts(merges) or any(merge.count(" ") != 1 for merge in merges):
+        if not _is_list_of_texts(merges) or any(merge.count(" ") != 1 for merge in merges):
             raise refuse("the file has no list of merges")
-        patterns, whole = PRE_TOKENIZERS[pre]
-        steps = splits(patterns)["pretokenizers"]
-        level = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
-        model: Json = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": whole,
-            "vocab": vocab,
-            "merges": [merge.split(" ") for merge in merges],
-        }
-        shared |= {
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, level]},
-            "decoder": level,
-            "model": model,
-        }
+        description |= _byte_level_bpe(vocabulary, merges, pre_tokenizer)
     else:
         scores = key("scores")
         if not isinstance(scores, list) or len(scores) != len(tokens) or UNKNOWN not in types:
             raise refuse("the file has no score for each token, or no unknown token")
-        prefixed = bool(key("add_space_prefix", True))
-        replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-        first = {"type": "Prepend", "prepend": "▁"}
-        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-        decoders = [
-            back,
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            *([strip] if prefixed else []),
-        ]
         pieces = list(zip(tokens, scores, types, strict=True))
-        shared |= {
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [*([first] if prefixed else []), replaced],
-            },
-            "decoder": {"type": "Sequence", "decoders": decoders},
-            "model": bpe_of_pieces(pieces, True),
-        }
+        description |= _sentencepiece_bpe(pieces, prefixed=bool(key("add_space_prefix", True)))
+
+    # Special tokens by their role, and a BOS token before each text where the file asks for it.
     config: Json = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = key(f"{name}_token_id")
@@ -535,30 +518,80 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
             config[f"{role}_token"] = tokens[index]
     bos = config.get("bos_token")
     if bos is not None and key("add_bos_token", kind == "llama"):
-        template = [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        stated = {"id": bos, "ids": [vocab[bos]], "tokens": [bos]}
-        shared["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": template,
-            "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: stated},
-        }
-    if isinstance(template_text := facts.get("tokenizer.chat_template"), str):
-        config["chat_template"] = template_text
-    control = {name for name in config.values() if name in vocab}
-    return Tokenizer(JsonBackend(shared, str(path), control), config)
+        description["post_processor"] = _bos_before_text(bos, vocabulary[bos])
+    chat_template = metadata.get("tokenizer.chat_template")
+    if isinstance(chat_template, str):
+        config["chat_template"] = chat_template
+    control_tokens = {name for name in config.values() if name in vocabulary}
+    return Tokenizer(JsonBackend(description, str(path), control_tokens), config)
 
 
-def strips_after(token: str, facts: Json) -> bool:
+def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str], pre_tokenizer: str) -> Json:
+    patterns, ignores_merges = PRE_TOKENIZERS[pre_tokenizer]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    steps = [*splits(patterns)["pretokenizers"], byte_level]
+    return {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": ignores_merges,
+            "vocab": vocabulary,
+            "merges": [merge.split(" ") for merge in merges],
+        },
+    }
+
+
+def _sentencepiece_bpe(pieces: list[tuple[str, float, int]], *, prefixed: bool) -> Json:
+    """`prefixed`: a space is put before a text, and taken away again when it is decoded."""
+    normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    decoders: list[Json] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        normalizers.insert(0, {"type": "Prepend", "prepend": "▁"})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": bpe_of_pieces(pieces, True),
+    }
+
+
+def _bos_before_text(bos: str, index: int) -> Json:
+    template = [
+        {"SpecialToken": {"id": bos, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    return {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+    }
+
+
+def strips_after(token: str, metadata: Json) -> bool:
     """Whether white space after a special token is dropped: llama.cpp does so in models that are named Phi-3."""
-    phi = re.search("phi-?3", str(facts.get("general.name", "")).lower()) is not None
-    return phi and token not in ("<unk>", "<s>", "<|endoftext|>")
+    name = str(metadata.get("general.name", "")).lower()
+    is_phi3 = re.search("phi-?3", name) is not None
+    return is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
-def _texts(value: object) -> bool:
+def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
 
 
@@ -571,75 +604,85 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     Raises UserError.
     """
     if path.is_dir():
-        inside = next((name.name for name in sorted(path.glob("*.gguf"))), None)
-        fix = (
-            f"name the file: {path / inside}"
-            if inside
-            else "use a folder in Hugging Face format as it is"
-        )
+        files = sorted(path.glob("*.gguf"))
         raise UserError(
-            "the path is a folder, and `import` takes a GGUF file", where=str(path), fix=fix, code=2
-        )
-    facts, tensors = read_gguf(path)
-    if facts.get("general.type", "model") != "model":
-        problem = f"the file holds a {str(facts['general.type'])[:40]}, not a model"
-        raise UserError(problem, where=str(path), fix="name the GGUF file of a model")
-    config = config_of(facts, tensors, path)
-    tokenizer = tokenizer_of(facts, path)
-    owners = {part: piece for piece in reversed(layout(config)) for part in piece.parts}
-    for piece in owners.values():
-        shape = tuple(reversed(tensors[piece.name].shape)) if piece.name in tensors else None
-        if shape != piece.shape:
-            stated = (
-                "missing"
-                if shape is None
-                else f"{list(shape)}; its metadata makes it {list(piece.shape)}"
-            )
-            raise UserError(f"{piece.name} is {stated}", where=str(path), fix=_AGAIN)
-    expected = {piece.name for piece in layout(config)} | {"output.weight"}
-    if surplus := {
-        name for name in tensors if name not in expected and not name.startswith("rope_")
-    }:
-        raise UserError(
-            f"{min(surplus)[:80]} has no place in the model",
+            "the path is a folder, and `import` takes a GGUF file",
             where=str(path),
-            fix="choose another model",
+            fix=f"name the file: {files[0]}"
+            if files
+            else "use a folder in Hugging Face format as it is",
+            code=2,
         )
+    metadata, tensors = read_gguf(path)
+    if metadata.get("general.type", "model") != "model":
+        problem = f"the file holds a {str(metadata['general.type'])[:40]}, not a model"
+        raise UserError(problem, where=str(path), fix="name the GGUF file of a model")
+    config = config_of(metadata, tensors, path)
+    tokenizer = tokenizer_of(metadata, path)
     if tokenizer.vocab_size > config.vocab_size:
         problem = (
             f"the file has {tokenizer.vocab_size:,} tokens and embeddings of {config.vocab_size:,}"
         )
         raise UserError(problem, where=str(path), fix=_AGAIN)
-    kinds = {"F32": "float32", "F16": "float16"}
-    kept = dtype or kinds.get(tensors["blk.0.ffn_down.weight"].tensor_type.name, "bfloat16")
-    last: dict[str, Tensor] = {}
-    shapes = parameter_shapes(config)
+    # The tensor of each parameter; of a tied head the embedding's.
+    pieces = {name: piece for piece in reversed(layout(config)) for name in piece.parts}
+    _refuse_other_tensors(tensors, pieces.values(), config, path)
 
-    def produce(name: str) -> Tensor:
-        piece = owners[name]
-        if piece.name not in last:
-            last.clear()
-            last[piece.name] = piece.apply(dequantized(tensors[piece.name]), undo=True)
-        parts = last[piece.name].split([shapes[part][0] for part in piece.parts])
-        one: Tensor = parts[piece.parts.index(name)].to(DTYPES[kept])
-        if not torch.isfinite(one).all():
-            problem = f"{piece.name} has numbers beyond the range of {kept}"
+    # A tensor of the file may hold several parameters: it is dequantized once for all of them.
+    kept_types = {"F32": "float32", "F16": "float16"}
+    stored_type = tensors["blk.0.ffn_down.weight"].tensor_type.name
+    target = dtype or kept_types.get(stored_type, "bfloat16")
+    shapes = parameter_shapes(config)
+    last_values: dict[str, Tensor] = {}
+
+    def read_parameter(name: str) -> Tensor:
+        piece = pieces[name]
+        if piece.name not in last_values:
+            last_values.clear()
+            last_values[piece.name] = piece.apply(dequantized(tensors[piece.name]), undo=True)
+        parts = last_values[piece.name].split([shapes[part][0] for part in piece.parts])
+        parameter: Tensor = parts[piece.parts.index(name)].to(DTYPES[target])
+        if not torch.isfinite(parameter).all():
+            problem = f"{piece.name} has numbers beyond the range of {target}"
             raise UserError(problem, where=str(path), fix="add --type float32")
-        return one
+        return parameter
 
     with draft_of(out) as draft:
-        write_model_piecewise(produce, config, DTYPES[kept], draft)
+        write_model_piecewise(read_parameter, config, DTYPES[target], draft)
         tokenizer.save(draft)
-        ends = [facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        ids = list(dict.fromkeys(each for each in ends if type(each) is int))
-        settings: Json = {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
-            "pad_token_id": config.pad_token_id,
-        }
-        settings = {key: value for key, value in settings.items() if value is not None}
-        write_json(draft / "generation_config.json", settings)
-    count = Counter(block.tensor_type.name for block in tensors.values())
-    found = ", ".join(f"{number} {name}" for name, number in count.most_common())
-    proofs = (f"{len(tensors)} tensors ({found}) as {kept}, {tokenizer.vocab_size:,} tokens",)
-    return Exported(out, sum(each.stat().st_size for each in out.iterdir()), proofs)
+        write_json(draft / "generation_config.json", _generation_settings(metadata, config))
+
+    counts = Counter(block.tensor_type.name for block in tensors.values())
+    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    proof = f"{len(tensors)} tensors ({types}) as {target}, {tokenizer.vocab_size:,} tokens"
+    return finished_export(out, [proof])
+
+
+def _refuse_other_tensors(
+    tensors: Mapping[str, Block], pieces: Collection[Piece], config: ModelConfig, path: Path
+) -> None:
+    """Raises UserError where the file lacks one of the pieces, has it in another shape, or has more than the model."""
+    for piece in pieces:
+        if piece.name not in tensors:
+            raise UserError(f"{piece.name} is missing", where=str(path), fix=_AGAIN)
+        shape = tuple(reversed(tensors[piece.name].shape))
+        if shape != piece.shape:
+            problem = f"{piece.name} is {list(shape)}; its metadata makes it {list(piece.shape)}"
+            raise UserError(problem, where=str(path), fix=_AGAIN)
+    names = {piece.name for piece in layout(config)} | {"output.weight"}
+    surplus_names = {name for name in tensors if name not in names and not name.startswith("rope_")}
+    if surplus_names:
+        problem = f"{min(surplus_names)[:80]} has no place in the model"
+        raise UserError(problem, where=str(path), fix="choose another model")
+
+
+def _generation_settings(metadata: Json, config: ModelConfig) -> Json:
+    """A text ends with any of the tokens that end a text, a turn or a message."""
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    end_ids = list(dict.fromkeys(index for index in ends if type(index) is int))
+    settings: Json = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": end_ids[0] if len(end_ids) == 1 else end_ids or None,
+        "pad_token_id": config.pad_token_id,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
