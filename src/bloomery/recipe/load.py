@@ -27,8 +27,9 @@ _ALTERNATIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train", tuple(LENGTHS)),
     ("train", ("tokens_per_step", "batch_size")),
 )
-_UNSET = (("tokens_per_step", "auto"),)  # next to batch_size in the complete recipe of a run
-# one of its alternatives
+# A complete recipe of a run has this next to batch_size: it sets nothing.
+_UNSET = (("tokens_per_step", "auto"),)
+# Sections that need one of their alternatives, and an example.
 _NEEDED = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}
 # Sections that a scalar stands for: `adapter: lora` is `adapter: {kind: lora}`.
 _WITH_KIND: tuple[KeyPath, ...] = (
@@ -39,7 +40,7 @@ _WITH_KIND: tuple[KeyPath, ...] = (
     ("tokenizer", "train"),
     ("model", "rope_scaling"),
 )
-# another kind has other keys
+# Another kind has other keys: it drops those that it would inherit.
 _KIND_REPLACES: tuple[KeyPath, ...] = (("adapter",), ("optimizer", "schedule"))
 _COMMAND_LINE = "command line"
 _HEADER = "# The recipe of this run, complete: every key, and where its value came from.\n"
@@ -62,9 +63,10 @@ class _RecipeFile:
 
     @property
     def label(self) -> str:
-        near = self.path.is_relative_to(Path.cwd())
-        path = self.path.relative_to(Path.cwd()) if near else self.path
-        return f"packaged recipe {self.name}" if self.packaged else str(path)
+        if self.packaged:
+            return f"packaged recipe {self.name}"
+        here = self.path.is_relative_to(Path.cwd())
+        return str(self.path.relative_to(Path.cwd()) if here else self.path)
 
 
 def packaged() -> dict[str, Path]:
@@ -79,34 +81,38 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     Relative paths start at the file that holds them; in packaged recipes and overrides, at the working folder.
     A model or tokenizer that is no local folder is left as it is: an id on the Hugging Face Hub.
     """
-    found = _find(source)
-    _refuse_unwritable_names(found.path)
-    return _loaded(found.name, found.label, _extended(found, ()), overrides)
+    file = _find(source)
+    _refuse_unwritable_names(file.path)
+    return _loaded(file.name, file.label, _extended(file, ()), overrides)
 
 
 def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """As `load_recipe`, for YAML without a file; `source` names where its keys come from."""
     _refuse_unwritable_names(Path.cwd())
-    own = _with_kinds(read_yaml(text, source=source, folder=Path.cwd()))
-    return _loaded(_safe_name(name), source, own, overrides)
+    document = _with_kinds(read_yaml(text, source=source, folder=Path.cwd()))
+    return _loaded(_safe_name(name), source, document, overrides)
 
 
 def merged_text(text: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The keys of a YAML text and of overrides, as they are written: without defaults and unchecked."""
-    own = _with_kinds(read_yaml(text, source="", folder=Path.cwd()))
-    merged = reduce(_merged, [own, *(_with_kinds(_override(word)) for word in overrides)])
+    document = _with_kinds(read_yaml(text, source="", folder=Path.cwd()))
+    layers = [document, *(_with_kinds(_override(override)) for override in overrides)]
+    merged = reduce(_merged, layers)
     return merged.data if isinstance(merged.data, dict) else {}
 
 
-def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> LoadedRecipe:
-    document = reduce(_merged, [own, *(_with_kinds(_override(word)) for word in overrides)])
+def _loaded(name: str, label: str, base: Document, overrides: Sequence[str]) -> LoadedRecipe:
+    layers = [base, *(_with_kinds(_override(override)) for override in overrides)]
+    document = reduce(_merged, layers)
+
+    # All mistakes are collected, so that one message lists them.
     mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
     recipe = None
     if isinstance(document.data, dict):
         data = document.data | {"name": document.data.get("name") or _safe_name(name)}
         data = _with_paths(data, document.origins)
-        recipe, wrong = _validated(data, document.origins)
-        mistakes += wrong
+        recipe, invalid_keys = _validated(data, document.origins)
+        mistakes += invalid_keys
     elif not mistakes:
         mistakes.append(
             Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`")
@@ -135,8 +141,8 @@ def json_schema() -> dict[str, Any]:
             if name in properties[key]
         }
         properties[key] = {"anyOf": [{"enum": kinds}, properties[key]]} | described
-    found: dict[str, Any] = _with_lengths(schema | head)
-    return found
+    with_lengths: dict[str, Any] = _with_lengths(schema | head)
+    return with_lengths
 
 
 def _with_lengths(schema: Any) -> Any:
@@ -157,16 +163,15 @@ def provenance(
     recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPath = ()
 ) -> dict[str, str]:
     """Where each key came from: "my.yaml line 12", "packaged recipe X line 3", "command line" or "default"."""
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for key, value in _items(recipe):
         inner = (*path, key)
         if isinstance(value, BaseModel):
-            found |= provenance(value, origins, inner)
+            places |= provenance(value, origins, inner)
         else:
-            found[".".join(map(str, inner))] = (
-                origins[inner].place if inner in origins else "default"
-            )
-    return found
+            place = origins[inner].place if inner in origins else "default"
+            places[".".join(map(str, inner))] = place
+    return places
 
 
 def _refuse_unwritable_names(path: Path) -> None:
@@ -182,32 +187,33 @@ def _refuse_unwritable_names(path: Path) -> None:
 
 
 def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
-    known = packaged()
-    text = str(source)
-    if isinstance(source, str) and text in known:
-        return _RecipeFile(text, known[text], True)
-    path = expanded(text)
-    path = path if folder is None else folder / path
+    """The packaged recipe of this name, else the file. Raises UserError with a similar name."""
+    packaged_recipes = packaged()
+    name = str(source)
+    if isinstance(source, str) and name in packaged_recipes:
+        return _RecipeFile(name, packaged_recipes[name], True)
+    path = expanded(name) if folder is None else folder / expanded(name)
     if path.is_file():
         return _RecipeFile(path.stem, path.absolute(), False)
     if path.is_dir():
         raise UserError(
-            f"{text} is a folder, not a recipe",
+            f"{name} is a folder, not a recipe",
             where=str(path),
             fix="name the YAML file in it",
             code=2,
         )
-    files = (
-        {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")}
-        if path.suffix
-        else {}
-    )
-    near = [files[stem] for stem in closest(path.stem, files, cutoff=0.5)]
-    near = near or closest(path.stem, known, cutoff=0.5)
-    fix = (
-        f"did you mean {near[0]}?" if near else "`bloomery recipes list` lists the packaged recipes"
-    )
-    raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), fix=fix, code=2)
+
+    # A name with a suffix is a file: files next to it are likelier than packaged recipes.
+    neighbors: dict[str, str] = {}
+    if path.suffix:
+        files = path.parent.glob("*.y*ml")
+        neighbors = {file.stem: str(path.with_name(file.name)) for file in files}
+    similar = [neighbors[stem] for stem in closest(path.stem, neighbors, cutoff=0.5)]
+    similar = similar or closest(path.stem, packaged_recipes, cutoff=0.5)
+    fix = "`bloomery recipes list` lists the packaged recipes"
+    if similar:
+        fix = f"did you mean {similar[0]}?"
+    raise UserError(f"there is no recipe {name!r}", where=str(path.absolute()), fix=fix, code=2)
 
 
 def _safe_name(stem: str) -> str:
@@ -228,40 +234,39 @@ def _read(file: _RecipeFile) -> Document:
     return read_yaml(text, source=file.label, folder=folder)
 
 
-def _extended(file: _RecipeFile, seen: tuple[Path, ...]) -> Document:
-    """A file merged onto what it extends."""
-    own = _with_kinds(_read(file))
-    if not isinstance(own.data, dict):
-        if own.data is not None:
+def _extended(file: _RecipeFile, children: tuple[Path, ...]) -> Document:
+    """A file merged onto what it extends. `children`: the files that extend it."""
+    document = _with_kinds(_read(file))
+    if not isinstance(document.data, dict):
+        if document.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
-            own.mistakes.append(
-                Mistake((), file.label, problem, "see `bloomery recipes show everything`")
-            )
-        return Document(None, own.origins, own.mistakes)
-    parent = own.data.pop("extends", None)
+            fix = "see `bloomery recipes show everything`"
+            document.mistakes.append(Mistake((), file.label, problem, fix))
+        return Document(None, document.origins, document.mistakes)
+    parent = document.data.pop("extends", None)
     if parent is None:
-        return own
-    place = place_of(("extends",), own.origins)
+        return document
+
+    # What is wrong with the parent is a mistake of this key; the other keys are checked as well.
+    place = place_of(("extends",), document.origins)
+
+    def without_parent(problem: str, fix: str = "") -> Document:
+        document.mistakes.append(Mistake(("extends",), place, problem, fix))
+        return document
+
     if not isinstance(parent, str):
-        own.mistakes.append(
-            Mistake(("extends",), place, "must be the name of a packaged recipe or a file")
-        )
-        return own
+        return without_parent("must be the name of a packaged recipe or a file")
     try:
-        base = _find(parent, file.path.parent)
+        base_file = _find(parent, file.path.parent)
     except UserError as error:
-        own.mistakes.append(Mistake(("extends",), place, error.problem, error.fix))
-        return own
-    if base.path in (*seen, file.path):
-        chain = " -> ".join(path.name for path in (*seen, file.path, base.path))
-        own.mistakes.append(
-            Mistake(("extends",), place, f"recipes extend each other in a circle: {chain}")
-        )
-        return own
-    below = _extended(base, (*seen, file.path))
-    if isinstance(below.data, dict):
-        below.data.pop("name", None)
-    return _merged(below, own)
+        return without_parent(error.problem, error.fix)
+    if base_file.path in (*children, file.path):
+        chain = " -> ".join(path.name for path in (*children, file.path, base_file.path))
+        return without_parent(f"recipes extend each other in a circle: {chain}")
+    base = _extended(base_file, (*children, file.path))
+    if isinstance(base.data, dict):
+        base.data.pop("name", None)
+    return _merged(base, document)
 
 
 def _with_kinds(document: Document) -> Document:
@@ -276,57 +281,55 @@ def _with_kinds(document: Document) -> Document:
     return document
 
 
-def _override(word: str) -> Document:
+def _override(override: str) -> Document:
     """`section.key=value` as a document; the value is YAML, and text where it cannot be."""
-    dotted, equals, text = word.partition("=")
-    place = _COMMAND_LINE
-    parts = tuple(dotted.strip().split("."))
-    if not equals or not all(parts):
-        problem = f"{dotted[:80]!r} is no override"
-        return Document({}, {}, [Mistake((), place, problem, "write train.epochs=2")])
-    if len(parts) > MAX_DEPTH:
-        return Document(
-            {}, {}, [Mistake((), place, f"an override is nested more than {MAX_DEPTH} levels deep")]
-        )
-    if parts[0] == "extends":
-        return Document(
-            {},
-            {},
-            [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")],
-        )
-    value = read_yaml(text, source=place, folder=Path.cwd())
+    dotted_key, equals, text = override.partition("=")
+    path = tuple(dotted_key.strip().split("."))
+
+    def refused(problem: str, fix: str = "", at: KeyPath = ()) -> Document:
+        return Document({}, {}, [Mistake(at, _COMMAND_LINE, problem, fix)])
+
+    if not equals or not all(path):
+        return refused(f"{dotted_key[:80]!r} is no override", "write train.epochs=2")
+    if len(path) > MAX_DEPTH:
+        return refused(f"an override is nested more than {MAX_DEPTH} levels deep")
+    if path[0] == "extends":
+        return refused("belongs in a file", "name the recipe to extend as RECIPE", path)
+
+    value = read_yaml(text, source=_COMMAND_LINE, folder=Path.cwd())
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
         value = Document(text)  # data.glob=*.go is not YAML: keep the text
-    origin = Origin(place, Path.cwd())
-    paths = [
-        *(parts[:length] for length in range(1, len(parts) + 1)),
-        *(parts + path for path in value.origins),
-    ]
+
+    # The value's own paths lie below the key; each section on the way has an origin, too.
+    sections = [path[:length] for length in range(1, len(path) + 1)]
+    values = [path + inner for inner in value.origins]
+    origins = dict.fromkeys([*sections, *values], Origin(_COMMAND_LINE, Path.cwd()))
     mistakes = [
-        Mistake(parts + wrong.path, place, wrong.problem, wrong.fix) for wrong in value.mistakes
+        Mistake(path + mistake.path, _COMMAND_LINE, mistake.problem, mistake.fix)
+        for mistake in value.mistakes
     ]
     data = value.data
-    for part in reversed(parts):
+    for part in reversed(path):
         data = {part: data}
-    return Document(data, dict.fromkeys(paths, origin), mistakes)
+    return Document(data, origins, mistakes)
 
 
 def _merged(base: Document, over: Document) -> Document:
     """`over` laid onto `base`: sections merge key by key, everything else is replaced."""
     mistakes = base.mistakes + over.mistakes
     if not isinstance(base.data, dict) or not isinstance(over.data, dict):
-        kept = over if isinstance(over.data, dict) else base
-        return Document(kept.data, kept.origins, mistakes)
+        usable = over if isinstance(over.data, dict) else base
+        return Document(usable.data, usable.origins, mistakes)
     origins = dict(base.origins)
     data = _laid(base.data, over.data, (), origins)
-    return Document(
-        data, origins | {path: origin for path, origin in over.origins.items() if path}, mistakes
-    )
+    origins |= {path: origin for path, origin in over.origins.items() if path}
+    return Document(data, origins, mistakes)
 
 
 def _laid(
     base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]
 ) -> dict[str, Any]:
+    """The keys of `over` laid onto those of `base` at `path`; origins of replaced keys are removed in place."""
     result = dict(base)
     for key in _dropped(base, over, path, origins):
         result.pop(key, None)
@@ -351,7 +354,7 @@ def _dropped(
     if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
         return list(base)
     if path == ("model",) and over.get("from") is not None:
-        # a pretrained model has its own sizes
+        # A pretrained model has its own sizes.
         return [key for key in base if key != "implementation"]
     dropped = [
         key
@@ -362,14 +365,14 @@ def _dropped(
     ]
     if path == ("train",) and _outgrown(base, over, origins):
         dropped.append("micro_batch_size")
-    # its reader settings are those of another dataset
+    # Settings of the reader belong to the dataset that they were written for. On the command line the order of
+    # overrides does not matter, so those of the path's own layer stay.
     if path == ("data",) and over.get("path") is not None:
         readers = [
             key
             for key in ("glob", "format", "columns")
             if (*path, key) in origins and key not in over
         ]
-        # overrides: in any order
         dropped += [key for key in readers if origins[*path, key].place != _COMMAND_LINE]
     return dropped
 
@@ -378,17 +381,20 @@ def _outgrown(
     base: Mapping[str, Any], over: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
 ) -> bool:
     """Whether a recipe's micro-batch does not divide the batch size of the layer above it: the plan chooses another."""
-    batch = over.get("batch_size")
-    micro = base.get("micro_batch_size")
-    if type(batch) is not int or type(micro) is not int or "micro_batch_size" in over or micro < 1:
+    batch_size = over.get("batch_size")
+    micro_batch_size = base.get("micro_batch_size")
+    if type(batch_size) is not int or type(micro_batch_size) is not int:
         return False
-    path = ("train", "micro_batch_size")
-    return batch % micro > 0 and not (path in origins and origins[path].place == _COMMAND_LINE)
+    if "micro_batch_size" in over or micro_batch_size < 1:
+        return False
+    origin = origins.get(("train", "micro_batch_size"))
+    typed = origin is not None and origin.place == _COMMAND_LINE
+    return batch_size % micro_batch_size > 0 and not typed
 
 
 def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
-    for known in [known for known in origins if known[: len(path)] == path]:
-        del origins[known]
+    for inner in [inner for inner in origins if inner[: len(path)] == path]:
+        del origins[inner]
 
 
 # Checking
@@ -397,16 +403,16 @@ def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
 def _validated(
     data: dict[str, Any], origins: Mapping[KeyPath, Origin]
 ) -> tuple[Recipe | None, list[Mistake]]:
-    sections = {key for key, field in Recipe.model_fields.items() if key not in ("name", "extends")}
-    filled = {
-        key: {} if value is None and key in sections else value for key, value in data.items()
-    }
-    filled = {"model": {}, "data": {}} | filled
-    mistakes = list(_contradictions(filled, origins))
+    # A section with nothing below it is the section with its defaults.
+    section_names = Recipe.model_fields.keys() - {"name", "extends"}
+    sections: dict[str, Any] = {"model": {}, "data": {}}
+    for key, value in data.items():
+        sections[key] = {} if value is None and key in section_names else value
+    mistakes = list(_contradictions(sections, origins))
     try:
-        return Recipe.model_validate_json(json.dumps(filled), strict=True), mistakes
+        return Recipe.model_validate_json(json.dumps(sections), strict=True), mistakes
     except ValidationError as error:
-        return None, from_pydantic(error, filled, origins) + mistakes
+        return None, from_pydantic(error, sections, origins) + mistakes
 
 
 def mistakes_in(data: dict[str, Any]) -> list[Mistake]:
@@ -417,40 +423,37 @@ def mistakes_in(data: dict[str, Any]) -> list[Mistake]:
 def _contradictions(
     data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
 ) -> Iterator[Mistake]:
+    """Alternatives that are set together, or not at all where one is needed; and an impossible validation share."""
     for section, choices in _ALTERNATIVES:
-        given = data.get(section, {})
-        if not isinstance(given, dict):
+        values = data.get(section, {})
+        if not isinstance(values, dict):
             continue
-        said = [
+        given_keys = [
             key
             for key in choices
-            if given.get(key) not in (None, []) and (key, given[key]) not in _UNSET
+            if values.get(key) not in (None, []) and (key, values[key]) not in _UNSET
         ]
-        if len(said) > 1:
-            problem = f"sets {' and '.join(said)}, but only one of them can be set"
-            yield Mistake(
-                (section,),
-                place_of((section, said[-1]), origins),
-                problem,
-                f"keep one of {', '.join(said)}",
-            )
-        if not said and section in _NEEDED:
+        if len(given_keys) > 1:
+            problem = f"sets {' and '.join(given_keys)}, but only one of them can be set"
+            place = place_of((section, given_keys[-1]), origins)
+            yield Mistake((section,), place, problem, f"keep one of {', '.join(given_keys)}")
+        if not given_keys and section in _NEEDED:
             problem = f"needs one of {', '.join(choices)}"
             yield Mistake((section,), place_of((section,), origins), problem, _NEEDED[section])
-    held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
-    if isinstance(held_out, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", held_out):
-        is_share = 0 <= float(held_out.strip().rstrip("%")) <= 50
-    else:
-        is_share = (
-            isinstance(held_out, int | float)
-            and not isinstance(held_out, bool)
-            and 0 <= held_out <= 0.5
-        )
-    if held_out is not None and not _is_path(held_out) and not is_share:
+
+    validation = data["data"].get("validation") if isinstance(data["data"], dict) else None
+    if validation is not None and not _is_path(validation) and not _is_share(validation):
+        path = ("data", "validation")
         problem = (
             "must be a share from 0% to 50%, the path of another dataset, or a split of the dataset"
         )
-        yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
+        yield Mistake(path, place_of(path, origins), problem)
+
+
+def _is_share(value: object) -> bool:
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", value):
+        return 0 <= float(value.strip().rstrip("%")) <= 50
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.5
 
 
 def _is_path(value: object) -> bool:
@@ -489,25 +492,21 @@ def _sections_at(
 
 def _absolute_or_split(value: str, folder: Path) -> str:
     """A fraction or a plain name that is no path (auto, or a split of the dataset) unchanged; else a path."""
-    plain = not _is_path(value) or (
-        re.fullmatch(r"[\w-]+", value) and not (folder / value).exists()
-    )
-    return value if plain else _absolute(value, folder)
+    is_plain_name = re.fullmatch(r"[\w-]+", value) and not (folder / value).exists()
+    return value if is_plain_name or not _is_path(value) else _absolute(value, folder)
 
 
 def _path_or_hub_id(value: str, folder: Path) -> str:
     """ORG/NAME is a dataset on the Hub, unless a file or a folder ORG is here or NAME ends as a file does."""
-    found = re.fullmatch(r"(?P<org>[A-Za-z0-9][\w.-]*)/[\w.-]*?(?P<suffix>\.[A-Za-z]\w*)?", value)
-    local = found is None or found["suffix"] or (folder / found["org"]).exists()
-    return _absolute(value, folder) if local else f"hub:{value}"
+    hub_id = re.fullmatch(r"(?P<org>[A-Za-z0-9][\w.-]*)/[\w.-]*?(?P<suffix>\.[A-Za-z]\w*)?", value)
+    is_path = hub_id is None or hub_id["suffix"] or (folder / hub_id["org"]).exists()
+    return _absolute(value, folder) if is_path else f"hub:{value}"
 
 
 def _absolute(value: str, folder: Path) -> str:
-    return (
-        value
-        if "://" in value or value.startswith("hub:")
-        else str((folder / expanded(value)).absolute())
-    )
+    if "://" in value or value.startswith("hub:"):
+        return value
+    return str((folder / expanded(value)).absolute())
 
 
 def _found_from_anywhere(command: str, folder: Path) -> str:
@@ -516,23 +515,21 @@ def _found_from_anywhere(command: str, folder: Path) -> str:
         words = shlex.split(command)
     except ValueError:
         return command  # which is refused as such
-    paths = [
-        at
-        for at, word in enumerate(words)
-        if word.startswith(("./", "../", "~/")) or (not at and "/" in word)
+    path_numbers = [
+        number
+        for number, word in enumerate(words)
+        if word.startswith(("./", "../", "~/")) or (number == 0 and "/" in word)
     ]
-    for at in paths:
-        words[at] = _absolute(words[at], folder)
-    return shlex.join(words) if paths else command
+    for number in path_numbers:
+        words[number] = _absolute(words[number], folder)
+    return shlex.join(words) if path_numbers else command
 
 
 def _local_or_name(value: str, folder: Path) -> str:
     """A path when it exists or can only be one; otherwise a name such as a Hub id."""
-    local = folder / expanded(value)
-    named = value.startswith((".", "/", "~")) or (
-        len(value) < 500 and "\n" not in value and local.exists()
-    )
-    return str(local.absolute()) if named else value
+    path = folder / expanded(value)
+    exists = len(value) < 500 and "\n" not in value and path.exists()
+    return str(path.absolute()) if exists or value.startswith((".", "/", "~")) else value
 
 
 _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
