@@ -82,17 +82,19 @@ def command(
     from bloomery.runs.launchers import new_folder
     from bloomery.runs.lifecycle import start
 
-    launcher, own = click.get_current_context().meta.get(LAUNCHER, ((), ()))
-    under = torchrun(launcher, own)
-    if under and not dry_run:
+    # Arguments after -- replace this process by torchrun, which starts the same command on every rank.
+    meta = click.get_current_context().meta
+    launcher_arguments, train_arguments = meta.get(LAUNCHER, ((), ()))
+    launch = torchrun(launcher_arguments, train_arguments)
+    if launch and not dry_run:
         sys.stdout.flush()
-        os.execv(under[0], under)
+        os.execv(launch[0], launch)
     loaded, words = chosen_recipe(recipe, overrides, model, data, fetch=not dry_run)
     if dry_run:
         from bloomery.cli.plan import show_plan
 
         code = show_plan(loaded, devices=devices, source=words)
-        if under:
+        if launch:
             from bloomery.hardware.detect import detect
             from bloomery.plan.resolve import local_plan, wanted
             from bloomery.runs.devices import narrowed
@@ -102,33 +104,27 @@ def command(
                 "environment "
                 + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
             )
-            echo(f"command    {shlex.join(under)}")
+            echo(f"command    {shlex.join(launch)}")
         return code
     if smoke_test:
         from bloomery.cli.smoke_test import run_smoke_test
 
         return run_smoke_test(loaded, words=words, run_dir=run_dir, devices=devices)
+
+    # A recipe that leaves compilation open is timed before a long run on a CPU.
     trial = time_compiling if loaded.recipe.train.compile == "auto" else None
     folder = new_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover, planned=trial))
 
 
-def torchrun(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The command that starts the ranks, each with the same `bloomery train WORDS`; [] without arguments."""
-    if not arguments:
+def torchrun(launcher_arguments: Sequence[str], train_arguments: Sequence[str]) -> list[str]:
+    """The command that starts the ranks, each with the same `bloomery train ...`; [] without launcher arguments."""
+    if not launcher_arguments:
         return []
-    own = [word for word in words if word != "--dry-run"]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *arguments,
-        "-m",
-        "bloomery",
-        "train",
-        *own,
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_arguments]
+    rank_arguments = [argument for argument in train_arguments if argument != "--dry-run"]
+    return [*launcher, "-m", "bloomery", "train", *rank_arguments]
 
 
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
@@ -136,29 +132,30 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     from bloomery.bench.measuring import compile_trial, make_measurement_file
     from bloomery.hardware.calibration import store
 
-    printed = False
+    announced = False
 
-    def begun(_phase: str) -> None:
-        nonlocal printed
-        if not printed:
-            echo(
-                "compile    measuring steps with and without torch.compile (once per model and machine)",
-                err=True,
-            )
-        printed = True
+    def announce(_phase: str) -> None:
+        """Only where something is measured: a known machine begins at once."""
+        nonlocal announced
+        if not announced:
+            text = "measuring steps with and without torch.compile (once per model and machine)"
+            echo(f"compile    {text}", err=True)
+        announced = True
 
-    rows = compile_trial(plan, machine, on_phase=begun)
-    figures = [
-        f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.message})"
-        for row in rows
-    ]
-    if rows:
-        echo(
-            f"compile    step time with torch.compile {figures[0]}, without {figures[1]}", err=True
+    measurements = compile_trial(plan, machine, on_phase=announce)
+    if measurements:
+        compiled, uncompiled = (
+            f"{measurement.step_seconds:.2f} s"
+            if measurement.step_seconds
+            else f"failed ({measurement.message})"
+            for measurement in measurements[:2]
         )
-    card = make_measurement_file(rows, machine)
-    if card is not None and not any(row.disturbed for row in rows):
-        store(card)
+        text = f"step time with torch.compile {compiled}, without {uncompiled}"
+        echo(f"compile    {text}", err=True)
+    measurement_file = make_measurement_file(measurements, machine)
+    disturbed = any(measurement.disturbed for measurement in measurements)
+    if measurement_file is not None and not disturbed:
+        store(measurement_file)
 
 
 def conclude(run: "EndedRun") -> int:
@@ -178,8 +175,10 @@ def conclude(run: "EndedRun") -> int:
     commands = [f"bloomery report {run.name}"]
     objective = read_plan(run.folder / "plan.json").objective.spec
     if not objective.values:  # a reward model generates no text
-        use = f'generate {run.name} --prompt "..."' if objective.reads_text else f"chat {run.name}"
-        commands.insert(0, f"bloomery {use}")
+        try_it = f"bloomery chat {run.name}"
+        if objective.reads_text:
+            try_it = f'bloomery generate {run.name} --prompt "..."'
+        commands.insert(0, try_it)
     echo(f"done       {run.folder}\nnext       " + "\n           ".join(commands))
     return 0
 

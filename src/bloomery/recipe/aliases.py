@@ -94,8 +94,8 @@ def look_up_value(path: KeyPath, value: Any) -> Alias | None:
 def accepted(edit: str, *others: str) -> bool:
     """Whether the schema takes the value of an edit; `others`, such as the `kind`s, stand in the same recipe."""
     data: dict[str, Any] = {"model": {}, "data": {}}
-    for one in (*others, edit):
-        key, _, text = one.partition("=")
+    for written in (*others, edit):
+        key, _, text = written.partition("=")
         *parents, last = key.split(".")
         section = data
         for part in parents:
@@ -105,11 +105,12 @@ def accepted(edit: str, *others: str) -> bool:
         Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         path = edit.partition("=")[0].split(".")
-        for found in error.errors():
-            # a location has the names of union members, too
-            wrong = [part for part in found["loc"] if part in path]
-            wrong += ["kind"] if found["type"] == "union_tag_invalid" else []
-            if wrong[: len(path)] == path:
+        for detail in error.errors():
+            # A location holds the names of union members, too: only parts of the key count.
+            wrong_path = [part for part in detail["loc"] if part in path]
+            if detail["type"] == "union_tag_invalid":
+                wrong_path.append("kind")
+            if wrong_path[: len(path)] == path:
                 return False
     return True
 
@@ -180,18 +181,26 @@ def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> A
         edits, reason = _split(text)
         edits = [_filled(edit, value, siblings) for edit in edits]
         reason = _filled(reason, value, siblings)
-    found = list[str]()
+
+    # A value of another program may have a row of its own; one that the schema refuses is left to the user.
+    usable_edits = list[str]()
     reasons = [reason] if reason else []
     for edit in edits:
-        more, why = _translated(edit) or ((edit,), "")
-        found += [one if "=" not in one or accepted(one) else one.partition("=")[0] for one in more]
-        reasons += [why] if why else []
-    return Alias(shown, row.program, tuple(found), "; ".join(reasons))
+        translated_edits, value_reason = _translated(edit) or ((edit,), "")
+        usable_edits += map(_accepted_part, translated_edits)
+        reasons += [value_reason] if value_reason else []
+    return Alias(shown, row.program, tuple(usable_edits), "; ".join(reasons))
+
+
+def _accepted_part(edit: str) -> str:
+    """The edit, or its key alone where the schema refuses the value."""
+    return edit if "=" not in edit or accepted(edit) else edit.partition("=")[0]
 
 
 def _chosen(answers: Mapping[str, str], value: Any) -> str:
-    given = str(plain(value)).lower()
-    return next((row for name, row in answers.items() if name.lower() == given), answers["else"])
+    value_name = str(plain(value)).lower()
+    by_name = {name.lower(): text for name, text in answers.items()}
+    return by_name.get(value_name, answers["else"])
 
 
 def _split(text: str) -> tuple[list[str], str]:
@@ -205,8 +214,9 @@ def _translated(edit: str) -> tuple[tuple[str, ...], str] | None:
     rows = {_value_name(name): row for name, row in _table()["values"].get(key, {}).items()}
     if (text := rows.get(_value_name(value))) is None:
         return None
-    edits, reason = _split(text)
-    return tuple(one if re.match(r"[a-z_.]+=", one) else f"{key}={one}" for one in edits), reason
+    texts, reason = _split(text)
+    edits = (part if re.match(r"[a-z_.]+=", part) else f"{key}={part}" for part in texts)
+    return tuple(edits), reason
 
 
 def _value_name(value: str) -> str:
@@ -219,15 +229,17 @@ def _value_name(value: str) -> str:
 def _filled(edit: str, value: Any, siblings: Mapping[str, Any]) -> str:
     """A template with the user's value; the key alone where the value cannot be written there."""
 
-    def one(found: re.Match[str]) -> str:
-        name, default = found.groups()
+    unusable = "\0"  # marks a value that the format refuses
+
+    def fill(placeholder: re.Match[str]) -> str:
+        name, default = placeholder.groups()
         if default is not None:
             return str(plain(siblings.get(name, default)))
         text = FORMATS[name](value)
-        return "\0" if text is None else text
+        return unusable if text is None else text
 
-    text = re.sub(r"\{([a-z_0-9]*)(?::([^{}]*))?\}", one, edit)
-    return text.partition("=")[0] if "\0" in text else text
+    text = re.sub(r"\{([a-z_0-9]*)(?::([^{}]*))?\}", fill, edit)
+    return text.partition("=")[0] if unusable in text else text
 
 
 def plain(value: Any) -> str | None:
@@ -292,14 +304,13 @@ FORMATS: dict[str, Callable[[Any], str | None]] = {
 
 def _accumulation(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """`train.batch_size` with its value when the micro-batch size is known, and the formula."""
-    micro = next(
-        (siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int)), None
-    )
-    if micro is None or not isinstance(value, int):
+    sizes = (siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int))
+    micro_batch_size = next(sizes, None)
+    if micro_batch_size is None or not isinstance(value, int):
         reason = "sequences per step: micro-batch size x gradient accumulation x devices"
         return ["train.batch_size"], reason
-    reason = f"sequences per step: {micro} x {value}, times the number of devices"
-    return [f"train.batch_size={micro * value}"], reason
+    reason = f"sequences per step: {micro_batch_size} x {value}, times the number of devices"
+    return [f"train.batch_size={micro_batch_size * value}"], reason
 
 
 def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -353,29 +364,30 @@ _FORMATTED = "the chat template formats the prompts"
 
 def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
     """An answer for each key of the datasets of Axolotl or TRL, however deep: mapped, or with a reason."""
-    listed = value if isinstance(value, list) else [value]
-    found = [
-        (f"{name}[{number}]", one)
-        for number, one in enumerate(listed)
-        if isinstance(one, str | dict)
-    ]
-    sources = [_source(one, place) for place, one in found]
-    for number in [number for number, one in enumerate(listed) if not isinstance(one, str | dict)]:
-        yield Alias(f"{name}[{number}]", reason="no dataset: it has no path")
+    entries = value if isinstance(value, list) else [value]
+    datasets: list[tuple[str, str | dict[str, Any]]] = []
+    for number, entry in enumerate(entries):
+        place = f"{name}[{number}]"
+        if isinstance(entry, str | dict):
+            datasets.append((place, entry))
+        else:
+            yield Alias(place, reason="no dataset: it has no path")
+
+    # One dataset has keys of its own; several are one list.
+    sources = [_source(dataset, place) for place, dataset in datasets]
     if len(sources) == 1:
         for key, (part, origin) in sources[0].items():
-            yield Alias(
-                origin,
-                edits=(f"data.{key}={plain(part)}",),
-                reason=_FORMATTED if key == "format" else "",
-            )
+            reason = _FORMATTED if key == "format" else ""
+            yield Alias(origin, edits=(f"data.{key}={plain(part)}",), reason=reason)
     elif sources:
         text = plain([{key: part for key, (part, _) in source.items()} for source in sources])
         origins = ", ".join(origin for source in sources for _, origin in source.values())
         yield Alias(origins, edits=(f"data.sources={text}",), reason=_FORMATTED)
-    for (place, one), source in zip(found, sources, strict=True):
+
+    # Every other key has an answer of its own.
+    for (place, dataset), source in zip(datasets, sources, strict=True):
         used = {origin for _, origins in source.values() for origin in origins.split(", ")}
-        for path, part in leaves(one if isinstance(one, dict) else {}, (place,)):
+        for path, part in leaves(dataset if isinstance(dataset, dict) else {}, (place,)):
             if ".".join(path) not in used and part not in (None, "", [], {}):
                 yield _dataset_alias(path, part)
 
@@ -424,13 +436,16 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
     """The keys of a source, each with the names of the keys that it comes from."""
     if isinstance(dataset, str):
         return {"path": (dataset, place)}
-    own = dataset.get("type")
-    named = {f"{place}.{name}": (name, column) for name, column in dataset.items()}
-    if isinstance(own, dict):
-        named |= {f"{place}.type.{name}": (name, column) for name, column in own.items()}
+    dataset_type = dataset.get("type")
+
+    # Columns are named next to the type, or inside it where it is a section.
+    named_columns = {f"{place}.{name}": (name, column) for name, column in dataset.items()}
+    if isinstance(dataset_type, dict):
+        for name, column in dataset_type.items():
+            named_columns[f"{place}.type.{name}"] = (name, column)
     columns = dict[str, str]()
     origins = list[str]()
-    for origin, (name, column) in named.items():
+    for origin, (name, column) in named_columns.items():
         if name in _AXOLOTL_COLUMNS and isinstance(column, str) and column:
             columns[_AXOLOTL_COLUMNS[name]] = column
             origins.append(origin)
@@ -439,29 +454,30 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
         if isinstance(mapping, dict) and isinstance(mapping.get(role), str):
             columns[role] = mapping[role]
             origins.append(f"{place}.message_property_mappings.{role}")
-    format = _AXOLOTL_TYPES.get(str(own).partition(".")[0].partition(":")[0])
+
+    # A chosen or rejected response makes it a dataset of preferences, whose messages are the prompt.
+    data_format = _AXOLOTL_TYPES.get(str(dataset_type).partition(".")[0].partition(":")[0])
     if "chosen" in columns or "rejected" in columns:
-        format = "preference"
+        data_format = "preference"
         columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
-    kept = {role: name for role, name in columns.items() if role != name}
+    renamed_columns = {role: column for role, column in columns.items() if role != column}
+
     path = dataset.get("path")
     path_origin = f"{place}.path"
-    if (
-        isinstance(path, str)
-        and isinstance(dataset.get("revision"), str)
-        and _HUB_ID.fullmatch(path)
-    ):
-        path = f"hub:{path.removeprefix('hub:')}@{dataset['revision']}"
+    revision = dataset.get("revision")
+    if isinstance(path, str) and isinstance(revision, str) and _HUB_ID.fullmatch(path):
+        path = f"hub:{path.removeprefix('hub:')}@{revision}"
         path_origin = f"{place}.path, {place}.revision"
+
     parts = {
         "path": (path, path_origin),
-        "format": (format, f"{place}.type" if not isinstance(own, dict) else place),
-        "columns": (kept, ", ".join(origins)),
+        "format": (data_format, place if isinstance(dataset_type, dict) else f"{place}.type"),
+        "columns": (renamed_columns, ", ".join(origins)),
     }
-    found = {key: part for key, part in parts.items() if part[0]}
-    if not kept and origins and "path" in found:  # usual names, which need no setting
-        found["path"] = (found["path"][0], f"{found['path'][1]}, {', '.join(origins)}")
-    return found
+    source = {key: part for key, part in parts.items() if part[0]}
+    if not renamed_columns and origins and "path" in source:  # usual names, which need no setting
+        source["path"] = (path, f"{path_origin}, {', '.join(origins)}")
+    return source
 
 
 _HUB_ID = re.compile(r"(?:hub:)?[\w.-]+/[\w.-]+")
@@ -492,8 +508,8 @@ CALLS = {
 def _with_value(key: Sequence[str], value: Any) -> tuple[str, ...]:
     text = plain(value)
     edit = ".".join(key) if text is None or isinstance(value, dict) else f"{'.'.join(key)}={text}"
-    found = (_translated(edit) or ((edit,), ""))[0]
-    return tuple(one if "=" not in one or accepted(one) else one.partition("=")[0] for one in found)
+    edits, _ = _translated(edit) or ((edit,), "")
+    return tuple(map(_accepted_part, edits))
 
 
 # Keys of the schema
