@@ -66,31 +66,32 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
         return (place, int(line)) if place else (mistake.place, 0)
 
     shown = sorted(unique, key=reading_order)[:_MOST_SHOWN]
+
+    # Where a key has no answer, the keys of its section are listed, once.
     lines = [_EVERY_KEY]
-    for section in dict.fromkeys(
-        one.path[:-1] for one in shown[::-1] if one.problem == _NO_SUCH_KEY and not one.fix
-    ):
+    unanswered = [
+        mistake for mistake in shown if mistake.problem == _NO_SUCH_KEY and not mistake.fix
+    ]
+    for section in dict.fromkeys(mistake.path[:-1] for mistake in reversed(unanswered)):
         if keys := dict.fromkeys(name for model in models_at(section) for name in fields(model)):
             lines.insert(
                 0, f"keys of {'.'.join(map(str, section)) or 'a recipe'}: {', '.join(keys)}"
             )
     fix = _LINE.join(lines)
+
+    # One mistake is the message itself; several are its rows.
     if len(unique) == 1:
-        only = shown[0]
-        parts = (
-            [only.problem, only.key] if only.problem == _NO_SUCH_KEY else [only.key, only.problem]
-        )
-        raise UserError(
-            ": ".join(filter(None, parts)), where=only.place, fix=only.fix or fix, code=2
-        )
-    more = (
-        f"{len(unique)} mistakes"
-        if len(shown) == len(unique)
-        else f"many mistakes, the first {len(shown)}"
-    )
-    raise UserError(
-        _LINE.join([f"the recipe {name} has {more}:", *map(_row, shown)]), fix=fix, code=2
-    )
+        mistake = shown[0]
+        parts = [mistake.key, mistake.problem]
+        if mistake.problem == _NO_SUCH_KEY:
+            parts.reverse()
+        problem = ": ".join(filter(None, parts))
+        raise UserError(problem, where=mistake.place, fix=mistake.fix or fix, code=2)
+    number = f"{len(unique)} mistakes"
+    if len(shown) < len(unique):
+        number = f"many mistakes, the first {len(shown)}"
+    rows = [f"the recipe {name} has {number}:", *map(_row, shown)]
+    raise UserError(_LINE.join(rows), fix=fix, code=2)
 
 
 def _row(mistake: Mistake) -> str:
@@ -107,16 +108,14 @@ def from_pydantic(
     groups: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors()[: 2 * _MOST_SHOWN]:
         groups.setdefault(_written_path(detail, data), []).append(detail)
-    found = list[Mistake]()
+    mistakes = list[Mistake]()
     for path, details in groups.items():
-        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
-        if deeper and all(
-            detail["type"] not in ("extra_forbidden", "missing") for detail in details
-        ):
-            # a section was given where a union also allows a word: only the errors inside it count
-            continue
-        found += _mistakes(path, details, data, origins)
-    return found
+        # Where a union also allows a word, a section that was given counts by the errors inside it alone.
+        has_inner = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
+        about_keys = {"extra_forbidden", "missing"} & {detail["type"] for detail in details}
+        if about_keys or not has_inner:
+            mistakes += _mistakes(path, details, data, origins)
+    return mistakes
 
 
 def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
@@ -145,50 +144,52 @@ def step(data: Any, part: str | int, absent: object = None) -> Any:
 def _mistakes(
     path: KeyPath, details: list[ErrorDetails], data: Any, origins: Mapping[KeyPath, Origin]
 ) -> list[Mistake]:
-    kind = details[0]["type"]
+    error_type = details[0]["type"]
     value = details[0]["input"]
     place = place_of(path, origins)
-    if kind == "missing":
+
+    # Keys that are missing or unknown, and sections of no known kind.
+    if error_type == "missing":
         in_list = isinstance(reduce(step, path, data), list)
-        return [
-            Mistake(path, place, "a value is missing in this list" if in_list else "is missing")
-        ]
-    if kind == "extra_forbidden":
+        problem = "a value is missing in this list" if in_list else "is missing"
+        return [Mistake(path, place, problem)]
+    if error_type == "extra_forbidden":
         return _unknown(path, value, reduce(step, path[:-1], data), origins)
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
+    if error_type in ("union_tag_invalid", "union_tag_not_found"):
         return _kind(path, value, origins)
-    alias = (
-        None
-        if isinstance(value, dict)
-        else look_up_value(path, value) or look_up_value((*path, "kind"), value)
-    )
-    if alias is None and len(path) == 1 and not isinstance(value, dict):
-        alias = look_up(path, value, {})
+
+    # A value of another program has an answer in the table; a section's name may be a key of another program.
+    alias = None
+    if not isinstance(value, dict):
+        alias = look_up_value(path, value) or look_up_value((*path, "kind"), value)
+        if alias is None and len(path) == 1:
+            alias = look_up(path, value, {})
     fix = str(alias or "")
-    if kind == "value_error" and len(details) == 1:
+
+    # What is allowed instead: a sentence of the schema's own, words, or kinds of values.
+    if error_type == "value_error" and len(details) == 1:
         return [Mistake(path, place, str(details[0]["ctx"]["error"]), fix)]
     allowed = [str(detail.get("ctx", {}).get("expected", "")) for detail in details]
     words = [word for text in allowed for word in re.findall(r"'([^']*)'", text)]
-    errors = [str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error"]
-    if errors and words:  # a sentence of its own, and the words that are allowed as well
-        return [
-            Mistake(path, place, f"{errors[0]}, or {_listed(words)}", fix or _nearest(value, words))
-        ]
-    others = dict.fromkeys(
+    sentences = [
+        str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error"
+    ]
+    if sentences and words:
+        problem = f"{sentences[0]}, or {_listed(words)}"
+        return [Mistake(path, place, problem, fix or _nearest(value, words))]
+    expectations = dict.fromkeys(
         _expectation(detail) for detail in details if detail["type"] != "literal_error"
     )
-    expected = [*words, *(part for other in others for part in other.split(" or "))]
+    expected = [*words, *(part for text in expectations for part in text.split(" or "))]
     problem = f"must be {_listed(expected)}, not {_shown(value)}"
     if "false" in expected and isinstance(value, str) and value in _SWITCHES:
         fix = f"write {_SWITCHES[value]}"
     fix = fix or _nearest(value, words)
     number = r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*"
-    if not fix and isinstance(value, str) and re.fullmatch(number, value, re.I):
-        fix = (
-            "remove the quotes"
-            if any(detail["type"] in ("int_type", "float_type") for detail in details)
-            else ""
-        )
+    is_quoted_number = isinstance(value, str) and re.fullmatch(number, value, re.I)
+    if not fix and is_quoted_number:
+        wants_number = any(detail["type"] in ("int_type", "float_type") for detail in details)
+        fix = "remove the quotes" if wants_number else ""
     return [Mistake(path, place, problem, fix)]
 
 
@@ -212,24 +213,34 @@ def _kind(path: KeyPath, value: Any, origins: Mapping[KeyPath, Origin]) -> list[
     """A section without a `kind`, or with one that does not exist: its other keys may have an answer."""
     models = models_at(path)
     kinds = [kind for model in models for kind in get_args(fields(model)["kind"])]
-    given = value if isinstance(value, dict) else {"kind": value}
-    known = {name for model in models for name in fields(model)}
-    found = [
-        m
-        for key in given
-        if key not in known
-        for m in _unknown((*path, key), given[key], given, origins)
+    section = value if isinstance(value, dict) else {"kind": value}
+    known_names = {name for model in models for name in fields(model)}
+    unknown_keys = [
+        mistake
+        for key in section
+        if key not in known_names
+        for mistake in _unknown((*path, key), section[key], section, origins)
     ]
-    kind_key = (*path, "kind")
-    kind = ".".join(map(str, kind_key))
-    if "kind" not in given and any(f"`{kind}=" in mistake.fix for mistake in found):
-        return found
-    alias = look_up_value(kind_key, given.get("kind"))
-    fitting = [model for model in models if given.keys() & known <= fields(model).keys()]
-    name = get_args(fields(fitting[0])["kind"])[0] if len(fitting) == 1 else ""
-    only = f"add `{kind}={name}`" if name else ""
-    fix = str(alias) if alias else only if "kind" not in given else _nearest(given["kind"], kinds)
-    return [Mistake(kind_key, place_of(path, origins), f"must be {_listed(kinds)}", fix), *found]
+
+    # `type: dpo` is answered with `objective.kind=dpo`: nothing more is missing.
+    kind_path = (*path, "kind")
+    kind_key = ".".join(map(str, kind_path))
+    if "kind" not in section and any(f"`{kind_key}=" in mistake.fix for mistake in unknown_keys):
+        return unknown_keys
+
+    # The kind in another program's words, the only one that has these keys, or one of a similar name.
+    alias = look_up_value(kind_path, section.get("kind"))
+    fitting = [model for model in models if section.keys() & known_names <= fields(model).keys()]
+    if alias:
+        fix = str(alias)
+    elif "kind" in section:
+        fix = _nearest(section["kind"], kinds)
+    elif len(fitting) == 1:
+        fix = f"add `{kind_key}={get_args(fields(fitting[0])['kind'])[0]}`"
+    else:
+        fix = ""
+    mistake = Mistake(kind_path, place_of(path, origins), f"must be {_listed(kinds)}", fix)
+    return [mistake, *unknown_keys]
 
 
 def _expectation(detail: ErrorDetails) -> str:

@@ -97,14 +97,14 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
     >>> read_yaml("rate: 1e-4", source="a.yaml", folder=Path()).data
     {'rate': 0.0001}
     """
-    found = _document(text, source)
-    origins = {path: replace(origin, folder=folder) for path, origin in found.origins.items()}
-    return Document(deepcopy(found.data), origins, list(found.mistakes))
+    document = _document(text, source)
+    origins = {path: replace(origin, folder=folder) for path, origin in document.origins.items()}
+    return Document(deepcopy(document.data), origins, list(document.mistakes))
 
 
 @lru_cache(maxsize=256)  # points of a sweep, and recipes with one parent, read the same texts again
 def _document(text: str, source: str) -> Document:
-    """With the origins of a file in this folder."""
+    """The document of `text`, with the working folder as that of its origins."""
     reader = _Reader(source)
     try:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
@@ -126,7 +126,9 @@ def _document(text: str, source: str) -> Document:
 class _BoundedParser(Parser):
     """Counts the events that the composer takes, which recurses as deep as the file nests. Raises _TooMuch."""
 
-    levels = aliases = scalars = 0
+    levels = 0
+    aliases = 0
+    scalars = 0
 
     def get_event(self) -> Any:
         event = super().get_event()
@@ -159,14 +161,11 @@ def _explain(error: Exception, text: str) -> tuple[int, str, str]:
         if "\t" in indent and line.strip():
             return number, "the line is indented with a tab", "YAML wants spaces"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    said = (error.problem if isinstance(error, MarkedYAMLError) else None) or str(
-        error
-    ).splitlines()[0]
-    hint = next(
-        (meaning for words, meaning in _HINTS if words in said),
-        "see `bloomery recipes show everything`",
-    )
-    return (mark.line + 1 if mark is not None else 0), f"this is not YAML: {said}", hint
+    problem = error.problem if isinstance(error, MarkedYAMLError) else None
+    message = problem or str(error).splitlines()[0]
+    hints = (cause for words, cause in _HINTS if words in message)
+    hint = next(hints, "see `bloomery recipes show everything`")
+    return (mark.line + 1 if mark is not None else 0), f"this is not YAML: {message}", hint
 
 
 class _Reader:
@@ -195,8 +194,8 @@ class _Reader:
         )
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        first: dict[str, int] = {}
+        mapping: dict[str, Any] = {}
+        first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             key = key_node.value
             line = key_node.start_mark.line + 1
@@ -205,14 +204,14 @@ class _Reader:
             elif str(key_node.tag) == _CORE + "merge":
                 problem = "the merge key << is not part of YAML 1.2"
                 self._wrong((*path, key), self._place(key_node), problem, "use `extends`")
-            elif key in first:
-                problem = f"duplicate key: first used in line {first[key]}"
+            elif key in first_lines:
+                problem = f"duplicate key: first used in line {first_lines[key]}"
                 self._wrong((*path, key), self._place(key_node), problem, "remove one of the two")
             else:
-                first[key] = line
+                first_lines[key] = line
                 self.origins[*path, key] = Origin(self._place(key_node), Path())
-                found[key] = self.value(value_node, (*path, key))
-        return found
+                mapping[key] = self.value(value_node, (*path, key))
+        return mapping
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind = str(node.tag).removeprefix(_CORE)
