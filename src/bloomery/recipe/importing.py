@@ -113,9 +113,11 @@ def import_recipe(path: Path) -> tuple[str, str]:
     text = read_input(path, MAX_BYTES, code=2).decode("utf-8-sig", errors="replace")
     document = read_yaml(text, source=path.name, folder=path.parent)
     if document.mistakes:
-        wrong = document.mistakes[0]
-        raise UserError(wrong.problem, where=wrong.place, fix=wrong.fix, code=2)
+        mistake = document.mistakes[0]
+        raise UserError(mistake.problem, where=mistake.place, fix=mistake.fix, code=2)
     data = document.data if isinstance(document.data, dict) else {}
+
+    # The program is the one with most keys that it alone has.
     counts = {program: len(signs & data.keys()) for program, signs in _SIGNS.items()}
     program = max(counts, key=lambda name: counts[name])
     if counts[program] < 2:
@@ -127,6 +129,7 @@ def import_recipe(path: Path) -> tuple[str, str]:
             fix=fix,
             code=2,
         )
+
     draft = _Draft()
     for alias in _aliases(data, (), program, draft.empty):
         draft.add(alias)
@@ -155,12 +158,15 @@ def _aliases(
             continue
         alias = alias or Alias(".".join(inner))
         yield alias
-        under = value if isinstance(value, list) else [value]
-        for number, one in enumerate(under):
+
+        # The keys inside a value that is answered as a whole are a part of that answer.
+        recipe_keys = ", ".join(edit.partition("=")[0] for edit in alias.edits)
+        reason = f"part of {recipe_keys}" if recipe_keys else alias.reason
+        items = value if isinstance(value, list) else [value]
+        for number, item in enumerate(items):
             place = (*inner[:-1], f"{inner[-1]}[{number}]") if isinstance(value, list) else inner
-            for deeper, _ in leaves(one if isinstance(one, dict) else {}, place):
-                keys = ", ".join(edit.partition("=")[0] for edit in alias.edits)
-                yield Alias(".".join(deeper), reason=f"part of {keys}" if keys else alias.reason)
+            for leaf_path, _ in leaves(item if isinstance(item, dict) else {}, place):
+                yield Alias(".".join(leaf_path), reason=reason)
 
 
 _DATASETS = ("datasets", "pretraining_dataset")
@@ -177,74 +183,80 @@ def _config_aliases(
     }
     for alias in _aliases(rope, (), program, empty):
         yield replace(alias, name=".".join((*path, alias.name)))
-    for deeper, _ in leaves({key: value for key, value in data.items() if key not in rope}, path):
-        yield Alias(".".join(deeper), reason="not supported: the model's own config is used")
+    others = {key: value for key, value in data.items() if key not in rope}
+    for leaf_path, _ in leaves(others, path):
+        yield Alias(".".join(leaf_path), reason="not supported: the model's own config is used")
 
 
 def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     """The keys that a recipe needs and the other program implies."""
     values = draft.values
+    default = f"the default of {program}"
+
+    def leave_out(key: str, reason: str) -> None:
+        _, origin = values.pop(key)
+        draft.left[origin] = reason
+
+    # A recipe has one length.
     lengths = [key for key in _LENGTHS if key in values]
     for key in lengths[1:]:
-        draft.left[values.pop(key)[1]] = f"{lengths[0]} sets the length"
+        leave_out(key, f"{lengths[0]} sets the length")
     if program == "TRL":
         _complete_trl(values)
-    if (
-        any(key.startswith("adapter.") for key in values)
-        and values.get("adapter.kind", ("none",))[0] == "none"
-    ):
-        if "adapter.kind" in values:  # full fine-tuning with settings for LoRA left in the file
-            for key in [
-                key for key in values if key.startswith("adapter.") and key != "adapter.kind"
-            ]:
-                draft.left[values.pop(key)[1]] = "no adapter is trained"
-        else:
-            values["adapter.kind"] = ("lora", "settings of LoRA are given")
-    if values.get("adapter.kind", ("none",))[0] == "none" and "quantize.kind" in values:
-        draft.left[values.pop("quantize.kind")[1]] = (
-            "only frozen weights are quantized, and no adapter is trained"
-        )
-    if values.get("adapter.kind", ("none",))[0] != "none":
+
+    # Settings of LoRA mean an adapter, unless the file says full fine-tuning.
+    adapter_keys = [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]
+    if adapter_keys and "adapter.kind" not in values:
+        values["adapter.kind"] = ("lora", "settings of LoRA are given")
+    adapter_kind = values.get("adapter.kind", ("none",))[0]
+    if adapter_kind == "none":
+        for key in adapter_keys:
+            leave_out(key, "no adapter is trained")
+        if "quantize.kind" in values:
+            reason = "only frozen weights are quantized, and no adapter is trained"
+            leave_out("quantize.kind", reason)
+    else:
         for key in [key for key in values if key.startswith(_CONTEXT)]:
-            draft.left[values.pop(key)[1]] = (
-                "not supported with an adapter: change config.json of the base model"
-            )
+            leave_out(key, "not supported with an adapter: change config.json of the base model")
+
+    # The objective, where the file names none that is supported.
     text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
-    default = f"the default of {program}"
     refused = next((name for name in ("rl", "stage") if name in draft.left), None)
-    reason = (
-        default
-        if refused is None
-        else f"{refused}={plain(data.get(refused))} is not supported: choose another"
-    )
+    reason = default
+    if refused is not None:
+        reason = f"{refused}={plain(data.get(refused))} is not supported: choose another"
     values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
-    if program == "LLaMA-Factory" and values.get("adapter.kind", ("",))[0] in ("lora", "dora"):
-        rank = values.setdefault("adapter.rank", ("8", default))[0]
+
+    # Defaults of the program that differ from those of a recipe.
+    if program == "LLaMA-Factory" and adapter_kind in ("lora", "dora"):
+        rank, _ = values.setdefault("adapter.rank", ("8", default))
         values.setdefault("adapter.alpha", (str(2 * int(rank)), default))
         values.setdefault("adapter.target_modules", ("[all-linear]", default))
     for edit in _DEFAULTS[program]:
         key, _, value = edit.partition("=")
         if key != "train.epochs" or not lengths:
             values.setdefault(key, (value, default))
+
+    # What every recipe needs.
     if not values.keys() & {"data.path", "data.sources"}:
         values["data.path"] = ("DATASET", "set it: a file, folder or Hub id")
-    if "model.from" not in values:
-        values["model.from"] = ("MODEL", "set it: a folder or Hub id")
-    if "train.batch_size" not in values and (micro := values.get("train.micro_batch_size")):
-        values["train.batch_size"] = (
-            micro[0],
-            "sequences per step: without gradient accumulation, on one device",
-        )
+    values.setdefault("model.from", ("MODEL", "set it: a folder or Hub id"))
+    if "train.batch_size" not in values and "train.micro_batch_size" in values:
+        micro_batch_size, _ = values["train.micro_batch_size"]
+        reason = "sequences per step: without gradient accumulation, on one device"
+        values["train.batch_size"] = (micro_batch_size, reason)
+
+    # Keys that do not fit the kinds of this recipe.
     kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
     for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
-        draft.left[values.pop(key)[1]] = f"{key} does not fit {values['objective.kind'][0]}"
+        leave_out(key, f"{key} does not fit {values['objective.kind'][0]}")
     _settle(draft)
 
 
 def _settle(draft: _Draft) -> None:
     """Moves keys that the schema refuses together to the list of those left, until the recipe loads."""
-    while wrong := _refused(draft.values):
-        key, problem = wrong
+    while refusal := _refused(draft.values):
+        key, problem = refusal
         draft.left[draft.values.pop(key)[1]] = f"{key} does not fit: {problem}"
 
 
@@ -258,11 +270,11 @@ def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
             section = section.setdefault(part, {})
         section[last] = read_yaml(text, source="", folder=Path()).data
     for mistake in mistakes_in(data):
-        place = [str(part) for part in mistake.path]
-        for size in range(len(place), 0, -1):  # the key, else one of the section that lacks a key
-            near = [key for key in values if key.split(".")[:size] == place[:size]]
-            if near:
-                return near[-1], mistake.problem
+        path = [str(part) for part in mistake.path]
+        for length in range(len(path), 0, -1):  # the key, else one of the section that lacks a key
+            keys = [key for key in values if key.split(".")[:length] == path[:length]]
+            if keys:
+                return keys[-1], mistake.problem
         return list(values)[-1], mistake.problem
     return None
 
@@ -271,36 +283,37 @@ def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
     """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
     if "objective.beta" in values:
         values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
-    kind = values.setdefault(
+    kind, _ = values.setdefault(
         "objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command")
-    )[0]
-    rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
-    values.setdefault("optimizer.learning_rate", (rate, f"the default of TRL for {kind}"))
-    if (
-        values.setdefault("adapter.kind", ("none", "the default of TRL: use_peft is not set"))[0]
-        == "lora"
-    ):
+    )
+    learning_rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
+    values.setdefault("optimizer.learning_rate", (learning_rate, f"the default of TRL for {kind}"))
+    adapter_kind, _ = values.setdefault(
+        "adapter.kind", ("none", "the default of TRL: use_peft is not set")
+    )
+    if adapter_kind == "lora":
         for edit in ("rank=16", "alpha=32", "dropout=0.05", "target_modules=[q_proj, v_proj]"):
             key, _, value = edit.partition("=")
             values.setdefault(f"adapter.{key}", (value, "the default of TRL and PEFT"))
 
 
 def _text(draft: _Draft, source: str, program: str) -> str:
-    order = [".".join(key) for key in known_keys()]
+    """The recipe as YAML in the order of the schema, each key with its origin; then what is left out."""
+    schema_order = [".".join(key) for key in known_keys()]
+    position = {key: number for number, key in enumerate(schema_order)}
     lines = [
         f"# From {source} ({program}): {len(draft.values)} keys; those without a counterpart are at the end."
     ]
-    section = ""
-    for key in sorted(
-        draft.values, key=lambda key: order.index(key) if key in order else len(order)
-    ):
-        head, _, rest = key.rpartition(".")
+    open_sections: list[str] = []
+    for key in sorted(draft.values, key=lambda key: position.get(key, len(position))):
+        *sections, name = key.split(".")
         value, comment = draft.values[key]
-        for depth, part in enumerate(parts := head.split(".") if head else []):
-            if section.split(".")[: depth + 1] != parts[: depth + 1]:
-                lines.append("  " * depth + part + ":")
-        section = head
-        lines.append(f"{'  ' * len(parts)}{rest}: {value}".ljust(48) + f"  # {comment}")
+        for depth, section in enumerate(sections):
+            if open_sections[: depth + 1] != sections[: depth + 1]:
+                lines.append("  " * depth + section + ":")
+        open_sections = sections
+        lines.append(f"{'  ' * len(sections)}{name}: {value}".ljust(48) + f"  # {comment}")
+
     if draft.left:
         width = max(map(len, draft.left))
         lines += [
