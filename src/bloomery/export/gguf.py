@@ -73,18 +73,21 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    (writer.add_layer_norm_eps if config.norm == "layer" else writer.add_layer_norm_rms_eps)(
-        config.norm_eps
-    )
+    if config.norm == "layer":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
     if config.attention_softcap is not None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
-    window = next((each for each in config.sliding_window if each is not None), None)
+    window = next((width for width in config.sliding_window if width is not None), None)
     if ARCHITECTURES[config.family].window_period and window is not None:
         writer.add_sliding_window(window)
     elif config.family == "phi3":
         writer.add_sliding_window(0)
+
+    # Rotary positions and their scaling.
     if config.positions != "rotary":
         return
     writer.add_rope_dimension_count(config.rotary_width)
@@ -94,26 +97,27 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     scaling = config.rope_scaling
     if scaling is None:
         return
-    original = scaling.original_max_positions or config.max_positions
+    original_context = scaling.original_max_positions or config.max_positions
     if scaling.kind == "linear":
         writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
     elif scaling.kind == "yarn":
         writer.add_rope_scaling_type(library.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling.factor)
-        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
         if scaling.attention_factor is not None:  # llama.cpp multiplies it by YaRN's own
-            own = 0.1 * math.log(scaling.factor) + 1.0
-            writer.add_rope_scaling_attn_factors(scaling.attention_factor / own)
+            own_factor = 0.1 * math.log(scaling.factor) + 1.0
+            writer.add_rope_scaling_attn_factors(scaling.attention_factor / own_factor)
     elif scaling.kind == "longrope":
         writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE)
-        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_attn_factors(table_scale(config, scaling))
 
 
 def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Tokens, special tokens and the chat template."""
     known = vocabulary(tokenizer.description, config.vocab_size, where="tokenizer.json")
     writer.add_tokenizer_model(known.model)
     writer.add_tokenizer_pre(known.pre)
@@ -124,57 +128,66 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
     writer.add_token_types(known.types)
     if known.merges:
         writer.add_token_merges(known.merges)
+
+    # The tokenizer's special tokens, else those of the config.
     ids = {
         "bos": (tokenizer.bos_id, config.bos_token_id),
         "eos": (tokenizer.eos_id, config.eos_token_id),
         "unk": (tokenizer.unk_id, None),
         "pad": (tokenizer.pad_id, config.pad_token_id),
     }
-    for role, (own, stated) in ids.items():
-        if (index := stated if own is None else own) is not None:
+    for role, (tokenizer_id, config_id) in ids.items():
+        index = config_id if tokenizer_id is None else tokenizer_id
+        if index is not None:
             getattr(writer, f"add_{role}_token_id")(index)
     writer.add_add_bos_token(bool(tokenizer.prefix))
     writer.add_add_eos_token(False)
+
     templates = own_templates(tokenizer.config)
     if not templates:
         return
-    default = templates.get("default", "")
-    writer.add_chat_template(
-        [{"name": name, "template": text} for name, text in templates.items()]
-        if len(templates) > 1
-        else default
-    )
-    # the end of a turn ends the answer, also where it is not EOS
+    if len(templates) > 1:
+        writer.add_chat_template(
+            [{"name": name, "template": text} for name, text in templates.items()]
+        )
+    else:
+        writer.add_chat_template(templates.get("default", ""))
+    # The end of a turn ends the answer, also where it is not EOS.
     with chat_format(tokenizer, None) as form:
-        if ends := [token for token in form.stop_ids if token != tokenizer.eos_id]:
-            writer.add_eot_token_id(ends[0])
+        turn_ends = [index for index in form.stop_ids if index != tokenizer.eos_id]
+    if turn_ends:
+        writer.add_eot_token_id(turn_ends[0])
 
 
 def _model_name(name: str, description: Mapping[str, Any]) -> str:
     """llama.cpp strips white space after the special tokens of every model named Phi-3, and looks for its tokens."""
-    phi = re.compile("phi(-?)3", re.IGNORECASE)
-    added = description.get("added_tokens") or []
-    strips = any(entry.get("rstrip") for entry in added) and {
-        "<|endoftext|>",
-        "<unk>",
-        "<s>",
-        "</s>",
-    } <= {entry["content"] for entry in added}
-    if not strips:
-        return phi.sub("phi_3", name)
-    return name if phi.search(name) else f"{name} (phi-3)"
+    phi3 = re.compile("phi(-?)3", re.IGNORECASE)
+    added_tokens = description.get("added_tokens") or []
+    contents = {token["content"] for token in added_tokens}
+    has_phi3_tokens = {"<|endoftext|>", "<unk>", "<s>", "</s>"} <= contents
+    if not has_phi3_tokens or not any(token.get("rstrip") for token in added_tokens):
+        return phi3.sub("phi_3", name)
+    return name if phi3.search(name) else f"{name} (phi-3)"
 
 
 # Export
 
-# name, shape, type, its bytes
-Planned = tuple[str, tuple[int, ...], str, Callable[[], Iterator[memoryview | bytes]]]
-AT_ONCE = 2**26  # bytes of a file that wait for the disk while the next are computed
+WAITING_BYTES = 2**26  # of a file that wait for the disk while the next are computed
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of the file, whose bytes are computed when they are written."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    chunks: Callable[[], Iterator[memoryview | bytes]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export, read one parameter at a time: `whole(name)` and, by rows, `rows(name)`, in any float dtype.
+    """A model to export, read by `parameter(name)` or a few `rows(name)` at a time, in any float dtype.
 
     Rows may only be read until the next are taken.
     """
@@ -182,8 +195,8 @@ class Source:
     config: ModelConfig
     rows: Callable[[str], Iterator[Tensor]]
 
-    def whole(self, name: str) -> Tensor:
-        return torch.cat([piece.clone() for piece in self.rows(name)])
+    def parameter(self, name: str) -> Tensor:
+        return torch.cat([rows.clone() for rows in self.rows(name)])
 
 
 @contextmanager
@@ -197,9 +210,9 @@ def open_source(files: ModelFiles, use: Use) -> Iterator[Source]:
             yield Source(config, lambda name: _stored_rows(stored, name))
         elif read_settings(files.weights)["peft_type"] == "LORA":
             _refuse(read_config(files.base), files.base)
-            pieces = open_merged(files.weights, files.base, torch.float32, use.device)
-            piece, config = stack.enter_context(pieces)
-            yield Source(config, lambda name: iter((piece(name).cpu(),)))
+            merged = open_merged(files.weights, files.base, torch.float32, use.device)
+            read_parameter, config = stack.enter_context(merged)
+            yield Source(config, lambda name: iter((read_parameter(name).cpu(),)))
         else:
             decoder = load_decoder(files.weights, base=files.base, dtype=torch.float32)
             _refuse(decoder.config, files.base)
@@ -214,18 +227,18 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
-    place = stored.places[name]
+    location = stored.places[name]
     shape = parameter_shapes(stored.config)[name]
-    if len(shape) > 1 and not place.transposed:
-        rows = stored.reader.pieces(
-            stored.tensors[name], place.first, shape[0], device=torch.device("cpu")
+    if len(shape) > 1 and not location.transposed:
+        pieces = stored.reader.pieces(
+            stored.tensors[name], location.first, shape[0], device=torch.device("cpu")
         )
-        for _, piece in rows:
-            yield piece
+        for _, rows in pieces:
+            yield rows
         return
-    whole = torch.empty(shape)
-    stored.fill(name, whole)
-    yield whole
+    parameter = torch.empty(shape)
+    stored.fill(name, parameter)
+    yield parameter
 
 
 def _draft_file(out: Path) -> AbstractContextManager[Path]:
@@ -297,46 +310,54 @@ def write_gguf(
     writer.add_file_type(library.LlamaFileType[file_types[kind]])
     writer.add_quantization_version(library.GGML_QUANT_VERSION)
     _describe_vocabulary(writer, tokenizer, config)
-    stated = ((piece, type_of(piece.name, piece.shape, kind)) for piece in layout(config))
-    tensors: list[Planned] = [
-        (one.name, one.shape, own, partial(_read, one, source, own)) for one, own in stated
-    ]
-    tensors += [
-        (tensor, values.shape, "f32", partial(iter, (values.tobytes(),)))
-        for tensor, values in computed_tensors(config).items()
-    ]
+
+    # Tensors of parameters, then those that follow from the config.
+    tensors = []
+    for piece in layout(config):
+        stored_as = type_of(piece.name, piece.shape, kind)
+        chunks = partial(_encoded_rows, piece, source, stored_as)
+        tensors.append(PlannedTensor(piece.name, piece.shape, stored_as, chunks))
+    for tensor, values in computed_tensors(config).items():
+        chunks = partial(iter, (values.tobytes(),))
+        tensors.append(PlannedTensor(tensor, values.shape, "f32", chunks))
     _write_file(writer, path, tensors, library)
 
 
-def _read(piece: Piece, source: Source, kind: str) -> Iterator[memoryview]:
+def _encoded_rows(piece: Piece, source: Source, kind: str) -> Iterator[memoryview]:
     """The bytes of a tensor of the file, a few rows at a time; of q and k, whose rows are reordered, all at once."""
     if piece.heads:
-        rows: Iterator[Tensor] = iter((torch.cat([source.whole(part) for part in piece.parts]),))
+        parameters = [source.parameter(part) for part in piece.parts]
+        all_rows: Iterator[Tensor] = iter((torch.cat(parameters),))
     else:
-        rows = chain.from_iterable(map(source.rows, piece.parts))
-    for each in rows:
-        yield encoded(piece.apply(each).contiguous(), kind, piece.name).data
+        all_rows = chain.from_iterable(map(source.rows, piece.parts))
+    for rows in all_rows:
+        yield encoded(piece.apply(rows).contiguous(), kind, piece.name).data
 
 
-def _write_file(writer: Any, path: Path, tensors: Sequence[Planned], library: Any) -> None:
+def _write_file(writer: Any, path: Path, tensors: Sequence[PlannedTensor], library: Any) -> None:
     """The library writes header and metadata; its way to write tensors needs each whole, and misses a full disk."""
-    for name, shape, kind, _ in tensors:
-        raw = library.GGMLQuantizationType[kind.upper()]
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes(shape, kind), raw)
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            np.dtype(np.float32),
+            stored_bytes(tensor.shape, tensor.kind),
+            library.GGMLQuantizationType[tensor.kind.upper()],
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     with path.open("ab") as file:
-        started = 0
-        for number, (*_, read) in enumerate(tensors, 1):
+        written_out = 0  # bytes that the disk was asked to write
+        for number, tensor in enumerate(tensors, 1):
             progress(f"writing tensor {number:,} of {len(tensors):,}")
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            for piece in read():
-                file.write(piece)
-            if file.tell() - started > AT_ONCE:
-                start_writing(file, started)
-                started = file.tell()
+            for chunk in tensor.chunks():
+                file.write(chunk)
+            if file.tell() - written_out > WAITING_BYTES:
+                start_writing(file, written_out)
+                written_out = file.tell()
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
@@ -401,9 +422,9 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         raise UserError(problem, where=str(files.weights), fix=merge)
     library = gguf_library()
     stored = adapter_tensors(files.weights)
-    where = places(config)
-    scales = {
-        where[f"{module}.weight"].name.removesuffix(".weight"): pair
+    locations = places(config)
+    pairs_by_stored_name = {
+        locations[f"{module}.weight"].name.removesuffix(".weight"): pair
         for module, pair in adaptation.pairs.items()
     }
     with _draft_file(out) as draft, TensorReader() as reader:
@@ -413,27 +434,27 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         writer.add_name(out.stem)
         writer.add_string("general.base_model.0.name", _base_name(files.base))
         writer.add_float32("adapter.lora.alpha", 1.0)
-        tensors: list[Planned] = []
+        tensors = []
         for piece in layout(config):
-            target = where[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
-            first = f"{PREFIX}{target}.lora_A.weight"
-            if not piece.name.endswith(".weight") or first not in stored:
+            target = locations[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
+            A_name = f"{PREFIX}{target}.lora_A.weight"
+            if not piece.name.endswith(".weight") or A_name not in stored:
                 continue
-            pair = stored[first], stored[f"{PREFIX}{target}.lora_B.weight"]
-            A, B = (reader.read(each, 0, each.shape[0]).float() for each in pair)
-            # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair
-            B = piece.apply(B * (scales[target].scale * A.shape[0])).contiguous()
-            for suffix, values in (("lora_a", A), ("lora_b", B)):
-                whole = encoded(values.contiguous(), kind, piece.name).data
-                tensors.append(
-                    (f"{piece.name}.{suffix}", tuple(values.shape), kind, partial(iter, (whole,)))
-                )
+            stored_pair = stored[A_name], stored[f"{PREFIX}{target}.lora_B.weight"]
+            A, B = (reader.read(matrix, 0, matrix.shape[0]).float() for matrix in stored_pair)
+            # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair.
+            B = B * (pairs_by_stored_name[target].scale * A.shape[0])
+            for suffix, matrix in (("lora_a", A), ("lora_b", piece.apply(B))):
+                content = encoded(matrix.contiguous(), kind, piece.name).data
+                name = f"{piece.name}.{suffix}"
+                chunks = partial(iter, (content,))
+                tensors.append(PlannedTensor(name, tuple(matrix.shape), kind, chunks))
         assert tensors, "an adapter has matrices"
         _write_file(writer, draft, tensors, library)
         size = draft.stat().st_size
-    return Exported(
-        out, size, (f"{len(tensors) // 2} pairs of LoRA matrices for {_base_name(files.base)}",)
-    )
+    num_pairs = len(tensors) // 2
+    proof = f"{num_pairs} pairs of LoRA matrices for {_base_name(files.base)}"
+    return Exported(out, size, (proof,))
 
 
 def _base_name(folder: Path) -> str:

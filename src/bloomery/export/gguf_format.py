@@ -17,7 +17,6 @@ from bloomery.core.errors import UserError
 from bloomery.export import K_TYPES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.io.weights import VOCABULARY
 from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32
@@ -166,73 +165,90 @@ def unsupported(config: ModelConfig) -> str | None:
         return f"{config.family} runs through transformers, and its tensors have no GGUF names here"
     architecture = ARCHITECTURES[config.family]
     graph = f"llama.cpp's {architecture.name} graph"
+
+    # Facts that the graph fixes. GPT-2's exact GELU is exported, and named as a difference.
     facts = {**PLAIN, **architecture.fixed}
     if (architecture.name, config.activation) == ("gpt2", "gelu"):
-        facts["activation"] = "gelu"  # named as a difference
-    for fact, value in facts.items():
-        if fact not in architecture.free and (found := getattr(config, fact)) != value:
-            return f"{graph} computes {fact} {value!r}, and the model has {found!r}"
-    heads = config.num_heads * config.head_dim
-    if architecture.full_width and heads != config.hidden_size:
-        return f"{graph} needs heads of {config.hidden_size} numbers together, and the model has {heads}"
+        facts["activation"] = "gelu"
+    for fact, graph_value in facts.items():
+        value = getattr(config, fact)
+        if fact not in architecture.free and value != graph_value:
+            return f"{graph} computes {fact} {graph_value!r}, and the model has {value!r}"
+    heads_width = config.num_heads * config.head_dim
+    if architecture.full_width and heads_width != config.hidden_size:
+        return (
+            f"{graph} needs heads of {config.hidden_size} numbers together, and the model has "
+            f"{heads_width}"
+        )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
-    if architecture.window_period:
-        layers = range(config.num_layers)
-        period = architecture.window_period
-        window = next((each for each in config.sliding_window if each is not None), None)
-        pattern = tuple(window if n % period < period - 1 else None for n in layers)
-        if config.sliding_window != pattern and (
-            architecture.name == "gemma2" or window is not None
-        ):
-            return f"{graph} has a window in every layer but each {period}th, and the model has another pattern"
-        width = config.hidden_size // config.num_heads
-        scale = (
-            width if config.num_layers == LARGEST[architecture.name] else config.head_dim
-        ) ** -0.5
-        if not math.isclose(config.attention_scale or config.head_dim**-0.5, scale, rel_tol=1e-6):
-            return f"{graph} scales attention by {scale:.4g}, and the model by {config.attention_scale:.4g}"
+
+    # Windows, and the scale of attention in graphs that have them.
+    layers = range(config.num_layers)
+    if period := architecture.window_period:
+        window = next((width for width in config.sliding_window if width is not None), None)
+        graph_windows = tuple(window if layer % period < period - 1 else None for layer in layers)
+        needs_windows = architecture.name == "gemma2" or window is not None
+        if needs_windows and config.sliding_window != graph_windows:
+            return (
+                f"{graph} has a window in every layer but each {period}th, and the model has "
+                "another pattern"
+            )
+        is_largest = config.num_layers == LARGEST[architecture.name]
+        scale_width = config.hidden_size // config.num_heads if is_largest else config.head_dim
+        graph_scale = scale_width**-0.5
+        scale = config.attention_scale or config.head_dim**-0.5
+        if not math.isclose(scale, graph_scale, rel_tol=1e-6):
+            return f"{graph} scales attention by {graph_scale:.4g}, and the model by {scale:.4g}"
     if architecture.name == "gemma2" and None in (config.attention_softcap, config.final_softcap):
         return f"{graph} caps logits and attention, and the model does not"
-    rotating = tuple((n + 1) % NO_ROPE_EVERY != 0 for n in range(config.num_layers))
-    if (
-        architecture.name == "smollm3"
-        and (config.rotary_layers or (True,) * config.num_layers) != rotating
-    ):
-        return f"{graph} rotates in all layers but each fourth, and the model in others"
+
+    # SmolLM3's graph leaves out the rotation in each fourth layer.
+    if architecture.name == "smollm3":
+        graph_rotary_layers = tuple((layer + 1) % NO_ROPE_EVERY != 0 for layer in layers)
+        rotary_layers = config.rotary_layers or (True,) * config.num_layers
+        if rotary_layers != graph_rotary_layers:
+            return f"{graph} rotates in all layers but each fourth, and the model in others"
     return None
 
 
 def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
     """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
-    found = []
+    sentences = []
     windows = [
-        each for each in config.sliding_window if each is not None and each < config.max_positions
+        width
+        for width in config.sliding_window
+        if width is not None and width < config.max_positions
     ]
     if windows and not ARCHITECTURES[config.family].window_period:
-        found.append(
-            f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read whole"
+        sentences.append(
+            f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read "
+            "whole"
         )
     if config.family == "gpt2" and config.activation == "gelu":
-        found.append(
-            "llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations differ by 5e-4"
+        sentences.append(
+            "llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations "
+            "differ by 5e-4"
         )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
-        found.append(
-            f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens differ"
+        sentences.append(
+            f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens "
+            "differ"
         )
     if scaling is not None and scaling.kind == "longrope":
         limit = scaling.original_max_positions or config.max_positions
-        found.append(
-            f"llama.cpp chooses LongRoPE's factors by its context size: run it with -c {limit} for short texts"
+        sentences.append(
+            "llama.cpp chooses LongRoPE's factors by its context size: run it with -c "
+            f"{limit} for short texts"
         )
     if composes(description):
-        found.append(
-            "llama.cpp does not normalize Unicode (NFC, NFKC): decomposed letters become other tokens"
+        sentences.append(
+            "llama.cpp does not normalize Unicode (NFC, NFKC): decomposed letters become other "
+            "tokens"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def composes(description: Mapping[str, Any]) -> bool:
@@ -259,56 +275,62 @@ class Piece:
     heads: int = 0
     shift: float = 0.0
 
-    def apply(self, whole: Tensor, *, undo: bool = False) -> Tensor:
-        """Our rows in the order of the file, shifted; `undo`: the reverse.
+    def apply(self, rows: Tensor, *, undo: bool = False) -> Tensor:
+        """The decoder's rows in the order of the file, shifted; `undo`: the reverse.
 
-        The two numbers that are rotated together stand half a head apart in ours, side by side in the file's.
+        The two numbers that are rotated together stand half a head apart in the decoder, side by side in the file.
         """
         if self.heads:
-            half = whole.shape[0] // self.heads // 2
+            half = rows.shape[0] // self.heads // 2
             order = (self.heads, half, 2) if undo else (self.heads, 2, half)
-            whole = whole.reshape(*order, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
-        return whole + (-self.shift if undo else self.shift) if self.shift else whole
+            heads = rows.reshape(*order, *rows.shape[1:])
+            rows = heads.swapaxes(1, 2).reshape(rows.shape)
+        if not self.shift:
+            return rows
+        return rows + (-self.shift if undo else self.shift)
 
 
 def layout(config: ModelConfig) -> tuple[Piece, ...]:
     """Every tensor of the file that holds parameters, in order."""
     architecture = ARCHITECTURES[config.family]
     shapes = parameter_shapes(config)
-    found = dict[str, Piece]()
-    before = config.norm_placement == "before"
+    norm_is_before = config.norm_placement == "before"
+    pieces: dict[str, Piece] = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
-        together: tuple[str, ...] = (module,)
         if module in OUTER:
             prefix = ""
             target = OUTER[module]
+            modules: tuple[str, ...] = (module,)
         else:
-            _, _, layer, inner = module.split(".", 3)
+            # A module of a layer, alone or fused with others.
+            _, _, layer, inner_module = module.split(".", 3)
             prefix = f"blk.{layer}."
-            outer = f"model.layers.{layer}."
-            fused = (
-                (parts, target) for parts, target in architecture.fused.items() if inner in parts
-            )
-            alone: tuple[tuple[str, ...], str] = (inner,), ""
-            inside, target = next(fused, alone)
-            if not target:
-                after = "ffn_norm" if before else "post_attention_norm"
-                target = after if inner == "post_attention_layernorm" else MODULES[inner]
-            together = tuple(outer + part for part in inside)
-        named = tuple(f"{part}.{kind}" for part in together)
-        rows = sum(shapes[part][0] for part in named)
+            inner_modules: tuple[str, ...] = (inner_module,)
+            target = MODULES.get(inner_module, "")
+            if inner_module == "post_attention_layernorm":
+                target = "ffn_norm" if norm_is_before else "post_attention_norm"
+            for fused_modules, fused_target in architecture.fused.items():
+                if inner_module in fused_modules:
+                    inner_modules = fused_modules
+                    target = fused_target
+            modules = tuple(f"model.layers.{layer}.{inner}" for inner in inner_modules)
+            assert target, f"{module} has no name in a GGUF file"
+        parts = tuple(f"{part}.{kind}" for part in modules)
+        num_rows = sum(shapes[part][0] for part in parts)
+
+        # q and k of graphs that rotate neighbors, and Gemma's norms, whose graph multiplies without adding 1.
         heads = 0
         if architecture.interleaved and target in ("attn_q", "attn_k"):
             heads = config.num_heads if target == "attn_q" else config.num_kv_heads
         shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
-        full = f"{prefix}{target}.{kind}"
-        found.setdefault(full, Piece(full, named, (rows, *shape[1:]), heads, shift))
+        tensor = f"{prefix}{target}.{kind}"
+        piece = Piece(tensor, parts, (num_rows, *shape[1:]), heads, shift)
+        pieces.setdefault(tensor, piece)
     if config.family == "olmo2" and config.tie_embeddings:  # its graph wants a head of its own
-        found["output.weight"] = Piece(
-            "output.weight", ("model.embed_tokens.weight",), shapes[VOCABULARY[0]]
-        )
-    return tuple(found.values())
+        embedding = "model.embed_tokens.weight"
+        pieces["output.weight"] = Piece("output.weight", (embedding,), shapes[embedding])
+    return tuple(pieces.values())
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Array]:
@@ -321,33 +343,38 @@ def computed_tensors(config: ModelConfig) -> dict[str, Array]:
             f"rope_factors_{kind}.weight": np.array(factors, dtype=np.float32)
             for kind, factors in (("long", scaling.long_factor), ("short", scaling.short_factor))
         }
-    plain, stretched = (frequencies(config, config.rope_theta, each, 0) for each in (None, scaling))
-    return {"rope_freqs.weight": (plain / stretched).numpy()}
+    plain = frequencies(config, config.rope_theta, None, 0)
+    scaled = frequencies(config, config.rope_theta, scaling, 0)
+    return {"rope_freqs.weight": (plain / scaled).numpy()}
 
 
-def type_of(name: str, shape: tuple[int, ...], asked: str) -> str:
+def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
     """The type of one tensor: vectors and positions stay float32; rows that are no multiple of a block are f16."""
     if len(shape) == 1 or name == "position_embd.weight":
         return "f32"
-    if asked in ("q8_0", "q4_0"):
+    if kind in ("q8_0", "q4_0"):
         if shape[-1] % BLOCK:
             return "f16"
-        return "q8_0" if name in ("token_embd.weight", "output.weight") else asked
-    return asked
+        return "q8_0" if name in ("token_embd.weight", "output.weight") else kind
+    return kind
 
 
-def fallbacks(config: ModelConfig, asked: str) -> Iterator[str]:
-    """Which matrices have another type than the one that was asked for, one sentence."""
-    if asked in ("f16", "bf16", "f32"):
+def fallbacks(config: ModelConfig, kind: str) -> Iterator[str]:
+    """One sentence about matrices that have another type than the one that was asked for."""
+    if kind in ("f16", "bf16", "f32"):
         return
-    block, other = (K_BLOCK, "a larger type") if asked in K_TYPES else (BLOCK, "f16")
-    rows = [
+    block, other_type = (K_BLOCK, "a larger type") if kind in K_TYPES else (BLOCK, "f16")
+    widths = [
         piece.shape[-1]
         for piece in layout(config)
         if len(piece.shape) > 1 and piece.name != "position_embd.weight"
     ]
-    if count := sum(width % block != 0 for width in rows):
-        yield f"{count} of {len(rows)} matrices are {other}: their rows are no multiple of {block}"
+    count = sum(width % block != 0 for width in widths)
+    if count:
+        yield (
+            f"{count} of {len(widths)} matrices are {other_type}: their rows are no multiple of "
+            f"{block}"
+        )
 
 
 def stored_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -363,22 +390,26 @@ def stored_bytes(shape: tuple[int, ...], kind: str) -> int:
 
 def encoded(values: Tensor, kind: str, name: str) -> Array:
     """Rows as the bytes of the file. Raises UserError for numbers that the type cannot hold."""
-    kept = values.to({"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32))
+    float_dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
+    rounded = values.to(float_dtypes.get(kind, torch.float32))
     # One pass, a tenth of isfinite's time; both ends are NaN where one number is.
-    if not all(math.isfinite(end) for end in map(float, torch.aminmax(kept))):
+    smallest, largest = torch.aminmax(rounded)
+    if not math.isfinite(float(smallest)) or not math.isfinite(float(largest)):
         if kind == "f16" and bool(torch.isfinite(values).all()):
             raise UserError(
                 f"{name} has numbers above 65,504", where="--type f16", fix="use --type bf16 or f32"
             )
-        problem = f"{name} has numbers that are not finite"
-        raise UserError(problem, where="the model's weights", fix="choose an earlier --step")
+        raise UserError(
+            f"{name} has numbers that are not finite",
+            where="the model's weights",
+            fix="choose an earlier --step",
+        )
     if kind in ("q8_0", "q4_0"):
         library = gguf_library()
-        quantized: Array = library.quants.quantize(
-            kept.numpy(), library.GGMLQuantizationType[kind.upper()]
-        )
+        tensor_type = library.GGMLQuantizationType[kind.upper()]
+        quantized: Array = library.quants.quantize(rounded.numpy(), tensor_type)
         return quantized
-    return kept.view(torch.uint8).numpy()
+    return rounded.view(torch.uint8).numpy()
 
 
 # The vocabulary
