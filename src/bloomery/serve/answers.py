@@ -79,12 +79,12 @@ class Shape:
             else:
                 choice["text"] = text
             choices.append(choice | {"logprobs": self._logprobs(chances)})
-        new = sum(end.tokens for end in ends.values())
+        num_tokens = sum(end.tokens for end in ends.values())
         return {
             **self.head,
             "object": self.kind,
             "choices": choices,
-            "usage": _usage(prompt_tokens, new),
+            "usage": _usage(prompt_tokens, num_tokens),
         }
 
     async def streamed(
@@ -92,20 +92,20 @@ class Shape:
     ) -> AsyncIterator[str]:
         """Server-sent events. `with_usage`: the last one reports the tokens."""
         kind = "chat.completion.chunk" if self.chat else self.kind
-        new = 0
-        begun = set[int]()
+        num_tokens = 0
+        started = set[int]()
         parsers = dict[int, ToolParser]()
 
-        def line(choices: list[Json], **more: Any) -> str:
+        def line(choices: list[Json], **fields: Any) -> str:
             extra = {"usage": None} if with_usage else {}
-            return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **extra, **more})}\n\n"
+            return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **extra, **fields})}\n\n"
 
         async for index, event in events:
             reason: str | None = None
             text = ""
             chances = list[Chance]()
             if isinstance(event, End):
-                new += event.tokens
+                num_tokens += event.tokens
                 if event.problem:
                     yield f"data: {json.dumps(failed(event).body)}\n\n"
                     return
@@ -129,17 +129,17 @@ class Shape:
             if reason is not None or (chances and not deltas):
                 deltas.append({})
             for number, delta in enumerate(deltas, 1):
-                last = number == len(deltas)
-                role = {} if index in begun else {"role": "assistant"}
-                begun.add(index)
+                is_last = number == len(deltas)
+                role = {} if index in started else {"role": "assistant"}
+                started.add(index)
                 choice = {
                     "index": index,
-                    "finish_reason": reason if last else None,
+                    "finish_reason": reason if is_last else None,
                     "delta": role | delta,
                 }
-                yield line([choice | {"logprobs": logprobs if last else None}])
+                yield line([choice | {"logprobs": logprobs if is_last else None}])
         if with_usage:
-            yield line([], usage=_usage(prompt_tokens, new))
+            yield line([], usage=_usage(prompt_tokens, num_tokens))
         yield "data: [DONE]\n\n"
 
     def _logprobs(self, chances: Sequence[Chance]) -> Json | None:
@@ -148,20 +148,20 @@ class Shape:
         if self.chat:
             return {
                 "content": [
-                    _chance(each) | {"top_logprobs": list(map(_chance, each.top))}
-                    for each in chances
+                    _chance(chance) | {"top_logprobs": list(map(_chance, chance.top))}
+                    for chance in chances
                 ],
                 "refusal": None,
             }
         offsets = []
-        at = 0
-        for each in chances:
-            offsets.append(at)
-            at += len(each.text)
+        offset = 0
+        for chance in chances:
+            offsets.append(offset)
+            offset += len(chance.text)
         return {
-            "tokens": [each.text for each in chances],
-            "token_logprobs": [each.logprob for each in chances],
-            "top_logprobs": [{top.text: top.logprob for top in each.top} for each in chances],
+            "tokens": [chance.text for chance in chances],
+            "token_logprobs": [chance.logprob for chance in chances],
+            "top_logprobs": [{top.text: top.logprob for top in chance.top} for chance in chances],
             "text_offset": offsets,
         }
 
@@ -204,19 +204,19 @@ def _delta(part: Delta) -> Json:
     return {"tool_calls": [{"index": part.call, **head, "function": function}]}
 
 
-def _chance(each: Chance) -> Json:
+def _chance(chance: Chance) -> Json:
     return {
-        "token": each.text,
-        "logprob": max(each.logprob, -9999.0),
-        "bytes": list(each.text.encode()),
+        "token": chance.text,
+        "logprob": max(chance.logprob, -9999.0),
+        "bytes": list(chance.text.encode()),
     }
 
 
-def _usage(prompt_tokens: int, new: int) -> Json:
+def _usage(prompt_tokens: int, completion_tokens: int) -> Json:
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": prompt_tokens + new,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

@@ -31,21 +31,21 @@ from bloomery.core.errors import UserError
 from bloomery.model.decoding import Sampling, known_ids
 from bloomery.runs.generate import JsonText
 from bloomery.serve.answers import Answer, Shape, failed
-from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingAsked, embedded
+from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingsRequest, embedded
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull
 from bloomery.serve.limits import MOST_OPEN_BODIES, RETRY_SECONDS, Refused
 from bloomery.serve.requests import (
     MOST_STOPS,
     A,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
     Json,
     parsed,
     prompts_of,
     schema_of,
 )
-from bloomery.serve.responses import ResponseAsked, ResponseShape
+from bloomery.serve.responses import ResponseShape, ResponsesRequest
 from bloomery.serve.served import Served
 from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 from bloomery.serve.tools import ToolFormat
@@ -128,8 +128,8 @@ class Server:
         """In the text format of Prometheus."""
         lines = []
         for name, count in sorted(self.engine.counts.items()):
-            ended = name.removeprefix("requests_")
-            label = f'{{ended="{ended}"}}' if ended != name else ""
+            ending = name.removeprefix("requests_")
+            label = f'{{ended="{ending}"}}' if ending != name else ""
             lines.append(f"bloomery_{'requests' if label else name}_total{label} {count}")
         gauges = {"running": self.engine.running, "waiting": self.engine.waiting}
         lines += [f"bloomery_requests_{name} {value}" for name, value in gauges.items()]
@@ -168,38 +168,40 @@ class Server:
         if not name and len(self.engine.models) == 1:
             return self.engine.models[0], None
         if name not in self.models:
-            known = ", ".join(self.models)
+            served_names = ", ".join(self.models)
             raise Refused(
                 404,
-                f"no such model: {name[:80]!r}; served: {known}",
+                f"no such model: {name[:80]!r}; served: {served_names}",
                 code="model_not_found",
                 parameter="model",
             )
         return self.models[name]
 
     async def chat(self, request: Request) -> Response:
-        async with self._read(request, ChatAsked) as asked:
-            model, adapter, ids, tools = await self._encoded(request, asked)
-        top = asked.top_logprobs if asked.logprobs else None
-        form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model, top, tools)
-        return await self._reply(request, asked, form, adapter, ids)
+        async with self._read(request, ChatRequest) as params:
+            model, adapter, ids, tools = await self._encoded(request, params)
+        top = params.top_logprobs if params.logprobs else None
+        form = Shape("chat.completion", "chatcmpl-", params.model or model.name, model, top, tools)
+        return await self._reply(request, params, form, adapter, ids)
 
     async def respond(self, request: Request) -> Response:
-        async with self._read(request, ResponseAsked) as whole:
-            asked = whole.chat()
-            model, adapter, ids, _ = await self._encoded(request, asked)
-        return await self._reply(request, asked, ResponseShape(whole, model), adapter, ids)
+        async with self._read(request, ResponsesRequest) as response_params:
+            params = response_params.chat()
+            model, adapter, ids, _ = await self._encoded(request, params)
+        return await self._reply(
+            request, params, ResponseShape(response_params, model), adapter, ids
+        )
 
     async def _encoded(
-        self, request: Request, asked: ChatAsked
+        self, request: Request, params: ChatRequest
     ) -> tuple[Served, str | None, list[int], ToolFormat | None]:
         """Model, adapter, token ids of the conversation, and how calls are written where there are tools."""
-        model, adapter = self._model(asked.model)
+        model, adapter = self._model(params.model)
         if model.form is None:
             problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
             raise Refused(400, problem, parameter="messages")
-        messages = [turn.message() for turn in asked.messages]
-        offered = asked.offered_tools
+        messages = [turn.message() for turn in params.messages]
+        offered = params.offered_tools
         num_bytes = sum(len(turn.content.encode()) for turn in messages)
         num_bytes += len(json.dumps([[turn.calls for turn in messages], offered]).encode())
         self._measure(model, num_bytes, "messages")
@@ -221,51 +223,56 @@ class Server:
         return model, adapter, ids, tools
 
     async def _reply(
-        self, request: Request, asked: ChatAsked, form: Answer, adapter: str | None, ids: list[int]
+        self,
+        request: Request,
+        params: ChatRequest,
+        form: Answer,
+        adapter: str | None,
+        ids: list[int],
     ) -> Response:
         model = form.model
         assert model.form is not None
         ends = (*model.form.stop_ids, *model.ends)
         texts = model.form.stop_strings
         grammar = None
-        if asked.callable_tools:
-            if schema_of(asked) is not None:
+        if params.callable_tools:
+            if schema_of(params) is not None:
                 raise Refused(
                     400, "tools and response_format exclude each other", parameter="response_format"
                 )
             grammar = partial(
                 model.tool_text,
-                asked.callable_tools,
-                required=asked.must_call,
-                parallel=asked.parallel_tool_calls,
+                params.callable_tools,
+                required=params.must_call,
+                parallel=params.parallel_tool_calls,
             )
-        return await self._answer(request, asked, form, adapter, [ids], ends, texts, grammar)
+        return await self._answer(request, params, form, adapter, [ids], ends, texts, grammar)
 
     async def complete(self, request: Request) -> Response:
-        async with self._read(request, CompletionAsked) as asked:
-            model, adapter = self._model(asked.model)
-            several = prompts_of(asked.prompt)
-            self._refuse_many(len(several) * asked.n)
-            prompts = await self._prompts(request, model, several, "prompt")
-        form = Shape("text_completion", "cmpl-", asked.model or model.name, model, asked.logprobs)
-        return await self._answer(request, asked, form, adapter, prompts, model.ends, (), None)
+        async with self._read(request, CompletionRequest) as params:
+            model, adapter = self._model(params.model)
+            prompts_sent = prompts_of(params.prompt)
+            self._refuse_many(len(prompts_sent) * params.n)
+            prompts = await self._prompts(request, model, prompts_sent, "prompt")
+        form = Shape("text_completion", "cmpl-", params.model or model.name, model, params.logprobs)
+        return await self._answer(request, params, form, adapter, prompts, model.ends, (), None)
 
     async def embed(self, request: Request) -> Response:
-        async with self._read(request, EmbeddingAsked) as asked:
-            model, adapter = self._model(asked.model)
+        async with self._read(request, EmbeddingsRequest) as params:
+            model, adapter = self._model(params.model)
             width = model.decoder.config.hidden_size
-            if asked.dimensions not in (None, width):
+            if params.dimensions not in (None, width):
                 raise Refused(
                     400,
                     f"the embeddings of {model.name} have {width} dimensions",
                     parameter="dimensions",
                 )
-            texts = prompts_of(asked.input)
+            texts = prompts_of(params.input)
             if len(texts) > MOST_INPUTS:
                 problem = f"{len(texts):,} inputs in one request; at most {MOST_INPUTS}"
                 raise Refused(400, problem, parameter="input")
             prompts = await self._prompts(request, model, texts, "input")
-        self._refuse_ids(model, prompts, "input", room=0)
+        self._refuse_ids(model, prompts, "input", new_tokens=0)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[list[list[float]] | End] = loop.create_future()
 
@@ -277,7 +284,7 @@ class Server:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result)
 
-        work = Embedding(model, prompts, adapter, asked.pooling, put)
+        work = Embedding(model, prompts, adapter, params.pooling, put)
         self._submit(lambda: self.engine.submit_work(work))
         try:
             result = await _unless_gone(request, arrived)
@@ -286,7 +293,7 @@ class Server:
         if isinstance(result, End):
             raise failed(result)
         return JSONResponse(
-            embedded(result, asked, asked.model or model.name, sum(map(len, prompts)))
+            embedded(result, params, params.model or model.name, sum(map(len, prompts)))
         )
 
     async def _prompts(
@@ -309,7 +316,7 @@ class Server:
         return prompts
 
     def _refuse_ids(
-        self, model: Served, prompts: Sequence[Sequence[int]], parameter: str, *, room: int
+        self, model: Served, prompts: Sequence[Sequence[int]], parameter: str, *, new_tokens: int
     ) -> None:
         """Raises Refused for prompts without tokens, with unknown ones, or that leave less room in the context."""
         for ids in prompts or [[]]:
@@ -319,7 +326,7 @@ class Server:
                 raise Refused(
                     400, f"token {max(ids)} is not in the vocabulary", parameter=parameter
                 )
-            if len(ids) + room > model.context:
+            if len(ids) + new_tokens > model.context:
                 problem = f"the {parameter} has {len(ids):,} tokens, which leaves no room in {self._context(model)}"
                 raise Refused(400, problem, code="context_length_exceeded", parameter=parameter)
 
@@ -343,9 +350,9 @@ class Server:
         try:
             try:
                 async with asyncio.timeout(BODY_SECONDS):
-                    async for some in request.stream():
-                        body += some
-                        self._body_bytes += len(some)
+                    async for piece in request.stream():
+                        body += piece
+                        self._body_bytes += len(piece)
                         if len(body) > self.limits.body_bytes:
                             raise Refused(
                                 413, f"the request is larger than {self.limits.body_bytes:,} bytes"
@@ -377,23 +384,24 @@ class Server:
 
     def _context(self, model: Served) -> str:
         """The context, and the option that raises it."""
-        more = (
+        remark = (
             ", the model's own"
             if model.context == model.longest
             else "; --max-context of the server raises it"
         )
-        return f"the context of {model.context:,} tokens{more}"
+        return f"the context of {model.context:,} tokens{remark}"
 
     def _refuse_many(self, count: int) -> None:
         """Raises Refused for more completions than can ever wait and decode together."""
-        if count > (most := self.limits.slots + self.limits.queue):
-            problem = f"{count:,} completions in one request; this server takes at most {most:,} (--max-queue)"
+        limit = self.limits.slots + self.limits.queue
+        if count > limit:
+            problem = f"{count:,} completions in one request; this server takes at most {limit:,} (--max-queue)"
             raise Refused(400, problem, parameter="n")
 
     async def _answer(
         self,
         request: Request,
-        asked: Asked,
+        params: GenerationRequest,
         form: Answer,
         adapter: str | None,
         prompts: list[list[int]],
@@ -402,43 +410,41 @@ class Server:
         grammar: Callable[[], JsonText] | None,
     ) -> Response:
         model = form.model
-        asked = asked.model_copy(
-            update={k: v for k, v in self.defaults.items() if k not in asked.model_fields_set}
+        params = params.model_copy(
+            update={k: v for k, v in self.defaults.items() if k not in params.model_fields_set}
         )
-        must_follow = isinstance(asked, ChatAsked) and asked.must_call
+        must_follow = isinstance(params, ChatRequest) and params.must_call
         parameter = "tools"
-        if (schema := schema_of(asked)) is not None:
+        if (schema := schema_of(params)) is not None:
             grammar = partial(model.json_text, schema)
             must_follow = True
             parameter = "response_format"
-        if grammar is not None and asked.min_tokens:
+        if grammar is not None and params.min_tokens:
             raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
-        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         if len(stops) > MOST_STOPS:
             raise Refused(400, f"more than {MOST_STOPS} stop texts", parameter="stop")
-        self._refuse_many(len(prompts) * asked.n)
-        if (most := asked.most_tokens) is not None and most > self.limits.new_tokens:
-            problem = (
-                f"max_tokens is {most:,}; this server generates at most {self.limits.new_tokens:,}"
-            )
+        self._refuse_many(len(prompts) * params.n)
+        if (max_tokens := params.most_tokens) is not None and max_tokens > self.limits.new_tokens:
+            problem = f"max_tokens is {max_tokens:,}; this server generates at most {self.limits.new_tokens:,}"
             raise Refused(400, problem, parameter="max_tokens")
-        self._refuse_ids(model, prompts, "prompt", room=1)
+        self._refuse_ids(model, prompts, "prompt", new_tokens=1)
         if grammar is not None:
             ends = model.grammar_ends  # a grammar may end with any of these tokens
         if must_follow:
             texts = ()  # nothing but the grammar ends its text
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**63
+        seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
         sampling = Sampling(
-            max_new_tokens=asked.most_tokens or self.limits.new_tokens,
-            repetition_penalty=asked.repetition_penalty,
-            frequency_penalty=asked.frequency_penalty,
-            presence_penalty=asked.presence_penalty,
-            no_repeat_ngram_size=asked.no_repeat_ngram_size,
-            min_new_tokens=asked.min_tokens,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
+            max_new_tokens=params.most_tokens or self.limits.new_tokens,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            no_repeat_ngram_size=params.no_repeat_ngram_size,
+            min_new_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
             stop_ids=known_ids(*ends),
         )
         loop = asyncio.get_running_loop()
@@ -451,26 +457,26 @@ class Server:
 
             return put
 
-        constraints = await self._constraints(request, grammar, len(prompts) * asked.n, parameter)
+        constraints = await self._constraints(request, grammar, len(prompts) * params.n, parameter)
         jobs = [
             Job(
                 model,
                 ids,
                 replace(sampling, seed=(seed + choice) % 2**63),
                 (*stops, *texts),
-                put_at(number * asked.n + choice),
+                put_at(number * params.n + choice),
                 adapter,
                 form.top,
-                constraints[number * asked.n + choice],
+                constraints[number * params.n + choice],
             )
             for number, ids in enumerate(prompts)
-            for choice in range(asked.n)
+            for choice in range(params.n)
         ]
         self._submit(lambda: self.engine.submit(jobs))
         usage = sum(len(ids) for ids in prompts)
-        if asked.stream:
-            wanted = bool((asked.stream_options or {}).get("include_usage"))
-            events = form.streamed(_events(arrived, jobs), usage, with_usage=wanted)
+        if params.stream:
+            with_usage = bool((params.stream_options or {}).get("include_usage"))
+            events = form.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
             return StreamingResponse(
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
             )
@@ -489,23 +495,23 @@ class Server:
         if grammar is None:
             return [None] * count
         try:
-            first = await self._work(request, "grammar", grammar)
+            constraint = await self._work(request, "grammar", grammar)
         except UserError as error:
             raise Refused(400, error.problem, parameter=parameter) from error
-        return [first, *(first.copy() for _ in range(count - 1))]
+        return [constraint, *(constraint.copy() for _ in range(count - 1))]
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """What the work returns. Raises ClientDisconnect, and cancels it, when its client goes away."""
-    gone = asyncio.ensure_future(_disconnected(request))
-    done = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
+    result = asyncio.ensure_future(work)
     try:
-        await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
-        if done.done():
-            return await done
+        await asyncio.wait((disconnect, result), return_when=asyncio.FIRST_COMPLETED)
+        if result.done():
+            return await result
         raise ClientDisconnect
     finally:
-        for task in (gone, done):
+        for task in (disconnect, result):
             task.cancel()
 
 
@@ -518,11 +524,11 @@ async def _events(
     arrived: "asyncio.Queue[tuple[int, Piece | End]]", jobs: Sequence[Job]
 ) -> AsyncIterator[tuple[int, Piece | End]]:
     """The engine's events of each completion. Ending it early frees the slots."""
-    left = len(jobs)
+    jobs_left = len(jobs)
     try:
-        while left:
+        while jobs_left:
             index, event = await arrived.get()
-            left -= isinstance(event, End)
+            jobs_left -= isinstance(event, End)
             yield index, event
     finally:
         for job in jobs:
@@ -557,11 +563,13 @@ class Guard:
     What is refused before its body has arrived ends its connection: nobody reads the rest.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str], most: int) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str | None, hosts: Sequence[str], most_requests: int
+    ) -> None:
         self.app = app
         self.token = token
         self.hosts = frozenset(hosts)
-        self.most = most
+        self.most = most_requests
         self.open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -595,8 +603,8 @@ class Guard:
         if self.hosts and host not in self.hosts:
             return Refused(403, f"this server is not {host[:80]!r}")
         if self.token is not None and scope["path"] not in ("/", "/health"):
-            sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(sent, self.token.encode()):
+            client_token = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if not hmac.compare_digest(client_token, self.token.encode()):
                 return Refused(401, "wrong or missing token", code="invalid_api_key")
         return None
 

@@ -21,25 +21,25 @@ RESERVED_FILES = 6 * ACCEPTED_AT_ONCE  # those, until they are closed, and files
 QUIET_SECONDS = 60.0  # between two lines about files that ran out
 
 
-def most_connections(wanted: int) -> int:
+def most_connections(connections: int) -> int:
     """As many as wanted, or as the limit of open files leaves; that limit is raised where it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = Path("/proc/self/fd")
-    used = len(list(folder.iterdir())) if folder.is_dir() else 64
-    needed = wanted + used + RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    open_files = len(list(folder.iterdir())) if folder.is_dir() else 64
+    files_needed = connections + open_files + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < files_needed:
+        soft = files_needed if hard == resource.RLIM_INFINITY else min(files_needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
-        return wanted
-    return max(8, min(wanted, soft - used - RESERVED_FILES))
+        return connections
+    return max(8, min(connections, soft - open_files - RESERVED_FILES))
 
 
 class Waiting:
     """Connections that have sent no whole head yet, the longest silent first. `most`: connections in all."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most_connections: int) -> None:
+        self.most = most_connections
         self.silent: dict[BoundedProtocol, None] = {}  # that never sent a whole head
         self.idle: dict[BoundedProtocol, None] = {}  # kept alive after an answer
 
@@ -78,15 +78,15 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        before = self.cycle
+        previous_cycle = self.cycle
         super().data_received(data)
-        if self.cycle is not before:
+        if self.cycle is not previous_cycle:
             self._head_arrived()
 
     def on_response_complete(self) -> None:
-        before = self.cycle
+        previous_cycle = self.cycle
         super().on_response_complete()
-        if self.cycle is before and not self.transport.is_closing():
+        if self.cycle is previous_cycle and not self.transport.is_closing():
             self._await_head(self.waiting.idle)  # else a pipelined request has begun
 
     def pause_writing(self) -> None:
@@ -104,9 +104,9 @@ class BoundedProtocol(H11Protocol):
         self.connections.discard(self)
         self.transport.abort()
 
-    def _await_head(self, where: "dict[BoundedProtocol, None]") -> None:
+    def _await_head(self, group: "dict[BoundedProtocol, None]") -> None:
         self._head_arrived()
-        where[self] = None
+        group[self] = None
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self.drop)
 
     def _head_arrived(self) -> None:

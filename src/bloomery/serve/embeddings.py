@@ -22,7 +22,7 @@ Pooling = Literal["mean", "last"]
 _HIDDEN = Hidden()
 
 
-class EmbeddingAsked(BaseModel, extra="forbid", strict=True):
+class EmbeddingsRequest(BaseModel, extra="forbid", strict=True):
     """`pooling` is not OpenAI's."""
 
     model: str = ""
@@ -54,7 +54,7 @@ class Embedding:
         """True when every text is embedded, and `put` was called."""
         ids = self.prompts[len(self._found)]
         decoder = self.model.decoder
-        # else a token depends on the piece in which it is read
+        # In any other model a token depends on the piece in which it is read.
         exact = in_one_forward(decoder.config)
         if self._cache is None:
             self._cache = Cache(decoder.config, len(ids))
@@ -85,13 +85,13 @@ class Embedding:
 
 
 def embedded(
-    vectors: Sequence[Sequence[float]], asked: EmbeddingAsked, name: str, tokens: int
+    vectors: Sequence[Sequence[float]], params: EmbeddingsRequest, name: str, tokens: int
 ) -> Json:
     """As OpenAI words it; base64 is of little-endian float32."""
     data = []
     for index, vector in enumerate(vectors):
         value: str | Sequence[float] = vector
-        if asked.encoding_format == "base64":
+        if params.encoding_format == "base64":
             value = base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": value})
     return {

@@ -67,11 +67,12 @@ class Job:
     held: Stops = field(init=False)
 
     def __post_init__(self) -> None:
-        room = self.model.context - len(self.ids)  # a single slot would grow beyond it
+        tokens_left = self.model.context - len(self.ids)  # a single slot would grow beyond it
         self.sampling = replace(
-            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room)
+            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, tokens_left)
         )
-        self.stream, self.held = TextStream(self.model.tokenizer, self.ids), Stops(self.stops)
+        self.stream = TextStream(self.model.tokenizer, self.ids)
+        self.held = Stops(self.stops)
 
 
 class Work(Protocol):
@@ -174,9 +175,9 @@ class Engine:
 
     def _left_waiting(self, jobs: Sequence[Job]) -> int:
         """How many wait once every free slot is taken."""
-        wanted = Counter(id(job.model) for job in (*self._waiting, *jobs))
-        free = {id(model): model.slots - len(model.batch.texts) for model in self.models}
-        return sum(max(0, count - free[model]) for model, count in wanted.items())
+        jobs_by_model = Counter(id(job.model) for job in (*self._waiting, *jobs))
+        free_slots = {id(model): model.slots - len(model.batch.texts) for model in self.models}
+        return sum(max(0, count - free_slots[model]) for model, count in jobs_by_model.items())
 
     def _run(self) -> None:
         while True:
@@ -192,20 +193,20 @@ class Engine:
                     self._step(model)
             if self._works:
                 self._work(self._works.popleft())
-        closed = End("closed", 0, "the server is shutting down")
+        shutdown = End("closed", 0, "the server is shutting down")
         for job in (*self._running.values(), *self._waiting):
-            self._end(job, closed)
+            self._end(job, shutdown)
         for work in self._works:
-            work.fail(closed)
+            work.fail(shutdown)
 
     def _admit(self) -> None:
         """Waiting requests, in their order, go into free slots of their models."""
-        left = deque[Job]()
+        still_waiting = deque[Job]()
         for job in self._waiting:
             if self._late(job):
                 continue
             if job.model.batch.full:
-                left.append(job)
+                still_waiting.append(job)
                 continue
             text = job.model.batch.add(
                 job.ids,
@@ -215,7 +216,7 @@ class Engine:
                 constraint=job.constraint,
             )
             self._running[text] = job
-        self._waiting = left
+        self._waiting = still_waiting
 
     def _drop(self) -> None:
         """Frees the slots of requests that are canceled or late."""
@@ -242,16 +243,16 @@ class Engine:
         try:
             for drawn in model.batch.step():
                 self._give(self._running[drawn.text], drawn)
-        except (
-            Exception
-        ) as error:  # such as out of memory: the requests of this model end, the server does not
+        except Exception as error:
+            # Such as out of memory: the requests of this model end, the server does not.
             traceback.print_exc(file=sys.stderr)
             problem = (
                 error.problem
                 if isinstance(error, UserError)
                 else f"internal error: {type(error).__name__}"
             )
-            for text, job in [each for each in self._running.items() if each[1].model is model]:
+            of_model = [entry for entry in self._running.items() if entry[1].model is model]
+            for text, job in of_model:
                 del self._running[text]
                 self._end(job, End("error", len(text.new), problem))
             model.reset()
@@ -260,7 +261,9 @@ class Engine:
         """Text and end of a drawn token to its request."""
         text = drawn.text
         tokenizer = job.model.tokenizer
-        ended: Literal["stop", "length", "error"] | None = None
+
+        # A token becomes text, unless it may be the beginning of a stop text.
+        ending: Literal["stop", "length", "error"] | None = None
         if drawn.token is not None:
             if job.first is None:
                 job.first = time.monotonic()
@@ -277,23 +280,25 @@ class Engine:
             if piece or chance is not None:
                 job.put(Piece(piece, chance))
             if job.held.stopped:
-                ended = "stop"
+                ending = "stop"
                 if drawn.ended is None:
                     job.model.batch.remove(text)
+
+        # The end that decoding found: what was held back is text after all.
         problem = ""
         refused = isinstance(drawn.ended, GrammarFailed)
-        if drawn.ended is not None and ended is None:
+        if drawn.ended is not None and ending is None:
             if isinstance(drawn.ended, UserError):
-                ended = "error"
+                ending = "error"
                 problem = drawn.ended.problem
             else:
-                ended = drawn.ended
-                last = job.held.push(job.stream.flush()) + job.held.flush()
-                if last:
-                    job.put(Piece(last))
-        if ended is not None:
+                ending = drawn.ended
+                last_text = job.held.push(job.stream.flush()) + job.held.flush()
+                if last_text:
+                    job.put(Piece(last_text))
+        if ending is not None:
             del self._running[text]
-            self._end(job, End(ended, len(text.new), problem, refused))
+            self._end(job, End(ending, len(text.new), problem, refused))
 
     def _end(self, job: Job, end: End) -> None:
         self.counts[f"requests_{'canceled' if job.canceled else end.reason}"] += 1

@@ -33,7 +33,7 @@ GRACE = 5  # seconds for answers to end
 SWITCH_SECONDS = 0.0005
 
 
-def uvicorn_config(app: ASGIApp, limits: Limits, **more: Any) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, limits: Limits, **settings: Any) -> uvicorn.Config:
     """Connections of `connections.py`; uvicorn's own limit would count silent ones as requests."""
     waiting = Waiting(most_connections(limits.requests))
     return uvicorn.Config(
@@ -47,7 +47,7 @@ def uvicorn_config(app: ASGIApp, limits: Limits, **more: Any) -> uvicorn.Config:
         timeout_keep_alive=10,
         server_header=False,
         backlog=ACCEPTED_AT_ONCE,
-        **more,
+        **settings,
     )
 
 

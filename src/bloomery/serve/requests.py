@@ -57,7 +57,7 @@ class SchemaFormat(BaseModel, extra="forbid", strict=True):
     json_schema: NamedSchema
 
 
-class Asked(BaseModel, extra="forbid", strict=True):
+class GenerationRequest(BaseModel, extra="forbid", strict=True):
     """The parameters of both endpoints. `top_k` to `min_tokens` are not OpenAI's, and named as in vLLM."""
 
     model: str = ""
@@ -96,10 +96,10 @@ def refuse_media(content: object) -> object:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in MEDIA:
-            what = (
+            media = (
                 "images" if "image" in kind else "audio" if "audio" in kind else "files and videos"
             )
-            raise ValueError(f"{what} are not supported; send text parts alone")
+            raise ValueError(f"{media} are not supported; send text parts alone")
     return content
 
 
@@ -187,7 +187,7 @@ class Chosen(BaseModel, extra="forbid", strict=True):
     function: ChosenFunction
 
 
-class ChatAsked(Asked):
+class ChatRequest(GenerationRequest):
     """Of /v1/chat/completions."""
 
     messages: list[Turn] = Field(min_length=1, max_length=MOST_TURNS)
@@ -199,7 +199,7 @@ class ChatAsked(Asked):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _tools_exist(self) -> "ChatAsked":
+    def _tools_exist(self) -> "ChatRequest":
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have one name")
@@ -235,7 +235,7 @@ class ChatAsked(Asked):
         return self.tool_choice == "required" or isinstance(self.tool_choice, Chosen)
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
 
     prompt: Text | list[Text] | list[Token] | list[list[Token]]
@@ -245,9 +245,9 @@ class CompletionAsked(Asked):
     suffix: None = None
 
 
-def schema_of(asked: Asked) -> Json | None:
+def schema_of(params: GenerationRequest) -> Json | None:
     """The JSON schema that the answer must follow, if any."""
-    match asked.response_format:
+    match params.response_format:
         case ObjectFormat():
             return {"type": "object"}
         case SchemaFormat(json_schema=named):
@@ -255,13 +255,13 @@ def schema_of(asked: Asked) -> Json | None:
     return None
 
 
-def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """One prompt or several, as texts or token ids."""
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):
-        return [given]
-    return cast(list[str | list[int]], given)
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return cast(list[str | list[int]], prompt)
 
 
 A = TypeVar("A", bound=BaseModel)
@@ -274,12 +274,12 @@ def parsed(kind: type[A], body: bytes) -> A:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
     # Of a value that may have several forms each is reported; a sentence of ours says most.
-    first = next((each for each in errors if each["type"] == "value_error"), errors[0])
-    place = _place(first["loc"], body)
-    problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        raise Refused(400, f"unknown or unsupported parameter: {place}", parameter=place or None)
-    raise Refused(400, f"{place or 'body'}: {problem}", parameter=place or None)
+    first_error = next((entry for entry in errors if entry["type"] == "value_error"), errors[0])
+    path = _place(first_error["loc"], body)
+    problem = first_error["msg"].removeprefix("Value error, ")
+    if first_error["type"] == "extra_forbidden":
+        raise Refused(400, f"unknown or unsupported parameter: {path}", parameter=path or None)
+    raise Refused(400, f"{path or 'body'}: {problem}", parameter=path or None)
 
 
 def _place(path: tuple[int | str, ...], body: bytes) -> str:

@@ -13,7 +13,7 @@ from bloomery.serve.engine import End, Piece
 from bloomery.serve.limits import Refused
 from bloomery.serve.requests import (
     MOST_TURNS,
-    ChatAsked,
+    ChatRequest,
     Json,
     NamedSchema,
     ObjectFormat,
@@ -74,7 +74,7 @@ def _no_tools(value: object) -> object:
 Unkept = Annotated[None, BeforeValidator(_no_state)]
 
 
-class ResponseAsked(BaseModel, extra="forbid", strict=True):
+class ResponsesRequest(BaseModel, extra="forbid", strict=True):
     """`seed` to `repetition_penalty` are not OpenAI's."""
 
     model: str = ""
@@ -101,7 +101,7 @@ class ResponseAsked(BaseModel, extra="forbid", strict=True):
     min_p: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0, allow_inf_nan=False)
 
-    def chat(self) -> ChatAsked:
+    def chat(self) -> ChatRequest:
         """The same request of /v1/chat/completions."""
         turns = (
             [] if self.instructions is None else [Turn(role="system", content=self.instructions)]
@@ -115,7 +115,7 @@ class ResponseAsked(BaseModel, extra="forbid", strict=True):
                 else [Part(type="text", text=part.text) for part in item.content]
             )
             turns.append(Turn(role=item.role, content=parts))
-        same = (
+        shared_names = (
             "model",
             "stream",
             "temperature",
@@ -126,9 +126,11 @@ class ResponseAsked(BaseModel, extra="forbid", strict=True):
             "min_p",
             "repetition_penalty",
         )
-        given = {name: value for name in same if (value := getattr(self, name)) is not None}
-        asked = ChatAsked(messages=turns, **given)
-        return asked.model_copy(
+        shared = {
+            name: value for name in shared_names if (value := getattr(self, name)) is not None
+        }
+        chat_request = ChatRequest(messages=turns, **shared)
+        return chat_request.model_copy(
             update={
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": self._format(),
@@ -136,20 +138,21 @@ class ResponseAsked(BaseModel, extra="forbid", strict=True):
         )
 
     def _format(self) -> TextFormat | ObjectFormat | SchemaFormat | None:
-        wanted = None if self.text is None else self.text.format
-        if isinstance(wanted, FlatSchema):
+        text_format = None if self.text is None else self.text.format
+        if isinstance(text_format, FlatSchema):
             return SchemaFormat(
-                type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.content)
+                type="json_schema",
+                json_schema=NamedSchema(name=text_format.name, schema=text_format.content),
             )
-        return wanted
+        return text_format
 
 
 @final
 class ResponseShape:
     """How /v1/responses words one answer."""
 
-    def __init__(self, asked: ResponseAsked, model: Served) -> None:
-        self.asked = asked
+    def __init__(self, params: ResponsesRequest, model: Served) -> None:
+        self.asked = params
         self.model = model
         self.top: int | None = None  # no log-probabilities
         self.id = f"resp_{secrets.token_hex(24)}"
@@ -183,32 +186,34 @@ class ResponseShape:
             number += 1
             return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
-        begun = self._response("", None, prompt_tokens)
-        yield line("response.created", response=begun)
-        yield line("response.in_progress", response=begun)
-        place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
+        created = self._response("", None, prompt_tokens)
+        yield line("response.created", response=created)
+        yield line("response.in_progress", response=created)
+        position = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
         yield line(
             "response.output_item.added",
             output_index=0,
             item=self._item("", "in_progress", empty=True),
         )
-        yield line("response.content_part.added", **place, part=_part(""))
+        yield line("response.content_part.added", **position, part=_part(""))
         async for _, event in events:
             if isinstance(event, Piece):
                 text += event.text
                 if event.text:
-                    yield line("response.output_text.delta", **place, delta=event.text, logprobs=[])
+                    yield line(
+                        "response.output_text.delta", **position, delta=event.text, logprobs=[]
+                    )
                 continue
             if event.problem:
                 error = failed(event).body["error"]
-                wrong = {"code": "server_error", "message": error["message"]}
+                details = {"code": "server_error", "message": error["message"]}
                 yield line(
-                    "response.failed", response={**begun, "status": "failed", "error": wrong}
+                    "response.failed", response={**created, "status": "failed", "error": details}
                 )
                 return
             response = self._response(text, event, prompt_tokens)
-            yield line("response.output_text.done", **place, text=text, logprobs=[])
-            yield line("response.content_part.done", **place, part=_part(text))
+            yield line("response.output_text.done", **position, text=text, logprobs=[])
+            yield line("response.content_part.done", **position, part=_part(text))
             yield line("response.output_item.done", output_index=0, item=response["output"][0])
             yield line(f"response.{response['status']}", response=response)
 
@@ -216,10 +221,10 @@ class ResponseShape:
         """`end`: None while it is written."""
         status = "in_progress"
         usage = None
-        why = None
+        reason = None
         if end is not None:
             status = "completed" if end.reason == "stop" else "incomplete"
-            why = None if end.reason == "stop" else {"reason": "max_output_tokens"}
+            reason = None if end.reason == "stop" else {"reason": "max_output_tokens"}
             usage = {
                 "input_tokens": prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0},
@@ -227,25 +232,25 @@ class ResponseShape:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt_tokens + end.tokens,
             }
-        asked = self.asked
-        form = None if asked.text is None or asked.text.format is None else asked.text.format
+        params = self.asked
+        form = None if params.text is None or params.text.format is None else params.text.format
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "error": None,
-            "incomplete_details": why,
-            "instructions": asked.instructions,
-            "metadata": asked.metadata or {},
-            "model": asked.model or self.model.name,
-            "max_output_tokens": asked.max_output_tokens,
+            "incomplete_details": reason,
+            "instructions": params.instructions,
+            "metadata": params.metadata or {},
+            "model": params.model or self.model.name,
+            "max_output_tokens": params.max_output_tokens,
             "output": [] if end is None else [self._item(text, status)],
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "text": {
                 "format": {"type": "text"} if form is None else form.model_dump(by_alias=True)
             },
@@ -253,7 +258,7 @@ class ResponseShape:
             "tools": [],
             "truncation": "disabled",
             "usage": usage,
-            "user": asked.user,
+            "user": params.user,
         }
 
     def _item(self, text: str, status: str, *, empty: bool = False) -> Json:

@@ -128,25 +128,25 @@ def load_served(
     """A model ready to be served. `stack`: closes the child processes of its template and grammars. `parts`: how many
     models share the memory. Raises UserError.
     """
-    found = find_model(model, step)
+    files = find_model(model, step)
     use = use or Use.local()
     if limits.context is None:
         decoder, context = load_fitting(
-            found, use, slots=limits.slots, parts=parts, on_load=on_load
+            files, use, slots=limits.slots, parts=parts, on_load=on_load
         )
         limits = replace(limits, context=context)
     else:
-        decoder = load_used(found, use, on_load=on_load, cached=(limits.slots, limits.context))
+        decoder = load_used(files, use, on_load=on_load, cached=(limits.slots, limits.context))
     refuse_values(decoder.config, where=str(model))
-    many = None
+    loaded_adapters = None
     if adapters:
         folders = {key: model_folder(folder) for key, folder in adapters.items()}
         for folder in folders.values():
-            refuse_other_base(folder, found.weights)
-        many = Adapters(decoder, folders)
+            refuse_other_base(folder, files.weights)
+        loaded_adapters = Adapters(decoder, folders)
     compile_step(decoder, on_load)
     return serve_loaded(
-        decoder, load_tokenizer(found.tokenizer), name, limits, stack, template, many
+        decoder, load_tokenizer(files.tokenizer), name, limits, stack, template, loaded_adapters
     )
 
 

@@ -103,22 +103,22 @@ def tool_grammar(
         lines.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _SPACING})}")
         lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    before = json.dumps(form.before)
+    lead = json.dumps(form.before)
     space = form.closing.removesuffix(form.closing.strip())
-    after = f"{json.dumps(space)} {closing}" if space else closing
+    end = f"{json.dumps(space)} {closing}" if space else closing
     if not form.opening:
         lines.append("calls: call")
     elif form.several:
-        more = ' (", " call)*' if parallel else ""
+        further = ' (", " call)*' if parallel else ""
         lines += [
-            f"calls: {opening} {before} call{more} {after}",
-            f"begun: {before} call{more} {after}",
+            f"calls: {opening} {lead} call{further} {end}",
+            f"begun: {lead} call{further} {end}",
         ]
     else:
-        more = f' ("\\n" {opening} {before} call {after})*' if parallel else ""
+        further = f' ("\\n" {opening} {lead} call {end})*' if parallel else ""
         lines += [
-            f"calls: {opening} {before} call {after}{more}",
-            f"begun: {before} call {after}{more}",
+            f"calls: {opening} {lead} call {end}{further}",
+            f"begun: {lead} call {end}{further}",
         ]
     # Free text may hold every token but the one that opens a call.
     if required:
@@ -198,19 +198,19 @@ class ToolParser:
         return self._end()
 
     def _content(self) -> Delta | None:
-        at = self._text.find(self.form.opening)
-        if at >= 0:
-            content = self._text[:at]
-            self._text = self._text[at + len(self.form.opening) :]
+        start = self._text.find(self.form.opening)
+        if start >= 0:
+            content = self._text[:start]
+            self._text = self._text[start + len(self.form.opening) :]
             self._state = "head"
             self._inside = True
             return Delta(content="" if self.calls and not content.strip() else content)
         # The beginning of an opening is held back, and white space that may stand before one.
         opening = self.form.opening
-        kept = next(
+        num_held = next(
             (n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0
         )
-        certain = self._text[: len(self._text) - kept].rstrip()
+        certain = self._text[: len(self._text) - num_held].rstrip()
         self._text = self._text[len(certain) :]
         return Delta(content=certain) if certain else None
 
@@ -226,7 +226,7 @@ class ToolParser:
             )
         beginning = self._text.lstrip(" \n[,")
         if not self.form.opening and beginning and not beginning.startswith("{"):
-            # an answer that is no call
+            # An answer that is no call.
             content = self._text
             self._text = ""
             return Delta(content=content)
@@ -234,7 +234,7 @@ class ToolParser:
 
     def _continue(self) -> Delta | None:
         """Up to the brace that closes the arguments."""
-        for at, letter in enumerate(self._text):
+        for index, letter in enumerate(self._text):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
@@ -247,8 +247,8 @@ class ToolParser:
             elif letter in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    piece = self._text[: at + 1]
-                    self._text = self._text[at + 1 :]
+                    piece = self._text[: index + 1]
+                    self._text = self._text[index + 1 :]
                     self._state = "tail"
                     return Delta(call=self.calls - 1, arguments=piece)
         piece = self._text
@@ -266,10 +266,10 @@ class ToolParser:
             self._text = self._text[match.end() :]
             self._state, self._inside = ("head", True) if match[1] == "," else ("content", False)
             return Delta()
-        at = self._text.find(self.form.closing.strip())
-        if at < 0:
+        start = self._text.find(self.form.closing.strip())
+        if start < 0:
             return None
-        self._text = self._text[at + len(self.form.closing.strip()) :]
+        self._text = self._text[start + len(self.form.closing.strip()) :]
         self._state = "content"
         self._inside = False
         return Delta()
