@@ -486,83 +486,88 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
     model = description["model"]
     if model.get("type") != "BPE":
         raise refuse(f"its model is {model.get('type')}, and BPE can be exported")
-    if (
-        model.get("dropout")
-        or model.get("continuing_subword_prefix")
-        or model.get("end_of_word_suffix")
-    ):
+    refused_keys = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    if any(model.get(key) for key in refused_keys):
         raise refuse("its BPE has dropout, a prefix or a suffix")
-    pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+    added_tokens = description.get("added_tokens") or []
+    largest_id = max([*model["vocab"].values(), *(token["id"] for token in added_tokens)])
+    if largest_id >= size:
+        raise UserError(
+            f"the tokenizer has id {largest_id:,} and the model {size:,} tokens",
+            where=where,
+            fix="put the tokenizer there that the model was trained with",
+        )
+
+    # Ids without a token stay unused; added tokens have a type of their own.
+    is_sentencepiece = bool(model.get("byte_fallback"))
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [UNUSED] * size
-    scores = [0.0] * size
-    added = description.get("added_tokens") or []
-    largest = max([*model["vocab"].values(), *(entry["id"] for entry in added)])
-    if largest >= size:
-        problem = f"the tokenizer has id {largest:,} and the model {size:,} tokens"
-        raise UserError(
-            problem, where=where, fix="put the tokenizer there that the model was trained with"
-        )
-    spaced = bool(model.get("byte_fallback"))
     for token, index in model["vocab"].items():
-        raw = spaced and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
+        is_byte = is_sentencepiece and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
         tokens[index] = token
-        types[index] = BYTE if raw else NORMAL
-    for entry in added:
-        unknown = entry["content"] == model.get("unk_token")
-        kind = UNKNOWN if unknown else CONTROL if entry.get("special") else USER_DEFINED
-        tokens[entry["id"]] = entry["content"]
-        types[entry["id"]] = kind
-    if not spaced:
+        types[index] = BYTE if is_byte else NORMAL
+    for added_token in added_tokens:
+        index = added_token["id"]
+        tokens[index] = added_token["content"]
+        types[index] = CONTROL if added_token.get("special") else USER_DEFINED
+        if added_token["content"] == model.get("unk_token"):
+            types[index] = UNKNOWN
+
+    pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+    scores = [0.0] * size
+    if not is_sentencepiece:
+        pre_tokenizer = _pre_tokenizer(description, refuse)
         merges = [" ".join(pair) for pair in pairs]
-        return Vocabulary(
-            "gpt2", _pre_tokenizer(description, refuse), tokens, types, scores, merges, False
-        )
+        return Vocabulary("gpt2", pre_tokenizer, tokens, types, scores, merges, False)
+
+    # SentencePiece has scores instead of merges: the text that is merged first has the largest.
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)
     for index, token in enumerate(tokens):
-        if types[index] == NORMAL:  # the text that is merged first has the largest score
+        if types[index] == NORMAL:
             scores[index] = -float(ranks.get(token, len(pairs)))
-    text = json.dumps(
-        [description.get("normalizer"), description.get("pre_tokenizer")], ensure_ascii=False
+    steps = [description.get("normalizer"), description.get("pre_tokenizer")]
+    steps_text = json.dumps(steps, ensure_ascii=False)
+    prepends_space = (
+        '"prepend": "▁"' in steps_text
+        or re.search('"prepend_scheme": "(always|first)"', steps_text) is not None
     )
-    prefixed = (
-        '"prepend": "▁"' in text
-        or re.search('"prepend_scheme": "(always|first)"', text) is not None
-    )
-    return Vocabulary("llama", "default", tokens, types, scores, [], prefixed)
+    return Vocabulary("llama", "default", tokens, types, scores, [], prepends_space)
 
 
 def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserError]) -> str:
     """llama.cpp's name of the pre-tokenizer that splits a text as this one does. Raises UserError for another."""
     from tokenizers import Tokenizer as Library
 
-    def ends(steps: object) -> list[tuple[int, int]]:
-        empty = {"type": "BPE", "vocab": {}, "merges": []}
-        library = Library.from_str(
-            json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})
-        )
-        return [places for _, places in library.pre_tokenizer.pre_tokenize_str(_SPLIT_PROBE)]
+    def word_spans(pre_tokenizer: object) -> list[tuple[int, int]]:
+        """Start and end of each word of the probe."""
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": pre_tokenizer}
+        library = Library.from_str(json.dumps(tokenizer))
+        return [span for _, span in library.pre_tokenizer.pre_tokenize_str(_SPLIT_PROBE)]
 
-    stated = description.get("pre_tokenizer")
-    text = json.dumps(stated)
+    pre_tokenizer = description.get("pre_tokenizer")
+    text = json.dumps(pre_tokenizer)
     if '"ByteLevel"' not in text or '"add_prefix_space": true' in text:
         raise refuse("its pre-tokenizer is not byte-level, or adds a space before the text")
-    wanted = ends(stated)
-    whole = bool(description["model"].get("ignore_merges"))
-    fitting = [
-        name for name, (patterns, _) in PRE_TOKENIZERS.items() if ends(splits(patterns)) == wanted
+    spans = word_spans(pre_tokenizer)
+    fitting_names = [
+        name
+        for name, (patterns, _) in PRE_TOKENIZERS.items()
+        if word_spans(splits(patterns)) == spans
     ]
-    if not fitting:
+    if not fitting_names:
         raise refuse("its pre-tokenizer splits words in another way than those of llama.cpp")
-    return min(fitting, key=lambda name: PRE_TOKENIZERS[name][1] != whole)
+    # Of several the one that also takes a word that is a token without merging it, or does not.
+    ignores_merges = bool(description["model"].get("ignore_merges"))
+    return min(fitting_names, key=lambda name: PRE_TOKENIZERS[name][1] != ignores_merges)
 
 
 def splits(patterns: tuple[str, ...]) -> dict[str, Any]:
     """The pre-tokenizer of the tokenizers library that splits with one expression after the other."""
     steps = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in patterns
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
     ]
     return {"type": "Sequence", "pretokenizers": steps}
