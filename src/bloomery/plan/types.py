@@ -185,7 +185,7 @@ class TrainPlan(PlanPart):
 
     @property
     def sequences_per_step(self) -> int:
-        """Those of the dataset, of all ranks together."""
+        """Sequences of the dataset per step, over all ranks."""
         return self.accumulation * self.micro_batch_size * self.ranks - self.empty_sequences
 
 
@@ -249,7 +249,7 @@ class LayoutPlan(PlanPart):
 
     @property
     def sequences(self) -> int:
-        """Of a step, over all ranks, with the empty ones that give each rank as many."""
+        """Sequences of a step over all ranks, with the empty ones that give each rank as many."""
         return self.accumulation * self.micro_batch_size * self.replicate * self.shard
 
 
@@ -320,19 +320,20 @@ class RunPlan(PlanPart):
 
     @property
     def seconds(self) -> Estimate | None:
-        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown."""
+        """Seconds of the run, at least those of `min_steps` for a wall-time run; None: device or length unknown."""
         step = self.step_seconds
         steps = self.train.steps
-        asked = self.train.seconds
-        if asked is not None:
-            least = step.scaled(self.train.min_steps or 1) if step is not None else None
-            ends = (
-                (asked,) * 3
-                if least is None
-                else (max(asked, e) for e in (least.value, least.low, least.high))
+        wall_time = self.train.seconds
+        if wall_time is not None:
+            if step is None:
+                return Estimate(value=wall_time, low=wall_time, high=wall_time, origin="table")
+            shortest = step.scaled(self.train.min_steps or 1)
+            return Estimate(
+                value=max(wall_time, shortest.value),
+                low=max(wall_time, shortest.low),
+                high=max(wall_time, shortest.high),
+                origin="table",
             )
-            value, low, high = ends
-            return Estimate(value=value, low=low, high=high, origin="table")
         return None if step is None or steps is None else step.scaled(steps)
 
     @property
@@ -342,9 +343,10 @@ class RunPlan(PlanPart):
     @property
     def epochs(self) -> float | None:
         """Epochs of the run; an estimate where dataset or steps are not counted yet. None where unknown."""
-        asked = None if self.lengths is None else self.lengths.train
+        run_length = None if self.lengths is None else self.lengths.train
         if self.dataset is None or not self.dataset.sequences_per_epoch:
-            return asked.amount if asked is not None and asked.unit == "epochs" else None
+            in_epochs = run_length is not None and run_length.unit == "epochs"
+            return run_length.amount if run_length is not None and in_epochs else None
         steps: float | None = self.train.steps
         if steps is None and self.train.seconds is not None and self.step_seconds is not None:
             steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)

@@ -25,37 +25,52 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
-MANY = 2**24  # weights, for the average of bits per weight with double quantization
+# So many weights that the average of bits per weight counts scales of scales too.
+WEIGHTS_OF_AVERAGE = 2**24
 
 
 def refuse_method_misfits(recipe: Recipe) -> None:
     """Raises UserError for settings that PEFT methods do not support."""
-    if not isinstance(recipe.adapter, Peft):
+    adapter = recipe.adapter
+    if not isinstance(adapter, Peft):
         return
-    name = named(recipe.adapter.method)
-    method = f"adapter.method={recipe.adapter.method}"
+    where = f"adapter.method={adapter.method}"
     if recipe.objective.spec.values:
-        problem = "a reward model needs a trainable value head, and PEFT methods freeze it"
         raise UserError(
-            problem, where=method, fix="set adapter.kind=lora, which trains the head too", code=2
+            "a reward model needs a trainable value head, and PEFT methods freeze it",
+            where=where,
+            fix="set adapter.kind=lora, which trains the head too",
+            code=2,
         )
     if recipe.quantize.kind != "none":
-        problem = "PEFT methods do not support quantized base weights"
-        fix = "set quantize.kind=none, or adapter.kind=lora, which supports quantized base weights"
-        raise UserError(problem, where=method, fix=fix, code=2)
-    if recipe.optimizer.fused_backward:
-        problem = "PEFT methods read all gradients after an update, and a fused backward frees them"
-        raise UserError(problem, where=method, fix="set optimizer.fused_backward=false", code=2)
-    if recipe.train.compile is True:
-        problem = (
-            "PEFT layers change during training, and compiled blocks would be recompiled each time"
-        )
-        raise UserError(problem, where=method, fix="set train.compile=false", code=2)
-    total = (recipe.adapter.model_extra or {}).get("total_step")
-    if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
-        problem = "AdaLoRA needs the number of steps, which a wall-time length does not have"
         raise UserError(
-            problem, where="train.max_time", fix="set train.max_steps=500 instead", code=2
+            "PEFT methods do not support quantized base weights",
+            where=where,
+            fix="set quantize.kind=none, or adapter.kind=lora, which supports quantized base weights",
+            code=2,
+        )
+    if recipe.optimizer.fused_backward:
+        raise UserError(
+            "PEFT methods read all gradients after an update, and a fused backward frees them",
+            where=where,
+            fix="set optimizer.fused_backward=false",
+            code=2,
+        )
+    if recipe.train.compile is True:
+        raise UserError(
+            "PEFT layers change during training, and compiled blocks would be recompiled each time",
+            where=where,
+            fix="set train.compile=false",
+            code=2,
+        )
+    total_steps = (adapter.model_extra or {}).get("total_step")
+    is_wall_time = recipe.train.length.unit == "seconds"
+    if named(adapter.method) == "ADALORA" and is_wall_time and not total_steps:
+        raise UserError(
+            "AdaLoRA needs the number of steps, which a wall-time length does not have",
+            where="train.max_time",
+            fix="set train.max_steps=500 instead",
+            code=2,
         )
 
 
@@ -75,9 +90,9 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
 
 
 def _refuse_average(recipe: Recipe) -> None:
-    """Raises UserError for what an average of the weights cannot combine with."""
+    """Raises UserError for settings that an average of the weights does not support."""
     adapter = recipe.adapter
-    reasons = (
+    conflicts = (  # whether the recipe has it, its key, the reason
         (
             isinstance(adapter, Peft),
             "adapter.kind=peft",
@@ -99,13 +114,12 @@ def _refuse_average(recipe: Recipe) -> None:
             "the average stays on the device, which offloading empties",
         ),
     )
-    for holds, key, reason in reasons:
-        if holds:
-            fix = f"leave out train.ema_decay, or {key}"
+    for is_set, key, reason in conflicts:
+        if is_set:
             raise UserError(
                 f"no average of the weights with {key}: {reason}",
                 where="train.ema_decay",
-                fix=fix,
+                fix=f"leave out train.ema_decay, or {key}",
                 code=2,
             )
 
@@ -114,15 +128,13 @@ def quantized_choices(
     recipe: Recipe, reader: Choice[Dequantizer]
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bits per weight, and the implementation that reads them."""
-    base = recipe.quantize.kind
-    double = recipe.quantize.double_quant
-    if base == "none":
+    quantize = recipe.quantize
+    if quantize.kind == "none":
         return
-    bits = 8 * storage_bytes((MANY,), base, double) / MANY
-    yield (
-        "quantize.kind",
-        Choice(f"{base} base", f"{bits:.4g} bits per weight of the layers; {reader.reason}"),
-    )
+    count = WEIGHTS_OF_AVERAGE
+    bits = 8 * storage_bytes((count,), quantize.kind, quantize.double_quant) / count
+    reason = f"{bits:.4g} bits per weight of the layers; {reader.reason}"
+    yield "quantize.kind", Choice(f"{quantize.kind} base", reason)
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
@@ -194,52 +206,58 @@ def refuse_pipeline(recipe: Recipe) -> None:
 
 
 def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
-    asked = {key: getattr(recipe.parallel, key) for key in keys}
-    return [f"parallel.{key}={value}" for key, value in asked.items() if value not in (1, "auto")]
+    """Those of the keys that the recipe sets, with their values."""
+    sizes = {key: getattr(recipe.parallel, key) for key in keys}
+    return [f"parallel.{key}={size}" for key, size in sizes.items() if size not in (1, "auto")]
 
 
 def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
-    """One UserError for all unsupported keys."""
-    if keys:
-        problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
-        fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
-        if not one_device:
-            fix += "; parallel.shard divides a model over devices"
-        raise UserError(problem, where="recipe", fix=fix, code=2)
+    """Raises one UserError for all unsupported keys."""
+    if not keys:
+        return
+    problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
+    fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
+    if not one_device:
+        fix += "; parallel.shard divides a model over devices"
+    raise UserError(problem, where="recipe", fix=fix, code=2)
 
 
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     """Raises UserError for memory settings that the optimizer or a fused backward does not support."""
     optimizer = recipe.optimizer
-    train = recipe.train
-    spec = OPTIMIZERS[recipe.optimizer.kind]
-    asked = {key: f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)}
+    spec = OPTIMIZERS[optimizer.kind]
+
+    # The memory settings of the recipe as they stand in it, by key.
+    settings = {key: f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)}
     if optimizer.paged:
-        asked["offload"] = "optimizer.paged"  # another name for it
+        settings["offload"] = "optimizer.paged"  # another name for it
     if optimizer.state_dtype != "float32":
-        asked["state_dtype"] = f"optimizer.state_dtype={optimizer.state_dtype}"
-    if refused := [
-        text
-        for key, text in asked.items()
+        settings["state_dtype"] = f"optimizer.state_dtype={optimizer.state_dtype}"
+    unsupported = [
+        setting
+        for key, setting in settings.items()
         if key not in spec.settings and key not in spec.ineffective_settings
-    ]:
+    ]
+    if unsupported:
         raise UserError(
-            f"{spec.name} does not support this setting: {refused[0]}",
+            f"{spec.name} does not support this setting: {unsupported[0]}",
             where=f"optimizer.kind={optimizer.kind}",
-            fix=f"set optimizer.kind=adamw, or remove {' and '.join(refused)}",
+            fix=f"set optimizer.kind=adamw, or remove {' and '.join(unsupported)}",
             code=2,
         )
-    rows = train.micro_batch_size
-    asked_tokens = recipe.tokens_per_step
-    if not optimizer.fused_backward or asked_tokens == "auto" or rows == "auto":
+
+    # A fused backward updates after each micro-batch: both sizes of the recipe must be the same.
+    micro_batch_size = recipe.train.micro_batch_size
+    tokens_per_step = recipe.tokens_per_step
+    if not optimizer.fused_backward or tokens_per_step == "auto" or micro_batch_size == "auto":
         return
-    tokens = rows * recipe.data.sequence_length
-    if asked_tokens != tokens:
+    micro_batch_tokens = micro_batch_size * recipe.data.sequence_length
+    if tokens_per_step != micro_batch_tokens:
         raise UserError(
             "optimizer.fused_backward has no gradient accumulation: a step is one micro-batch of"
-            f" {tokens:,} tokens, not {asked_tokens:,}",
+            f" {micro_batch_tokens:,} tokens, not {tokens_per_step:,}",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={tokens}, or optimizer.fused_backward=false",
+            fix=f"set train.tokens_per_step={micro_batch_tokens}, or optimizer.fused_backward=false",
             code=2,
         )
 
@@ -306,8 +324,9 @@ def refuse_misfits(
             code=2,
         )
     refuse_transformers_misfits(recipe, config)
-    asked = recipe.train.length
-    refuse_settings(recipe, config, steps=round(asked.amount) if asked.unit == "steps" else None)
+    run_length = recipe.train.length
+    steps = round(run_length.amount) if run_length.unit == "steps" else None
+    refuse_settings(recipe, config, steps=steps)
 
 
 def untrained(config: ModelConfig) -> str:
@@ -438,36 +457,44 @@ FEATURES: tuple[Feature, ...] = (
 
 def refusals(recipe: Recipe, axis: Axis, config: ModelConfig | None = None) -> list[str]:
     """Why the recipe does not train over this axis: "feature: reason" for each. `config`: of its model, once read."""
-    refusing = [
+    return [
+        f"{feature.name}: {feature.reason(axis)}"
+        for feature in _refused_features(recipe, axis, config)
+    ]
+
+
+def _refused_features(recipe: Recipe, axis: Axis, config: ModelConfig | None) -> list[Feature]:
+    return [
         feature for feature in FEATURES if feature.reason(axis) and feature.applies(recipe, config)
     ]
-    return [f"{feature.name}: {feature.reason(axis)}" for feature in refusing]
 
 
 def refuse_unsupported(
     recipe: Recipe, config: ModelConfig | None = None, *, replicate: int, shard: int
 ) -> None:
     """Raises UserError where a feature of the recipe, or of its model, does not train over these sizes."""
-    sizes: tuple[tuple[Axis, Axis, int], ...] = (
-        ("replicate", "shard", replicate),
-        ("shard", "replicate", shard),
-    )
-    for axis, other, size in sizes:
-        found = refusals(recipe, axis, config) if size > 1 else []
-        if found:
-            ways = {
-                way: [one for one in FEATURES if one.reason(way) and one.applies(recipe, config)]
-                for way in AXES
-            }
-            fix = "train on one device"
-            # shards save memory
-            for way in sorted(AXES, key=lambda each: (len(ways[each]) > 0, each == "replicate")):
-                if all(one.fix for one in ways[way]):
-                    words = [one.fix for one in ways[way]]
-                    words += (
-                        [f"parallel.{axis}=1", f"parallel.{other}={size}"] if way != axis else []
-                    )
-                    fix = f"set {' '.join(words)}"
-                    break
-            problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
-            raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)
+    sizes: dict[Axis, int] = {"replicate": replicate, "shard": shard}
+    for axis, size in sizes.items():
+        reasons = refusals(recipe, axis, config) if size > 1 else []
+        if reasons:
+            raise UserError(
+                f"not supported over {size} devices with parallel.{axis}: {'; '.join(reasons)}",
+                where=f"parallel.{axis}",
+                fix=_fix_over_devices(recipe, axis, size, config),
+                code=2,
+            )
+
+
+def _fix_over_devices(recipe: Recipe, axis: Axis, size: int, config: ModelConfig | None) -> str:
+    """The settings with which the recipe trains over as many devices, on this axis or on another."""
+    refused = {other: _refused_features(recipe, other, config) for other in AXES}
+    # First an axis that refuses nothing, and of two of them shards, which save memory.
+    by_preference = sorted(AXES, key=lambda other: (len(refused[other]) > 0, other == "replicate"))
+    for other in by_preference:
+        if not all(feature.fix for feature in refused[other]):
+            continue
+        edits = [feature.fix for feature in refused[other]]
+        if other != axis:
+            edits += [f"parallel.{axis}=1", f"parallel.{other}={size}"]
+        return f"set {' '.join(edits)}"
+    return "train on one device"
