@@ -751,9 +751,6 @@ class Recipe(Section):
     @property
     def tokens_per_step(self) -> Literal["auto"] | int:
         """`train.tokens_per_step`, or that of `train.batch_size`."""
-        asked = self.train
-        return (
-            asked.tokens_per_step
-            if asked.batch_size is None
-            else asked.batch_size * self.data.sequence_length
-        )
+        if self.train.batch_size is not None:
+            return self.train.batch_size * self.data.sequence_length
+        return self.train.tokens_per_step

@@ -75,9 +75,9 @@ def _of_unit(unit: Unit, example: str) -> Any:
     """A validator of an amount of one unit, with the unit or without it: 3, "3 epochs", "10B", "10B tokens"."""
 
     def read(value: object) -> float:
-        if isinstance(word := _word(value, example), str) and re.search(
-            r"[0-9].*[a-z%]{2,}|%", word, re.IGNORECASE
-        ):
+        word = _word(value, example)
+        has_unit = isinstance(word, str) and re.search(r"[0-9].*[a-z%]{2,}|%", word, re.IGNORECASE)
+        if has_unit:
             duration = parse_duration(word)
             if duration.unit != unit:
                 raise ValueError(f"{word!r} is not a number of {unit}; write {example}")
@@ -108,13 +108,12 @@ Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int)
 
 def _tokens_of_a_sequence(value: object) -> object:
     """A suffix is refused: 128k is 128,000 to this program, and 131,072 to the authors of most models."""
-    if isinstance(value, str) and (
-        found := re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())
-    ):
-        thousand = int(found[1]) * 1000
-        binary = int(found[1]) * 1024
-        raise ValueError(f"{value!r} may be {thousand} or {binary} tokens; write the number")
     if isinstance(value, str):
+        with_suffix = re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())
+        if with_suffix:
+            decimal = int(with_suffix[1]) * 1000
+            binary = int(with_suffix[1]) * 1024
+            raise ValueError(f"{value!r} may be {decimal} or {binary} tokens; write the number")
         raise ValueError(
             f"{value[:40]!r} is not a number of tokens; write a whole number such as 1024 or 131072"
         )
@@ -194,8 +193,8 @@ class _OneOrMoreSchema:
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        found = handler(core)
-        return {"anyOf": [found["items"], found]}
+        list_schema = handler(core)
+        return {"anyOf": [list_schema["items"], list_schema]}
 
 
 OneOrMore = Annotated[
