@@ -45,7 +45,7 @@ def test_train_runs_the_plan_that_is_chosen(recipe, boards) -> None:
             refuse_pipeline(loaded.recipe)
             narrowed, chosen = chosen_devices(with_boards(name, count), None)
             assert chosen == count
-            narrowed, chosen = device_count(loaded.recipe, narrowed, chosen, named=False)
+            narrowed, chosen = device_count(loaded.recipe, narrowed, chosen, user_named=False)
             plan = resolve(loaded, facts_of(loaded, narrowed), gpus=chosen)
             where = f"{recipe} on {count} of {name}"
             train = plan.train

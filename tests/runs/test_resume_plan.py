@@ -194,16 +194,18 @@ def test_the_recipe_and_the_devices_agree_or_both_numbers_are_said() -> None:
     two = GPU.model_copy(update={"accelerators": (MI300X, second)})
     plain = load_recipe("demo").recipe
     asks = lambda **sizes: plain.model_copy(update={"parallel": Parallel(**sizes)})  # noqa: E731
-    assert device_count(plain, two, 2, named=False) == (two, 2)
-    assert device_count(asks(replicate=1, shard=1), two, 2, named=False)[1] == 1
+    assert device_count(plain, two, 2, user_named=False) == (two, 2)
+    assert device_count(asks(replicate=1, shard=1), two, 2, user_named=False)[1] == 1
     in_backward = plain.optimizer.model_copy(update={"kind": "adafactor", "fused_backward": True})
     assert (
-        device_count(plain.model_copy(update={"optimizer": in_backward}), two, 2, named=False)[1]
+        device_count(plain.model_copy(update={"optimizer": in_backward}), two, 2, user_named=False)[
+            1
+        ]
         == 1
     )
     for sizes, named in (({"shard": 4}, False), ({"replicate": 1, "shard": 1}, True)):
         with pytest.raises(UserError, match=r"parallel asks for (4|1) devices, and there are 2"):
-            device_count(asks(**sizes), two, 2, named=named)
+            device_count(asks(**sizes), two, 2, user_named=named)
 
 
 def test_a_chosen_device_outlives_a_stop() -> None:

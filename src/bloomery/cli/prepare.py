@@ -335,7 +335,12 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     layout = data.layout
     _print_health(
         check_dataset(
-            folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing
+            folder,
+            manifest,
+            tokenizer,
+            sequence_length=length,
+            layout=layout,
+            missing_tokens=missing,
         )
     )
     corpus = gather.counted(manifest, data, folder)

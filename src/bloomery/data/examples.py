@@ -118,8 +118,10 @@ def to_wire(example: Example) -> str:
 
 def from_wire(wire: str, source: str) -> Example:
     kind, prompt, responses, desirable, tools, *implicit = json.loads(wire)
-    read = tuple(_read(response) for response in responses)
-    return Example(source, kind, _read(prompt), read, desirable, tuple(tools), bool(implicit))
+    response_turns = tuple(_read(response) for response in responses)
+    return Example(
+        source, kind, _read(prompt), response_turns, desirable, tuple(tools), bool(implicit)
+    )
 
 
 # These keys are hashed: never change one.

@@ -140,15 +140,18 @@ class Loader:
         ends = np.cumsum(self._packing.counts)
         count = int(ends[-1])
         for indices in self._indices_by_batch(count, sequences):
-            read = list[PackedSequence]()
+            sequences_read = list[PackedSequence]()
             for index in indices:
                 if index < count:
                     source = int(np.searchsorted(ends, index, side="right"))
-                    begin = int(ends[source - 1]) if source else 0
-                    read.append(self._packing.read(source, index - begin))
+                    source_start = int(ends[source - 1]) if source else 0
+                    sequences_read.append(self._packing.read(source, index - source_start))
                 else:
-                    read.append(self._packing.empty())
-            yield self._stacked(read), _stack(sequence.label_indices for sequence in read)
+                    sequences_read.append(self._packing.empty())
+            yield (
+                self._stacked(sequences_read),
+                _stack(sequence.label_indices for sequence in sequences_read),
+            )
 
     def _indices_by_batch(self, count: int, sequences: int) -> Iterator[Sequence[int]]:
         """This rank's indices of each batch, dealt out in turn; beyond `count` in the last one."""

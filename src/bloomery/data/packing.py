@@ -52,16 +52,16 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
         smallest_fit = bisect_left(free_sizes, length)
         if smallest_fit == len(free_sizes):
             sequence = count
-            free = capacity
+            free_tokens = capacity
             count += 1
         else:
-            free = free_sizes[smallest_fit]
-            sequence = sequences_by_free[free].pop()
-            if not sequences_by_free[free]:
+            free_tokens = free_sizes[smallest_fit]
+            sequence = sequences_by_free[free_tokens].pop()
+            if not sequences_by_free[free_tokens]:
                 del free_sizes[smallest_fit]
         sequence_of_text[text] = sequence
         # A full sequence takes no other text.
-        free_after = free - length
+        free_after = free_tokens - length
         if free_after > 0:
             if not sequences_by_free[free_after]:
                 insort(free_sizes, free_after)
@@ -234,9 +234,9 @@ class PackedSequences:
 
     def empty(self) -> PackedSequence:
         """A sequence of padding."""
-        none = np.zeros(0, np.int64)
-        extras = {"kto_labels": none} if self._split.kind == "kto" else {}
-        return self._padded(none, none, none, none, extras=extras)
+        no_units = np.zeros(0, np.int64)
+        extras = {"kto_labels": no_units} if self._split.kind == "kto" else {}
+        return self._padded(no_units, no_units, no_units, no_units, extras=extras)
 
     def _read_plain(self, part: int, index: int) -> PackedSequence:
         split = self._split
@@ -293,9 +293,9 @@ class PackedSequences:
     def _documents(self, start: int, count: int) -> tuple[Ids, Ids]:
         """The document of each token, numbered from 0 in this sequence, and where in it that document begins."""
         bounds = self._split.bounds
-        first = int(np.searchsorted(bounds, start, side="right")) - 1
-        last = int(np.searchsorted(bounds, start + count - 1, side="right"))
-        inner = np.asarray(bounds[first + 1 : last]).astype(np.int64) - start
+        first_document = int(np.searchsorted(bounds, start, side="right")) - 1
+        last_document = int(np.searchsorted(bounds, start + count - 1, side="right"))
+        inner = np.asarray(bounds[first_document + 1 : last_document]).astype(np.int64) - start
         begins = np.concatenate([np.zeros(1, np.int64), inner])
         numbers = np.searchsorted(begins, np.arange(count), side="right") - 1
         return numbers, begins[numbers]

@@ -405,14 +405,14 @@ class SplitWriter:
         self._documents = progress.documents
         for column, dtype in self._columns.items():
             _cut(self._path(column), dtype.itemsize * self._documents)
-        full, rest = divmod(self._tokens, self._shard_tokens)
-        for what, dtype in self._sharded.items():
-            for number in range(full):
-                _cut(self._path(what, number), self._shard_tokens * dtype.itemsize)
-            _cut(self._path(what, full), rest * dtype.itemsize)
-            number = full + 1
-            while self._path(what, number).exists():
-                self._path(what, number).unlink()
+        num_full, rest = divmod(self._tokens, self._shard_tokens)
+        for stored_column, dtype in self._sharded.items():
+            for number in range(num_full):
+                _cut(self._path(stored_column, number), self._shard_tokens * dtype.itemsize)
+            _cut(self._path(stored_column, num_full), rest * dtype.itemsize)
+            number = num_full + 1
+            while self._path(stored_column, number).exists():
+                self._path(stored_column, number).unlink()
                 number += 1
 
     def begin_part(self) -> None:

@@ -81,13 +81,13 @@ def meet(plan: TrainPlan) -> Mesh:
     try:
         return join(plan)
     except RanksMissing as error:
-        missing = " and ".join(f"rank {rank}" for rank in error.ranks[:3])
+        missing_ranks = " and ".join(f"rank {rank}" for rank in error.ranks[:3])
         if len(error.ranks) > 3:
-            missing += f" and {len(error.ranks) - 3} more"
+            missing_ranks += f" and {len(error.ranks) - 3} more"
         patience = format_seconds(process_group.JOIN_SECONDS)
         at_address = f", at {environment.address}" if environment.address else ""
         raise UserError(
-            f"{missing} of {plan.ranks} did not arrive within {patience}",
+            f"{missing_ranks} of {plan.ranks} did not arrive within {patience}",
             where=f"the meeting of all ranks before the first step{at_address}",
             fix="read the output of that rank; start as many processes as the launcher names, with the same command",
         ) from error
@@ -217,14 +217,17 @@ def _check_versions(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
         ),
     )
     for name, version_by_rank, fix in versions:
-        usual, count = Counter(version_by_rank).most_common(1)[0]
+        usual_version, count = Counter(version_by_rank).most_common(1)[0]
         if 2 * count <= len(version_by_rank):
-            usual = version_by_rank[0]
-        other_ranks = [rank for rank, version in enumerate(version_by_rank) if version != usual]
+            usual_version = version_by_rank[0]
+        other_ranks = [
+            rank for rank, version in enumerate(version_by_rank) if version != usual_version
+        ]
         if other_ranks:
-            other = version_by_rank[other_ranks[0]]
+            other_version = version_by_rank[other_ranks[0]]
+            ranks = _named(facts_by_rank, other_ranks)
             return UserError(
-                f"{_named(facts_by_rank, other_ranks)} has {name} {other}, and the other ranks have {usual}",
+                f"{ranks} has {name} {other_version}, and the other ranks have {usual_version}",
                 where="the environment of that rank",
                 fix=fix,
             )

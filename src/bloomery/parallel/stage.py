@@ -11,14 +11,14 @@ def stage_of(config: ModelConfig, index: int, stages: int) -> Stage:
 
     The last stage has the embedding, too, where the head is tied to it.
     """
-    first = index * config.num_layers // stages
+    first_layer = index * config.num_layers // stages
     end = (index + 1) * config.num_layers // stages
-    last = index == stages - 1
+    is_last = index == stages - 1
     tied = config.tie_embeddings and config.head == "tokens"
     return Stage(
-        layers=range(first, end),
-        has_embedding=index == 0 or (last and tied),
-        has_head=last,
+        layers=range(first_layer, end),
+        has_embedding=index == 0 or (is_last and tied),
+        has_head=is_last,
     )
 
 

@@ -185,18 +185,18 @@ class Assembly:
     def _error_of(self, members: Sequence[Member]) -> UserError | None:
         rank_variable, world_variable = self._variables
         ordered = sorted(members, key=lambda member: (member.rank, member.host, member.pid))
-        for first, second in combinations(ordered, 2):
-            if first.rank == second.rank and (first.pid, first.host) != (second.pid, second.host):
+        for lower, higher in combinations(ordered, 2):
+            if lower.rank == higher.rank and (lower.pid, lower.host) != (higher.pid, higher.host):
                 return UserError(
-                    f"two processes have rank {first.rank}: {first} and {second}",
-                    where=f"{rank_variable}={first.rank}",
+                    f"two processes have rank {lower.rank}: {lower} and {higher}",
+                    where=f"{rank_variable}={lower.rank}",
                     fix=f"give each process another {rank_variable}, from 0 to {self._own.world - 1}",
                     code=2,
                 )
-            if first.world != second.world:
+            if lower.world != higher.world:
                 return UserError(
-                    f"rank {first.rank} was started as one of {first.world} ranks, and rank {second.rank} as one of"
-                    f" {second.world}",
+                    f"rank {lower.rank} was started as one of {lower.world} ranks, and rank {higher.rank} as one of"
+                    f" {higher.world}",
                     where=world_variable,
                     fix=f"set the same {world_variable} for all processes",
                     code=2,

@@ -77,7 +77,7 @@ def deletable(folder: Path) -> Leftover:
 
 def leftovers() -> tuple[list[Leftover], list[str]]:
     """What no run in runs/ uses, and reasons why something else is kept."""
-    found = list[Leftover]()
+    unused = list[Leftover]()
     notes = list[str]()
     used_data = dict[Path, str]()
     unknown = list[str]()
@@ -92,7 +92,7 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
             f"all prepared datasets are kept: it is not known which one {', '.join(unknown)} uses"
         )
     else:
-        found += _unused_data(used_data)
+        unused += _unused_data(used_data)
     if used_data:
         notes.append(f"kept for runs: {counted(len(used_data), 'prepared datasets')}")
     for folder_to_search in (
@@ -103,13 +103,13 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
         *(run / "checkpoints" for run in all_runs()),
     ):
         if folder_to_search.is_dir() and not worked_on(folder_to_search):
-            found += [
+            unused += [
                 Leftover(path, "draft", size_of(path), "of a process that was killed")
                 for path in sorted(folder_to_search.iterdir())
                 if path.name.rpartition("-")[2].isdecimal() and abandoned(path)
             ]
-    found += _old_caches()
-    return found, notes
+    unused += _old_caches()
+    return unused, notes
 
 
 def data_of(run: Path) -> Path | None:
@@ -188,9 +188,9 @@ def delete(leftovers: Sequence[Leftover]) -> Iterator[Leftover]:
             )
         try:
             if path.is_dir() and not path.is_symlink():
-                away = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")
-                path.rename(away)
-                path = away
+                draft = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")
+                path.rename(draft)
+                path = draft
             remove(path)
         except OSError as error:
             problem = f"cannot be deleted: {error.strerror}"

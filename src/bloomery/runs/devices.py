@@ -64,7 +64,7 @@ def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) ->
 
 
 def device_count(
-    recipe: Recipe, machine: Machine, count: int, *, named: bool = True, started_by: str = ""
+    recipe: Recipe, machine: Machine, count: int, *, user_named: bool = True, started_by: str = ""
 ) -> tuple[Machine, int]:
     """The machine and how many of its `count` devices the recipe trains on. `named`: the user chose them.
 
@@ -79,7 +79,7 @@ def device_count(
     for size in sizes_set:
         product *= size
     exact = len(sizes_set) == len(sizes)
-    if product > count or count % product or (named and exact and product != count):
+    if product > count or count % product or (user_named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
         device_list = (
             "cpu," * (product - 1) + "cpu"
@@ -92,7 +92,11 @@ def device_count(
         raise UserError(problem, where="parallel", fix=fix, code=2)
     if exact:
         count = product
-    elif count > 1 and not named and all(refusals(recipe, axis) for axis in ("replicate", "shard")):
+    elif (
+        count > 1
+        and not user_named
+        and all(refusals(recipe, axis) for axis in ("replicate", "shard"))
+    ):
         count = 1
     if count < len(machine.accelerators):
         machine = only(machine, {device.index for device in _alike(machine)[:count]})
@@ -107,7 +111,7 @@ def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tu
     ]
     if max([*sizes_set, 1]) > count or recipe.parallel.pipeline > 1:
         return narrow, 1
-    return device_count(recipe, narrow, count, named=devices not in (None, "auto"))
+    return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
 
 
 def _alike(machine: Machine) -> list[Accelerator]:

@@ -101,9 +101,9 @@ def evaluate_model(
         length = None if plan is None else plan.data.sequence_length
         return evaluate_pairs(decoder, tokenizer, data, template=template, sequence_length=length)
     if plan is not None and bos and template is None:
-        same = evaluate_as_trained(decoder, tokenizer, plan)
-        if same is not None:
-            return same
+        as_trained = evaluate_as_trained(decoder, tokenizer, plan)
+        if as_trained is not None:
+            return as_trained
     result, notes = evaluate(decoder, tokenizer, data, bos=bos, template=template)
     if plan is not None:
         notes.append(
@@ -238,14 +238,14 @@ def evaluate_pairs(
     sides = list(_sides_of(data, tokenizer, template))
     refuse_unknown_ids(chain.from_iterable(ids for ids, _ in sides), decoder.config.vocab_size)
     full_lengths = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
-    first = np.array([first for _, first in sides], np.int64).reshape(-1, 2)
+    first_labels = np.array([first_labels for _, first_labels in sides], np.int64).reshape(-1, 2)
     lengths = (
         full_lengths
         if sequence_length is None
         else truncated_lengths(full_lengths, sequence_length)
     )
     lengths = np.minimum(lengths, decoder.config.max_positions)
-    scorable = np.all(first < lengths, axis=1)
+    scorable = np.all(first_labels < lengths, axis=1)
     if not scorable.any():
         fix = "use pairs of a chosen and a rejected response: --data PATH"
         raise UserError("no pair to score", where=str(data), fix=fix)

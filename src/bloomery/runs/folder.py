@@ -407,13 +407,13 @@ def model_path(name: str) -> Path:
     if "+" in name and not folder.exists() and not (Path("runs") / name).exists():
         base, _, adapter = name.partition("+")
         return Path(f"{model_path(base)}+{model_path(adapter)}")
-    known = is_run(Path("runs") / name) or name == "last"
-    if not folder.exists() and not known and name:
+    is_known_run = is_run(Path("runs") / name) or name == "last"
+    if not folder.exists() and not is_known_run and name:
         from bloomery.hub import fetch_model, is_hub_id
 
         if is_hub_id(name):
             return fetch_model(name)
-    return folder if name and folder.is_dir() and not known else find_run(name)
+    return folder if name and folder.is_dir() and not is_known_run else find_run(name)
 
 
 def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":

@@ -438,9 +438,9 @@ class TextStream:
     a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self.ids = list(before[-8:])
+        self.ids = list(prompt_ids[-8:])
         self.written = len(self.ids)  # ids whose text was returned
 
     def push(self, token: int) -> str:
@@ -456,8 +456,8 @@ class TextStream:
         return self._out(self._new())
 
     def _new(self) -> str:
-        old = self.tokenizer.decode(self.ids[: self.written])
-        return self.tokenizer.decode(self.ids)[len(old) :]
+        written_text = self.tokenizer.decode(self.ids[: self.written])
+        return self.tokenizer.decode(self.ids)[len(written_text) :]
 
     def _out(self, text: str) -> str:
         self.ids = self.ids[-8:]

@@ -67,9 +67,9 @@ class GrammarTrials:
 
     def _start(self) -> Child:
         child = self._child = Child(MODULE, self._job, environment=os.environ).start()
-        ready = child.next(START_SECONDS)
-        if isinstance(ready, str):
-            reason = child.ending() if ready == "ended" else "it does not start"
+        answer = child.next(START_SECONDS)
+        if isinstance(answer, str):
+            reason = child.ending() if answer == "ended" else "it does not start"
             self.close()
             raise unsupported_schema(f"the process that compiles grammars failed: {reason}")
         return child

@@ -123,7 +123,11 @@ class _Flow:
     board: Board | None = None  # of the launcher that started this process as rank 0
 
     def stage(
-        self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: RunPlan | None
+        self,
+        stage: Stage,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        plan: RunPlan | None,
     ) -> StageResult:
         """One child from start to end. The final events are shown before the view closes."""
         self.check()
@@ -134,7 +138,7 @@ class _Flow:
                 raise UserError(
                     problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2
                 )
-            self.board.begin(resumed="--resumed" in words)
+            self.board.begin(resumed="--resumed" in arguments)
         with self.hub.shown(plan, self.name):
             with sensing(self.folder, plan) if plan else nullcontext() as sense:
 
@@ -148,7 +152,7 @@ class _Flow:
                 ending = run_stage(
                     stage,
                     self.folder,
-                    words=words,
+                    arguments=arguments,
                     environment=environment,
                     inherited=self.lock,
                     requests=self.requests,
@@ -290,8 +294,8 @@ def resume(
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
         reported_done = history.ended is not None and history.ended.status == "done"
-        done = reported_done and is_done(folder.path)
-        if step is None and not overrides and done:
+        is_finished = reported_done and is_done(folder.path)
+        if step is None and not overrides and is_finished:
             if launch is not None:
                 Board(folder, launch).conclude(DONE)
             return EndedRun(folder.path, DONE, again=True)
@@ -303,7 +307,7 @@ def resume(
             )
             if any(word.startswith("logging.trackers") for word in overrides):
                 _allow_hooks(flow, loaded)
-            if step is None and reported_done and not done:
+            if step is None and reported_done and not is_finished:
                 reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
                 hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
@@ -368,7 +372,7 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
                     ending = run_stage(
                         "train",
                         folder,
-                        words=("--resumed",) if word.resumed else (),
+                        arguments=("--resumed",) if word.resumed else (),
                         environment=child_environment(plan, os.environ),
                         inherited=(),
                         requests=requests,
@@ -456,12 +460,14 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     )
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
-    small = size_warnings(read_manifest(data), sequence_length=loaded.recipe.data.sequence_length)
+    size_reasons = size_warnings(
+        read_manifest(data), sequence_length=loaded.recipe.data.sequence_length
+    )
     for reason in (
         *report.warnings,
         *([] if memory.fits else [tight]),
         *left_aside(loaded.recipe),
-        *small,
+        *size_reasons,
     ):
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
@@ -491,7 +497,7 @@ def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine
         return machine, launch.world // hosts, hosts
     machine, count = chosen_devices(detect(), devices)
     machine = with_check(machine)
-    return *device_count(loaded.recipe, machine, count, named=devices not in (None, "auto")), 1
+    return *device_count(loaded.recipe, machine, count, user_named=devices not in (None, "auto")), 1
 
 
 def _rank_machine(launch: Launch, devices: str | None) -> Machine:
@@ -550,17 +556,19 @@ def _resumed(
     # What has changed since: the machine, its devices, and what the user overrides.
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     old_machine = read_machine(folder.machine)
-    now = _devices_now(flow, loaded, stored_plan, old_machine, overrides, devices)
-    changes = differences(old_machine, now.machine)
-    if now.count != stored_plan.train.ranks:
-        changes.append(f"devices changed: {stored_plan.train.ranks} -> {now.count}")
-    elif any(word.startswith("parallel.") for word in now.overrides) and not changes:
+    devices_now = _devices_now(flow, loaded, stored_plan, old_machine, overrides, devices)
+    changes = differences(old_machine, devices_now.machine)
+    if devices_now.count != stored_plan.train.ranks:
+        changes.append(f"devices changed: {stored_plan.train.ranks} -> {devices_now.count}")
+    elif any(word.startswith("parallel.") for word in devices_now.overrides) and not changes:
         changes.append("parallel changed")
     plan = stored_plan
-    if changes or now.overrides:
-        plan = _replanned(flow, stored_plan, now, changes)
-        _write(folder, plan, now.machine, {folder.recipe.name: dump_recipe(now.loaded)})
-    return _train(flow, plan, now.machine, resumed=True)
+    if changes or devices_now.overrides:
+        plan = _replanned(flow, stored_plan, devices_now, changes)
+        _write(
+            folder, plan, devices_now.machine, {folder.recipe.name: dump_recipe(devices_now.loaded)}
+        )
+    return _train(flow, plan, devices_now.machine, resumed=True)
 
 
 @dataclass(frozen=True)
@@ -605,13 +613,13 @@ def _devices_now(
         overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")
         loaded = load_recipe(flow.folder.recipe, overrides)
     if launch is None:
-        named = devices not in (None, "auto")
-        machine, count = device_count(loaded.recipe, machine, count, named=named)
+        user_named = devices not in (None, "auto")
+        machine, count = device_count(loaded.recipe, machine, count, user_named=user_named)
     return _DevicesNow(machine, count, hosts, loaded, tuple(overrides))
 
 
 def _replanned(
-    flow: _Flow, stored_plan: RunPlan, now: _DevicesNow, changes: Sequence[str]
+    flow: _Flow, stored_plan: RunPlan, devices_now: _DevicesNow, changes: Sequence[str]
 ) -> RunPlan:
     """The stored plan with what another machine changes (each with a warning) and what the user overrides.
 
@@ -619,12 +627,17 @@ def _replanned(
     """
     # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan before.
     facts = facts_of(
-        now.loaded,
-        now.machine,
+        devices_now.loaded,
+        devices_now.machine,
         prepared=stored_plan.data.prepared,
         dataset=stored_plan.dataset,
     )
-    fresh_plan = resolve(now.loaded, facts, gpus=now.count // now.hosts, nodes=now.hosts)
+    fresh_plan = resolve(
+        devices_now.loaded,
+        facts,
+        gpus=devices_now.count // devices_now.hosts,
+        nodes=devices_now.hosts,
+    )
     plan = stored_plan
     if changes:
         plan, choices = moved(stored_plan, fresh_plan)
@@ -633,14 +646,14 @@ def _replanned(
             reasons.append(f"rounding may differ on this machine: {UP_TO_ROUNDING}")
         for reason in reasons:
             flow.hub.emit(Warned(step=last_step(flow.folder), reason=reason))
-    if now.overrides:
-        plan = prolonged(plan, fresh_plan, now.overrides)
+    if devices_now.overrides:
+        plan = prolonged(plan, fresh_plan, devices_now.overrides)
 
     steps = saved_steps(flow.folder.checkpoints)
     if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
         raise UserError(
             f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
-            where=f"train.{now.loaded.recipe.train.length_key}",
+            where=f"train.{devices_now.loaded.recipe.train.length_key}",
             fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
         )
     return plan

@@ -86,7 +86,7 @@ class _Process:
     def __init__(
         self,
         command: Sequence[str],
-        words: Sequence[str],
+        arguments: Sequence[str],
         environment: Mapping[str, str],
         inherited: Sequence[int],
         on_line: Callable[[str], None],
@@ -95,7 +95,7 @@ class _Process:
         self._report, child_end = os.pipe()
         with held_back(SAVE_SIGNAL):
             self.child = subprocess.Popen(
-                [*command, "--parent", str(os.getpid()), "--report", str(child_end), *words],
+                [*command, "--parent", str(os.getpid()), "--report", str(child_end), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -308,7 +308,9 @@ class _Group:
         """Of ranks without progress: the one that left no stack, else one that did not wait for the others."""
         places_by_rank = {rank: training_place(stack) for rank, stack in stacks.items()}
         silent = sorted(self._silent - stacks.keys())
-        outside_collectives = [rank for rank, place in places_by_rank.items() if not place.waits]
+        outside_collectives = [
+            rank for rank, stack_place in places_by_rank.items() if not stack_place.waits
+        ]
         suspects = silent or outside_collectives
         of_suspect = [rank_result for rank_result in results if rank_result.rank in suspects[:1]]
         culprit = (of_suspect or results)[0]
@@ -365,7 +367,7 @@ def run_stage(
     stage: Stage,
     folder: RunFolder,
     *,
-    words: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     environment: Mapping[str, str],
     inherited: Sequence[int],
     requests: StopRequests,
@@ -405,7 +407,11 @@ def run_stage(
             on_rank_line = on_line if len(variables) == 1 else partial(_prefixed, rank, on_line)
             processes.append(
                 _Process(
-                    command, words, {**environment, **rank_variables_only}, inherited, on_rank_line
+                    command,
+                    arguments,
+                    {**environment, **rank_variables_only},
+                    inherited,
+                    on_rank_line,
                 )
             )
             stack.callback(processes[-1].close)
@@ -476,8 +482,8 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     if result.report is not None:
         error = UserError(**result.report)
         if result.rank is not None:
-            place = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
-            error.where = f"{error.where} ({place})" if error.where else place
+            rank_place = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
+            error.where = f"{error.where} ({rank_place})" if error.where else rank_place
         return error
     name = "preparation" if result.stage == "prepare" else "training"
     name = name if result.rank is None else f"rank {result.rank} of {name}"

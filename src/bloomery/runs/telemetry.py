@@ -88,7 +88,9 @@ class Guard:
         ]
         self._last_reading = time_now if temperatures else self._last_reading
         silent = time_now - self._last_reading > BLIND_SECONDS
-        if not (temperatures or silent) or any(heat >= below for _, heat, below in known_readings):
+        if not (temperatures or silent) or any(
+            heat >= resume_below for _, heat, resume_below in known_readings
+        ):
             return None
         state = (
             f"at {temperatures[0]:.0f} °C"
@@ -120,12 +122,15 @@ class Waiting:
     """
 
     def __init__(
-        self, pause: Path, emit: Emit, most: Callable[..., Sequence[float]] = lambda *own: own
+        self,
+        pause: Path,
+        emit: Emit,
+        all_reduce_max: Callable[..., Sequence[float]] = lambda *values: values,
     ) -> None:
         self._pause = pause
         self._emit = emit
         self._step = 0
-        self._most = most
+        self._most = all_reduce_max
 
     def emit(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step

@@ -217,15 +217,15 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
     """Phases as events: the start and the end of each, and between them one per `seconds`."""
     last_times: dict[str, float] = {}
 
-    def report(name: str, done: float, total: float) -> None:
+    def report(name: str, units_done: float, total: float) -> None:
         current_time = time.monotonic()
         if (
             name not in last_times
-            or done >= total > 0
+            or units_done >= total > 0
             or current_time - last_times[name] >= seconds
         ):
             last_times[name] = current_time
-            emit(Phase(name=name, done=done, total=total))
+            emit(Phase(name=name, done=units_done, total=total))
 
     return report
 

@@ -114,10 +114,10 @@ class TemplateProcess:
             raise self.error(answer["error"])
         return self._child
 
-    def _ended(self, how: str) -> str:
+    def _ended(self, silence: str) -> str:
         """The reason why the child ended. Closes it."""
         assert self._child is not None
-        code = self._child.code if how == "ended" else -signal.SIGKILL
+        code = self._child.code if silence == "ended" else -signal.SIGKILL
         self.close()
         if code == -signal.SIGPROF:
             return f"it took more than {CPU_SECONDS:g} seconds for one conversation"

@@ -45,8 +45,8 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Any) -> str:
-        begin, end = getattr(self.environment, "generation_marks", ("", ""))
-        return f"{begin}{caller()}{end}"
+        begin_mark, end_mark = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{begin_mark}{caller()}{end_mark}"
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -59,16 +59,22 @@ def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
     """
     present = [document for document in firsts if document is not None]
     mixed = {kind_of(document) for document in present} == set(_MIXED)
-    whole: ShardKind = "chat" if mixed else kind_of(present[0]) if present else "text"
+    shard_kind: ShardKind = "chat" if mixed else kind_of(present[0]) if present else "text"
     for document in () if mixed else present:
-        refuse_mixture(document, whole)
+        refuse_mixture(document, shard_kind)
     examples = [document.example for document in present if document.example is not None]
     turns = any(not isinstance(example.responses[0], str) for example in examples)
     spelt = [example for example in examples if isinstance(example.responses[0], str)]
     prompted = any(not example.implicit for example in spelt)
     texts: Texts = "prompts" if prompted else "whole" if spelt else "none"
     return Kinds(
-        whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns, texts
+        shard_kind,
+        tuple(
+            shard_kind if first_document is None else kind_of(first_document)
+            for first_document in firsts
+        ),
+        turns,
+        texts,
     )
 
 
@@ -122,20 +128,22 @@ class KtoPairCheck:
         """The document with both responses. Call in the order of the documents."""
         example = document.example
         assert example is not None
-        last = self._last.get(split)
+        previous = self._last.get(split)
         self._last[split] = example
-        if last is not None and last.prompt != example.prompt:
-            self._other[split] = last
+        if previous is not None and previous.prompt != example.prompt:
+            self._other[split] = previous
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
-        own = example.responses[0]
-        response = self._other[split].responses[0]
+        own_response = example.responses[0]
+        other_response = self._other[split].responses[0]
         # The other response takes the form of its own one: a text, or messages.
-        if isinstance(own, str) and not isinstance(response, str):
-            response = "\n".join(turn.content for turn in response)
-        elif isinstance(response, str) and not isinstance(own, str):
-            response = (replace(own[-1], content=response, calls=(), thinking=None),)
-        return replace(document, content=replace(example, responses=(own, response)))
+        if isinstance(own_response, str) and not isinstance(other_response, str):
+            other_response = "\n".join(turn.content for turn in other_response)
+        elif isinstance(other_response, str) and not isinstance(own_response, str):
+            other_response = (
+                replace(own_response[-1], content=other_response, calls=(), thinking=None),
+            )
+        return replace(document, content=replace(example, responses=(own_response, other_response)))
 
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None

@@ -220,8 +220,8 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
             "special_tokens_map.json",
             JOURNAL,
         )
-        for old in [old for pattern in patterns for old in sorted(folder.glob(pattern))]:
-            old.unlink()
+        for draft in [draft for pattern in patterns for draft in sorted(folder.glob(pattern))]:
+            draft.unlink()
     other_names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if other_names:
         raise UserError(
@@ -339,7 +339,7 @@ class Preparation:
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
             start = PrepareJournal(identity="", sources="")
-            tasks = self._tasks(start, only=source) if share else ()
+            tasks = self._tasks(start, only_source=source) if share else ()
             yield from islice((entry for task in tasks for entry in task.documents), share)
 
     def run(self) -> Manifest:
@@ -417,7 +417,9 @@ class Preparation:
             stats.first_skipped or journal.first_failed,
         )
 
-    def _tasks(self, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
+    def _tasks(
+        self, start: PrepareJournal, *, only_source: int | None = None
+    ) -> Iterator[EncodeTask]:
         """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
         `only`: of one source.
         """
@@ -425,7 +427,7 @@ class Preparation:
         num_empty = start.empty
         held_back = start.held_back
         held_files = dict(start.held_files)
-        for source in range(len(self._datasets)) if only is None else (only,):
+        for source in range(len(self._datasets)) if only_source is None else (only_source,):
             batch = list[tuple[SplitName, Document]]()
             size = 0
             num_read = 0

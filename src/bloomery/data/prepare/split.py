@@ -67,49 +67,49 @@ def validation_of(
     """`data.validation`: a share, or datasets. Those are a path, a split of the sources that have it, or with auto the
     validation split of each source. Raises UserError for a share outside 0 to 1, and for no such path or split.
     """
-    asked = data.validation
-    if asked != AUTO:
+    setting = data.validation
+    if setting != AUTO:
         with suppress(ValueError):  # not a number
-            percent = isinstance(asked, str) and asked.rstrip().endswith("%")
-            share = float(asked.rstrip("% ") if isinstance(asked, str) else asked) / (
+            percent = isinstance(setting, str) and setting.rstrip().endswith("%")
+            share = float(setting.rstrip("% ") if isinstance(setting, str) else setting) / (
                 100 if percent else 1
             )
             if not 0 <= share < 1:
                 fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
                 raise UserError(
-                    f"{asked} is not a share of the dataset", where="data.validation", fix=fix
+                    f"{setting} is not a share of the dataset", where="data.validation", fix=fix
                 )
             return share, []
     splits = [
         (source, other_splits(source, rows=required_format in ROW_FORMATS))
         for source in sources_of(data)
     ]
-    if asked == AUTO:
-        own = [(source, validation_split(names)) for source, names in splits]
-        held = [
+    if setting == AUTO:
+        split_names = [(source, validation_split(names)) for source, names in splits]
+        datasets = [
             open_dataset(source, required_format, split=split)
-            for source, split in own
+            for source, split in split_names
             if split is not None
         ]
-        return (0.0 if held else _USUAL_SHARE), held
-    name = str(asked)
-    held = [
+        return (0.0 if datasets else _USUAL_SHARE), datasets
+    name = str(setting)
+    datasets = [
         open_dataset(source, required_format, split=name)
         for source, names in splits
         if name in names
     ]
-    if not held and not data_place(name).exists() and not name.startswith(PREFIX):
+    if not datasets and not data_place(name).exists() and not name.startswith(PREFIX):
         present = sorted({split for _, names in splits for split in names})
-        others = (
+        choices = (
             f"one of its splits: {', '.join(present)}"
             if present
             else "the path of a file or folder"
         )
         problem = "no such file, folder or split of the dataset"
         where = f"data.validation: {name}"
-        raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
-    whole = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
-    return 0.0, held or [open_dataset(whole, required_format)]
+        raise UserError(problem, where=where, fix=f"set a share such as 1%, or {choices}")
+    named_source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
+    return 0.0, datasets or [open_dataset(named_source, required_format)]
 
 
 def validation_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:

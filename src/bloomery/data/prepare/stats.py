@@ -169,7 +169,7 @@ def check_dataset(
     *,
     sequence_length: int,
     layout: Layout,
-    missing: list[str] | None = None,
+    missing_tokens: list[str] | None = None,
 ) -> DatasetCheck:
     """Read the shards of the train split once. `missing`: markup of the chat template that is no token."""
     split = Split(folder, manifest, "train")
@@ -196,7 +196,7 @@ def check_dataset(
             (2 ** int(edge), int((edges == edge).sum()))
             for edge in range(edges.min(), edges.max() + 1)
         )
-    found = DatasetCheck(
+    check = DatasetCheck(
         kind=split.kind,
         units=len(lengths),
         empty=manifest.empty,
@@ -227,12 +227,12 @@ def check_dataset(
         (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
     }.get(tuple(labels))
     warnings = (
-        *_warnings(found, manifest),
+        *_warnings(check, manifest),
         *size_warnings(manifest, sequence_length=sequence_length),
-        *_chat_warnings(found, manifest, tokenizer, missing or []),
+        *_chat_warnings(check, manifest, tokenizer, missing_tokens or []),
         *([f"every response is labeled {one_sided}"] if one_sided else []),
     )
-    return replace(found, warnings=warnings)
+    return replace(check, warnings=warnings)
 
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
@@ -290,7 +290,7 @@ def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
 
 
 def _chat_warnings(
-    check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]
+    check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing_tokens: list[str]
 ) -> Iterator[str]:
     num_rendered = sum(part.documents for part in manifest.train.parts if not part.plain)
     # The response for the KL term does not count.
@@ -321,9 +321,9 @@ def _chat_warnings(
         yield f"left out: {counted(check.packing.all_masked, units)} with all labels masked; see data.chat.train_on"
     if check.packing and check.packing.dropped:
         yield f"left out: {counted(check.packing.dropped, units)} with all labels within data.sequence_length masked"
-    if missing:
+    if missing_tokens:
         yield (
-            f"the chat template writes {', '.join(missing)}, which the tokenizer splits into several tokens: "
+            f"the chat template writes {', '.join(missing_tokens)}, which the tokenizer splits into several tokens: "
             "add them with tokenizer.additional_special_tokens, or set data.chat.template to one that fits"
         )
     if manifest.eos_id is not None and manifest.eos_id == manifest.pad_id:
@@ -409,11 +409,13 @@ def preview(
                 roles = ["chosen", "rejected"]
             elif example is not None and example.kind == "kto":
                 roles = ["desirable" if example.desirable else "undesirable"]
-            kept = truncated_lengths(
+            kept_lengths = truncated_lengths(
                 np.array([[len(ids) for ids, _ in sides]], np.int64), sequence_length
             )[0].tolist()
-            fits = all(any(mask[1:count]) for (_, mask), count in zip(sides, kept, strict=True))
-            for (ids, mask), left, role in zip(sides, kept, roles, strict=False):
+            fits = all(
+                any(mask[1:count]) for (_, mask), count in zip(sides, kept_lengths, strict=True)
+            )
+            for (ids, mask), length_left, role in zip(sides, kept_lengths, roles, strict=False):
                 text = pieces(ids, tokenizer)
                 yield Preview(
                     document.source,
@@ -421,7 +423,7 @@ def preview(
                     ids,
                     text,
                     int(fits),
-                    len(ids) - left,
+                    len(ids) - length_left,
                     mask,
                     role,
                     kind=kind,
@@ -430,13 +432,13 @@ def preview(
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     """Each id as text. A character of several tokens is at the last of them."""
-    shown = []
+    printed = []
     start = 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop])
         if text.endswith("�") and stop - start < 4 and stop < len(ids):
-            shown.append("")
+            printed.append("")
             continue
-        shown.append(text)
+        printed.append(text)
         start = stop
-    return shown
+    return printed

@@ -276,7 +276,8 @@ def _reader(
                 value.content, format=format, columns=columns_by_role, where=value.where
             )
             return [
-                Document(one.source, one) for one in documents_of(example, dataset.required_format)
+                Document(part.source, part)
+                for part in documents_of(example, dataset.required_format)
             ]
 
         return read, columns

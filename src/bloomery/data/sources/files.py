@@ -103,12 +103,16 @@ def _divided(source: Source, names: list[str]) -> Division:
     counted_names = [name for name in names if name not in code]
     if not counted_names:
         return Division(names, {})
-    division = divide(counted_names, texts=texts, where=source.path, chosen=source.glob is not None)
+    division = divide(
+        counted_names, texts=texts, where=source.path, by_glob=source.glob is not None
+    )
     return Division(sorted({*division.train, *code}), division.others)
 
 
-def _file(source: Source, root: Path, shown: Path, name: str) -> SourceFile:
-    return SourceFile(root / name, name, _format(root / name, source.format), str(shown / name))
+def _file(source: Source, root: Path, shown_root: Path, name: str) -> SourceFile:
+    return SourceFile(
+        root / name, name, _format(root / name, source.format), str(shown_root / name)
+    )
 
 
 def _shown(name: str, root: Path) -> Path:
@@ -279,14 +283,14 @@ def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
     return UserError(problem, where=f"data.path: {root}", fix='set data.glob="*.xyz"')
 
 
-def _saved_dataset(root: Path, shown: Path) -> list[SourceFile]:
+def _saved_dataset(root: Path, shown_root: Path) -> list[SourceFile]:
     """The files of a folder that datasets' save_to_disk wrote; of several splits, of train."""
     if (root / "dataset_dict.json").is_file():
         splits = _names_of_splits(root)
         if "train" not in splits:
             problem = f"none of its splits is called train: {', '.join(splits)}"
             raise UserError(problem, where=str(root), fix=f"set data.path to {root}/<split>")
-        return _saved_dataset(root / "train", shown / "train")
+        return _saved_dataset(root / "train", shown_root / "train")
     names = _read_saved(
         root / "state.json",
         lambda state: [str(entry["filename"]) for entry in state["_data_files"]],
@@ -298,7 +302,7 @@ def _saved_dataset(root: Path, shown: Path) -> list[SourceFile]:
         raise UserError(
             f"{missing_names[0]} is missing", where=str(root), fix="save the dataset again"
         )
-    return [SourceFile(root / name, name, "arrow", str(shown / name)) for name in names]
+    return [SourceFile(root / name, name, "arrow", str(shown_root / name)) for name in names]
 
 
 def _names_of_splits(root: Path) -> list[str]:

@@ -229,10 +229,10 @@ class Row:
     named: Columns
     where: str
 
-    def cell(self, role: str, *, needed: bool = True) -> tuple[Any, str]:
+    def cell(self, role: str, *, required: bool = True) -> tuple[Any, str]:
         """The value for a role, and its place. Raises BadRow without that column, if it is `needed` or in `named`."""
         name = self.named.get(role, role)
-        if name in self.cells or not (needed or role in self.named):
+        if name in self.cells or not (required or role in self.named):
             return self.cells.get(name), f"{self.where}, {name}"
         present = ", ".join(str(key)[:40] for key in list(self.cells)[:12]) or "nothing"
         mapped = "set data.columns={}: it maps another dataset"
@@ -265,7 +265,7 @@ class Row:
 
     def tools(self) -> tuple[dict[str, Any], ...]:
         """The tools, which are a list or JSON text. Raises BadRow."""
-        value, location = self.cell("tools", needed=False)
+        value, location = self.cell("tools", required=False)
         value = _parsed(value)
         if value is None or value == "" or value == []:
             return ()
@@ -283,7 +283,7 @@ def _chat(row: Row) -> Example:
         else next((name for name in LISTS if name in row.cells), LISTS[0])
     )
     messages = row.turns(value, location)
-    system, system_place = row.cell("system", needed=False)
+    system, system_place = row.cell("system", required=False)
     if system is not None and text_of(system, system_place).strip():
         messages = (Message("system", system), *messages)
     check_turns(messages, location, start=len(value) - len(messages))
@@ -297,10 +297,10 @@ def _alpaca(row: Row) -> Example:
     texts = {role: text_of(*row.cell(role)) for role in ("instruction", "output")}
     for role in ("input", "system"):
         is_instruction = row.named.get("instruction", "instruction") == role
-        value, location = (None, "") if is_instruction else row.cell(role, needed=False)
+        value, location = (None, "") if is_instruction else row.cell(role, required=False)
         texts[role] = "" if value is None else text_of(value, location)
     turns = [Message("system", texts["system"])] if texts["system"].strip() else []
-    history, location = row.cell("history", needed=False)
+    history, location = row.cell("history", required=False)
     if history is not None:
         if not isinstance(history, list) or not all(
             isinstance(pair, list) and len(pair) == 2 for pair in history
@@ -346,22 +346,22 @@ def _kto(row: Row) -> Example:
 
 def _preference(row: Row) -> Example:
     """Without a column for the prompt, and for whole conversations, both sides begin with it."""
-    (chosen, chosen_place) = row.side("chosen")
-    (rejected, rejected_place) = row.side("rejected")
-    if chosen == rejected:
+    (chosen_side, chosen_place) = row.side("chosen")
+    (rejected_side, rejected_place) = row.side("rejected")
+    if chosen_side == rejected_side:
         raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
     prompt = cast(Turns, "")
     prompt_place = ""
     if "prompt" in row.named or row.cells.get("prompt") is not None:
         prompt, prompt_place = row.side("prompt")
-    if isinstance(chosen, str) != isinstance(rejected, str):
+    if isinstance(chosen_side, str) != isinstance(rejected_side, str):
         raise BadRow(
             row.where, "has one side as text and one as messages", "use one format for both sides"
         )
-    implicit = isinstance(chosen, str) and not prompt
+    implicit = isinstance(chosen_side, str) and not prompt
     repeats = False
-    if prompt and not isinstance(chosen, str):
-        turns = [turn for turn in chosen if turn.role != "system"]
+    if prompt and not isinstance(chosen_side, str):
+        turns = [turn for turn in chosen_side if turn.role != "system"]
         if isinstance(prompt, str):
             repeats = (
                 len(turns) > 1
@@ -369,23 +369,23 @@ def _preference(row: Row) -> Example:
                 and turns[0].content.strip() == prompt.strip()
             )
         else:
-            repeats = len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
+            repeats = len(chosen_side) > len(prompt) and chosen_side[: len(prompt)] == prompt
     if not prompt or repeats:
-        length = _common(chosen, rejected)
-        prompt = chosen[:length]
-        chosen = chosen[length:]
-        rejected = rejected[length:]
+        length = _common(chosen_side, rejected_side)
+        prompt = chosen_side[:length]
+        chosen_side = chosen_side[length:]
+        rejected_side = rejected_side[length:]
         if not prompt:
             fix = "name the prompt's column: data.columns={prompt: NAME}"
             raise BadRow(
                 row.where, "has no prompt: chosen and rejected have no common beginning", fix
             )
-        if not chosen or not rejected:
+        if not chosen_side or not rejected_side:
             raise BadRow(row.where, "has a side that is the beginning of the other", _PAIR_FIX)
     prompt, responses = _joined(
         (prompt, prompt_place or f"{row.where}, prompt"),
-        (chosen, chosen_place),
-        (rejected, rejected_place),
+        (chosen_side, chosen_place),
+        (rejected_side, rejected_place),
     )
     return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
 
@@ -456,18 +456,18 @@ _ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in
 
 def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> str | None:
     """The format of a row by its columns, or None: it is plain text or tokens."""
-    named = columns or {}
+    roles = columns or {}
     for name, format in reversed(FORMATS.items()):
         if format.read is not _chat and all(
-            named.get(role, role) in cells for role in format.needed
+            roles.get(role, role) in cells for role in format.needed
         ):
             return name
-    for column in (named.get("messages"), named.get("conversations"), *LISTS):
+    for column in (roles.get("messages"), roles.get("conversations"), *LISTS):
         value = cells.get(column) if column else None
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return (
                 "sharegpt"
-                if "from" in value[0] or named.get("conversations") == column
+                if "from" in value[0] or roles.get("conversations") == column
                 else "messages"
             )
     return None
@@ -519,15 +519,17 @@ _OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
 
 def refuse_unknown_roles(source: Source) -> None:
     """Raises UserError for a role in `columns` that the format does not have."""
-    known = (
+    known_roles = (
         FORMATS[source.format].roles
         if source.format in FORMATS
         else ("text", "tokens", *_ALL_ROLES)
     )
-    unknown = sorted(set(source.columns) - set(known))
+    unknown = sorted(set(source.columns) - set(known_roles))
     if unknown:
-        problem = f"unknown role: {unknown[0]}; the roles are {', '.join(known)}"
-        raise UserError(problem, where="data.columns", fix=f"set data.columns={{{known[0]}: NAME}}")
+        problem = f"unknown role: {unknown[0]}; the roles are {', '.join(known_roles)}"
+        raise UserError(
+            problem, where="data.columns", fix=f"set data.columns={{{known_roles[0]}: NAME}}"
+        )
 
 
 def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:

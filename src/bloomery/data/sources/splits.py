@@ -77,7 +77,7 @@ class Division:
 
 
 def divide(
-    names: Sequence[str], *, texts: Collection[str], where: str, chosen: bool = False
+    names: Sequence[str], *, texts: Collection[str], where: str, by_glob: bool = False
 ) -> Division:
     """The splits among data files of one dataset. `texts`: those that are plain texts, whose names count only where one
     of them is called train. `chosen`: a glob named these files.
@@ -95,31 +95,31 @@ def divide(
         if joined
         else set[str]()
     )
-    others = {
+    other_splits = {
         name: split.name
         for name, split in splits.items()
         if split.kind != "train" and (split.plain or named_train or split.rest in stems)
     }
-    train = [name for name in names if name not in others]
+    train = [name for name in names if name not in other_splits]
     if not train:
-        evaluated = sorted(set(others.values()))
+        evaluated = sorted(set(other_splits.values()))
         if len(evaluated) > 1:
             problem = f"no file to train on: all are of evaluation splits ({', '.join(evaluated)})"
             fix = f'to train on one of them, name it: data.glob="*{evaluated[0]}*"'
             raise UserError(problem, where=f"data.path: {where}", fix=fix)
         return Division(list(names), {})
-    if not chosen:
-        train, extra = _main_split(train, others, where)
-        others |= extra
+    if not by_glob:
+        train, extra = _main_split(train, other_splits, where)
+        other_splits |= extra
     others_by_split: dict[str, list[str]] = {}
     for name in names:
-        if name in others:
-            others_by_split.setdefault(others[name], []).append(name)
+        if name in other_splits:
+            others_by_split.setdefault(other_splits[name], []).append(name)
     return Division(train, others_by_split)
 
 
 def _main_split(
-    train: list[str], others: dict[str, str], where: str
+    train: list[str], other_splits: dict[str, str], where: str
 ) -> tuple[list[str], dict[str, str]]:
     """Of sharded files, those of the split called train, and the other splits. Raises UserError where several splits
     are next to an evaluation split, and none is called train.
@@ -129,8 +129,8 @@ def _main_split(
         extra = {name: stem for name, stem in sharded.items() if stem != "train"}
         return [name for name in train if name not in extra], extra
     candidates = sorted(set(sharded.values()))
-    if others and len(candidates) > 1 and len(sharded) == len(train):
-        every = sorted({*candidates, *others.values()})
+    if other_splits and len(candidates) > 1 and len(sharded) == len(train):
+        every = sorted({*candidates, *other_splits.values()})
         problem = f"none of its splits is called train: {', '.join(every)}"
         likeliest = [name for name in candidates if name.startswith("train")] or candidates
         fix = f'name one: data.glob="{likeliest[0]}-*"'

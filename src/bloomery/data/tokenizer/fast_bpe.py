@@ -91,10 +91,12 @@ class WordEncoder:
 
     def _ascii(self, text: str) -> bytes:
         if len(text) <= PIECE:
-            words: list[str] = self._words(text)
-            complete = sum(map(len, words)) == len(text)
+            word_list: list[str] = self._words(text)
+            complete = sum(map(len, word_list)) == len(text)
             return (
-                b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
+                b"".join(map(self._merged.__getitem__, word_list))
+                if complete
+                else self._library(text)
             )
         # Word by word: a list of all words would take ten times the memory.
         parts = list[bytes]()

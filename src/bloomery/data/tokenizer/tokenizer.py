@@ -169,12 +169,12 @@ def configuration(folder: Path) -> Json:
                 if value is not None or key in _ROLES
             }
     files = templates.templates_in(folder)
-    own = {**templates.own_templates(merged), **files}
+    own_templates = {**templates.own_templates(merged), **files}
     if files:  # they take precedence over the configuration, as in transformers
         merged[templates.KEY] = (
-            own["default"]
-            if list(own) == ["default"]
-            else [{"name": name, "template": own[name]} for name in own]
+            own_templates["default"]
+            if list(own_templates) == ["default"]
+            else [{"name": name, "template": own_templates[name]} for name in own_templates]
         )
     return merged
 

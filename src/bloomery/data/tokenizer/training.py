@@ -77,7 +77,7 @@ def bounded(text: str) -> Iterator[str]:
     from tokenizers import pre_tokenizers
 
     # Words, and the text since the last long one.
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     segment_parts = list[str]()
     start = 0
     while start < len(text):  # a segment ends where a word always ends, if there is such a place
@@ -89,7 +89,7 @@ def bounded(text: str) -> Iterator[str]:
         unsplit_from = 0
         start = stop
         for _, (word_start, word_end) in (
-            words.pre_tokenize_str(segment) if _maybe_long(segment) else ()
+            splitter.pre_tokenize_str(segment) if _maybe_long(segment) else ()
         ):
             if word_end - word_start > LONGEST_WORD:
                 segment_parts.append(segment[unsplit_from:word_start])

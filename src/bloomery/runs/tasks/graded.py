@@ -69,7 +69,7 @@ class EndedError(BaseException):
     """The program ended, or sent what is no message. No test can catch it by `except Exception`."""
 
 
-def packed(value: Any, other: Callable[[Any], Any]) -> Any:
+def packed(value: Any, pack_other: Callable[[Any], Any]) -> Any:
     """JSON of a value; `other` gives that of values that are not plain data."""
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str(value)
@@ -79,33 +79,43 @@ def packed(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"float": float(value).hex()}
     if isinstance(value, LISTS):
         entries: Iterator[Any] = iter(value)  # type: ignore[call-overload]
-        return [packed(each, other) for each in entries]
+        return [packed(entry, pack_other) for entry in entries]
     if isinstance(value, dict):
-        return {"dict": [[packed(key, other), packed(each, other)] for key, each in value.items()]}
+        return {
+            "dict": [
+                [packed(key, pack_other), packed(entry, pack_other)] for key, entry in value.items()
+            ]
+        }
     for kind, parts in SENT.items():
         if isinstance(value, kind):
-            sent = parts(value)
-            return {kind.__name__: packed(sent, other) if isinstance(sent, list) else sent}
+            parts_sent = parts(value)
+            return {
+                kind.__name__: packed(parts_sent, pack_other)
+                if isinstance(parts_sent, list)
+                else parts_sent
+            }
     if isinstance(value, Iterator):
-        return {"iterator": [packed(each, other) for each in itertools.islice(value, ITEMS)]}
+        return {"iterator": [packed(entry, pack_other) for entry in itertools.islice(value, ITEMS)]}
     name = getattr(value, "__name__", None)
     if isinstance(name, str) and getattr(builtins, name, None) is value:
         return {"builtin": name}
-    return other(value)
+    return pack_other(value)
 
 
-def unpacked(sent: Any, other: Callable[[str, Any], Any]) -> Any:
+def unpacked(content_sent: Any, unpack_other: Callable[[str, Any], Any]) -> Any:
     """The value of JSON; `other` makes those that the other process named."""
-    if isinstance(sent, list):
-        return [unpacked(each, other) for each in sent]
-    if not isinstance(sent, dict):
-        return sent
-    ((kind, content),) = sent.items()
+    if isinstance(content_sent, list):
+        return [unpacked(entry, unpack_other) for entry in content_sent]
+    if not isinstance(content_sent, dict):
+        return content_sent
+    ((kind, content),) = content_sent.items()
     if kind not in MADE:
-        return other(kind, content)
+        return unpack_other(kind, content)
     if kind == "dict":
-        return {unpacked(key, other): unpacked(each, other) for key, each in content}
-    return MADE[kind](unpacked(content, other) if isinstance(content, list) else content)
+        return {
+            unpacked(key, unpack_other): unpacked(entry, unpack_other) for key, entry in content
+        }
+    return MADE[kind](unpacked(content, unpack_other) if isinstance(content, list) else content)
 
 
 class Talk:
@@ -161,7 +171,10 @@ def run_program(talk: Talk) -> NoReturn:
 
         def callback(*arguments: Any) -> Any:
             talk.send(
-                {"callback": content, "arguments": [packed(each, remember) for each in arguments]}
+                {
+                    "callback": content,
+                    "arguments": [packed(argument, remember) for argument in arguments],
+                }
             )
             answer = talk.receive()
             if "raised" in answer:
@@ -176,10 +189,12 @@ def run_program(talk: Talk) -> NoReturn:
         target = objects[request["remote"]]
         if "attribute" in request:
             return {"value": packed(getattr(target, request["attribute"]), remember)}
-        arguments = [unpacked(each, of_the_test) for each in request["arguments"]]
-        keywords = {name: unpacked(each, of_the_test) for name, each in request["keywords"].items()}
+        arguments = [unpacked(argument, of_the_test) for argument in request["arguments"]]
+        keywords = {
+            name: unpacked(argument, of_the_test) for name, argument in request["keywords"].items()
+        }
         value = packed(target(*arguments, **keywords), remember)
-        return {"value": value, "arguments": [packed(each, remember) for each in arguments]}
+        return {"value": value, "arguments": [packed(argument, remember) for argument in arguments]}
 
     request: Message = {}
     while True:
@@ -198,7 +213,7 @@ def run_program(talk: Talk) -> NoReturn:
 def raised(error: BaseException) -> list[Any]:
     """The names of an exception's classes, its arguments as far as they are plain, and its text."""
     names = [kind.__name__ for kind in type(error).__mro__]
-    arguments = [packed(each, lambda value: str(type(value))) for each in error.args]
+    arguments = [packed(argument, lambda value: str(type(value))) for argument in error.args]
     return [names, arguments, str(error)[:300]]
 
 
@@ -209,7 +224,7 @@ def error_of(error_message: Sequence[Any], names: Mapping[str, Any]) -> BaseExce
         error_class = names.get(kind, getattr(builtins, str(kind), None))
         if isinstance(error_class, type) and issubclass(error_class, Exception):
             for candidate_arguments in (
-                [unpacked(each, lambda *_: None) for each in arguments],
+                [unpacked(argument, lambda *_: None) for argument in arguments],
                 [text],
             ):
                 # an exception that wants other arguments: its base class, then
@@ -280,7 +295,9 @@ class Program:
                 error = error_of(answer["raised"], self.names)
             else:
                 value = unpacked(answer["value"], self._remote)
-                return value, [unpacked(each, self._remote) for each in answer.get("arguments", ())]
+                return value, [
+                    unpacked(argument, self._remote) for argument in answer.get("arguments", ())
+                ]
         except (
             KeyError,
             ValueError,
@@ -295,7 +312,7 @@ class Program:
 
     def _called(self, request: Message) -> Message:
         function = self.functions[request["callback"]]
-        arguments = [unpacked(each, self._remote) for each in request["arguments"]]
+        arguments = [unpacked(argument, self._remote) for argument in request["arguments"]]
         try:
             return {"value": packed(function(*arguments), self._named)}
         except Exception as error:
