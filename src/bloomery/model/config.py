@@ -28,7 +28,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersBackend:
-    """An architecture that transformers computes (`model.foreign`), and what plans, files and adapters ask of it.
+    """An architecture that transformers computes (`model.transformers_backend`).
+
+    It holds what plans, files and adapters ask of it.
 
     `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of a layer as
     `counting.Matrix` has them; `factor`: of the last hidden states, before the head.

@@ -253,7 +253,7 @@ def roughly(seconds: float) -> str:
 STEP = 256  # tokens: the resolution of the maximum sequence length
 MOST = 2**22
 TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
-REFERENCE_BYTES = 4  # of a token: data.reference
+REFERENCE_BYTES = 4  # of a token, in `data.reference_scores`
 PlanOf = Callable[[str], RunPlan | None]
 WORTH = 0.9  # of the time: an edit that saves less than a tenth is not suggested
 # Share of the memory: shorter sequences that save less and are not enough are not suggested.

@@ -210,7 +210,7 @@ def _fetch_model(name: str, *, weights: bool) -> None:
 
 
 def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
-    """Raises UserError for what `model.weights.read_model` would refuse: files that are missing, damaged or pickles,
+    """Raises UserError for what `model.io.weights.read_model` would refuse: files that are missing, damaged or pickles,
     tensors of another shape than in config.json, integer weights.
     """
     name = str(model.from_)

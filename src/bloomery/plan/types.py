@@ -355,7 +355,7 @@ class RunPlan(PlanPart):
 
 
 class Suggestion(PlanPart):
-    """Recipe overrides ("train.micro_batch=8") and their savings."""
+    """Recipe overrides ("train.micro_batch_size=8") and their savings."""
 
     edit: str
     saves: str
