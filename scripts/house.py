@@ -1,8 +1,10 @@
-"""Count the code of src/bloomery by package. `make check` prints the figures for people to look at; none fails it.
+"""Count the code of src/bloomery, and how it reads. `make check` prints the figures for people; none fails it.
 
     python scripts/house.py [FOLDER]
 
 A code line is neither blank nor comment nor docstring. The length of a function is that of its `def` to its end.
+The second table stands beside the same figures of nanochat, litgpt and lingua: names without a noun are stored names
+that are a pronoun, a participle or an adjective alone; packed assignments are `a, b = x, y` that swap nothing.
 Exit code 1 only when the spine names a file that does not exist.
 """
 
@@ -25,6 +27,26 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+NO_NOUN = frozenset(
+    """
+above again all also always any asked asking away back bad begin begun below big both built busy
+by called changed chosen closed coming done down each either empty ended even false far few
+found free full given going gone good got held here how in inside it just kept known large least
+lent less loaded long made many mine missing more most moved much named near needed neither
+never next none of off on once one ones only open other others ours out outside over own place
+put read ready real room said same seen sent set short shown small so some still stored struck
+such taken that theirs them then there they this thus to told true under up used usual waited
+wanted what when which who whole whose why within without words written wrong yet
+""".split()  # noqa: SIM905
+)
+# Figures of nanochat (2026-07), litgpt (2026-06) and lingua (2025-06), by the same count.
+ANCHORS = {
+    "names without a noun, per 1,000": ("0", "0", "0"),
+    "packed assignments, per 1,000 lines": ("10", "2", "2"),
+    "comments of their own, per 1,000 lines": ("196", "74", "49"),
+    "the formatter overruled": ("0", "0", "0"),
+}
+STYLE_OF_SPINE = ("parallel", "plan", "runs")  # packages that are counted with the spine
 
 
 def code_lines(text: str, tree: ast.Module) -> int:
@@ -41,6 +63,41 @@ def code_lines(text: str, tree: ast.Module) -> int:
     return len(lines)
 
 
+def style(text: str, tree: ast.Module) -> Counter[str]:
+    """Counts of a file: stored names, those without a noun, packed assignments, comments, skipped formatting."""
+    counts: Counter[str] = Counter()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            counts["comments"] += token.line.lstrip().startswith("#")
+            counts["skips"] += "fmt: skip" in token.string
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id.strip("_")
+        elif isinstance(node, ast.arg):
+            name = node.arg.strip("_")
+        if name not in ("", "self", "cls"):
+            counts["names"] += 1
+            counts["no noun"] += name in NO_NOUN
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple):
+                assigned = {ast.unparse(element) for element in target.elts}
+                counts["packed"] += assigned != {ast.unparse(part) for part in node.value.elts}
+    return counts
+
+
+def style_rows(counts: Counter[str]) -> list[str]:
+    """The figures of the second table, in the order of ANCHORS."""
+    lines = max(counts["lines"], 1)
+    return [
+        f"{1000 * counts['no noun'] / max(counts['names'], 1):.1f}",
+        f"{1000 * counts['packed'] / lines:.1f}",
+        f"{1000 * counts['comments'] / lines:.0f}",
+        f"{counts['skips']}",
+    ]
+
+
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else HOME / "src" / "bloomery")
     spine = set(
@@ -50,6 +107,8 @@ def main() -> int:
     files: Counter[str] = Counter()
     function_lengths: list[int] = []
     spine_lines = 0
+    spine_style: Counter[str] = Counter()
+    rest_style: Counter[str] = Counter()
     missing_files = set(spine)
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
@@ -58,6 +117,8 @@ def main() -> int:
         package = name.parts[0] if len(name.parts) > 1 else "(root)"
         count = code_lines(text, tree)
         lines[package] += count
+        in_spine = name.as_posix() in spine or package in STYLE_OF_SPINE
+        (spine_style if in_spine else rest_style).update(style(text, tree) + Counter(lines=count))
         files[package] += 1
         if name.as_posix() in spine:
             spine_lines += count
@@ -74,6 +135,10 @@ def main() -> int:
     print(f"{'spine':<22}{spine_lines:>8,}{len(spine):>8}")
     print(f"{'function, median':<22}{statistics.median(function_lengths):>8,.0f}")
     print(f"{'function, 9 of 10':<22}{function_lengths[len(function_lengths) * 9 // 10]:>8,}")
+    print(f"\n{'':<40}{'spine':>8}{'rest':>8}{'nanochat':>10}{'litgpt':>8}{'lingua':>8}")
+    figures = zip(ANCHORS.items(), style_rows(spine_style), style_rows(rest_style), strict=True)
+    for (title, (nanochat, litgpt, lingua)), of_spine, of_rest in figures:
+        print(f"{title:<40}{of_spine:>8}{of_rest:>8}{nanochat:>10}{litgpt:>8}{lingua:>8}")
     for name in sorted(missing_files):
         print(f"the spine names {name}, which does not exist")
     return 1 if missing_files else 0
