@@ -144,7 +144,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     work = work_of(
         load,
         tokens=rows * length,
-        again=again,
+        recomputed=again,
         loss=loss,
         clips=recipe.train.max_grad_norm is not None,
     )

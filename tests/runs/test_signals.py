@@ -20,11 +20,11 @@ def test_one_signal_asks_and_tells_the_listener_once(number: int) -> None:
     heard: list[int] = []
     before = signal.getsignal(number)
     with stop_requests() as requests:
-        assert not requests.asked
+        assert not requests.stop_requested
         with requests.handled_by(lambda: heard.append(1)):
             send(number)
             send(signal.SIGTERM)
-        assert requests.asked
+        assert requests.stop_requested
     assert heard == [1]
     assert signal.getsignal(number) == before
 
@@ -76,7 +76,7 @@ def test_in_another_thread_signals_stay_with_the_main_one() -> None:
 
     def body() -> None:
         with stop_requests() as requests:
-            seen.append(requests.asked)
+            seen.append(requests.stop_requested)
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=body)

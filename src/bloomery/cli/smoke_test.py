@@ -212,7 +212,7 @@ def _repeated(result: SmokeTest, folder: Path) -> SmokeTest:
         result.events.append(event)
         if isinstance(event, StepDone) and event.step in result.before:
             result.after[event.step] = event.loss
-        if isinstance(event, StepDone) and event.step == last and not requests.asked:
+        if isinstance(event, StepDone) and event.step == last and not requests.stop_requested:
             requests.ask(0)
 
     run = resume(folder, quiet=True, watch=until_repeated)

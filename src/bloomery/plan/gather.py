@@ -97,30 +97,30 @@ class Facts:
         return replace(self, model=TrainedModel.of(recipe, config))
 
 
-def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
+def gather(loaded_recipe: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
     """With the dataset of `prepared`, or an estimate of the one that `prepare` would write there from its files.
 
     Raises UserError, also for a folder with another recipe's dataset.
     """
-    manifest = finished(loaded, prepared)
+    manifest = finished(loaded_recipe, prepared)
     dataset = (
-        guessed(loaded.recipe)
+        guessed(loaded_recipe.recipe)
         if manifest is None
-        else counted(manifest, loaded.recipe.data, prepared)
+        else counted(manifest, loaded_recipe.recipe.data, prepared)
     )
-    return facts_of(loaded, machine, prepared=prepared, dataset=dataset)
+    return facts_of(loaded_recipe, machine, prepared=prepared, dataset=dataset)
 
 
 def facts_of(
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     machine: Machine,
     *,
     prepared: Path | None = None,
     dataset: DatasetFacts | None = None,
 ) -> Facts:
     """With the dataset of these facts. Raises UserError for a recipe that no machine can train."""
-    recipe = loaded.recipe
-    start = loaded.recipe.model.from_
+    recipe = loaded_recipe.recipe
+    start = loaded_recipe.recipe.model.from_
     refuse_recipe(recipe)
     if dataset is None or dataset.vocab_size is None:
         config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
@@ -150,7 +150,7 @@ def facts_of(
         profile=build_profile(machine),
         model=TrainedModel.of(recipe, trained),
         dataset=dataset,
-        prepared=prepared or Path("prepared") / loaded.name,
+        prepared=prepared or Path("prepared") / loaded_recipe.name,
         source=source,
         known_vocabulary=known_vocabulary,
         new_tokens=added,

@@ -20,8 +20,8 @@ UNKNOWN_STEPS = 1000
 class Repeats:
     """The most epochs before an objective overfits, and the usual number. `reason` names the source."""
 
-    most: int
-    usual: int
+    most_epochs: int
+    usual_epochs: int
     reason: str
 
 
@@ -63,10 +63,10 @@ def too_many_epochs(plan: RunPlan) -> str | None:
         repeats is None
         or epochs is None
         or dataset is None
-        or epochs <= repeats.most * (1 + dataset.spread) + 0.05
+        or epochs <= repeats.most_epochs * (1 + dataset.spread) + 0.05
     ):
         return None
-    edit = f"set train.epochs={repeats.usual}"
+    edit = f"set train.epochs={repeats.usual_epochs}"
     count = dataset.sequences_per_epoch
     sequences = "one sequence" if count == 1 else f"{count:,} sequences"
     run = f"the run trains for {in_epochs(plan)} on its {sequences}"

@@ -63,12 +63,12 @@ T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
 
-def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> RunPlan:
+def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> RunPlan:
     """The plan of a training run on the facts' machine, or on `nodes` nodes with `gpus` devices like its own each.
 
     Raises UserError for settings that the machine does not support; a run that does not fit is planned.
     """
-    recipe = loaded.recipe
+    recipe = loaded_recipe.recipe
     profile = facts.profile
     config = facts.config
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
@@ -83,7 +83,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     timed = settings.length.unit == "seconds"
     steps = None if timed else scale.steps
     return RunPlan(
-        name=loaded.name,
+        name=loaded_recipe.name,
         model=ModelPlan(
             config=config,
             source=facts.source,
@@ -496,18 +496,20 @@ def child_environment(plan: RunPlan, user_environment: Mapping[str, str]) -> dic
     return local_caches(wanted(plan)) | dict(user_environment)
 
 
-def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
+def local_facts(loaded_recipe: LoadedRecipe, machine: Machine | None = None) -> Facts:
     """The facts for `machine` (default: this one), with the dataset as far as it is on this disk.
 
     Raises UserError for all that `train` refuses on any machine before its first step: in the recipe, the headers of
     the model's files, the first rows of the data.
     """
-    fetch(loaded.recipe, weights=False)
-    return gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
+    fetch(loaded_recipe.recipe, weights=False)
+    return gather(
+        loaded_recipe, machine or detect(), prepared=prepared_folder(loaded_recipe, Path.cwd())
+    )
 
 
 def local_plan(
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     *,
     gpu: str | None = None,
     machine: Machine | None = None,
@@ -518,7 +520,7 @@ def local_plan(
 
     Raises UserError as `local_facts` does, and for settings that this machine does not support.
     """
-    facts = local_facts(loaded, machine)
+    facts = local_facts(loaded_recipe, machine)
     if gpu is not None:
         facts = facts.on(with_gpu(facts.machine, find_gpu(gpu)))
-    return resolve(loaded, facts, gpus=gpus, nodes=nodes), facts
+    return resolve(loaded_recipe, facts, gpus=gpus, nodes=nodes), facts

@@ -140,7 +140,7 @@ def refuse_little_disk(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple[int, ...]]]:
+def new_run(loaded_recipe: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple[int, ...]]]:
     """Creates the folder with its lock and its recipe; yields it and the lock's descriptors, held inside the block.
 
     Takes over a run that ended before it had a plan. Raises UserError when the folder has another run or any other
@@ -155,7 +155,7 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
             _refuse_occupied(folder)  # again: another process may have created a run meanwhile
             for name in _BEFORE_A_PLAN:
                 (folder.path / name).unlink(missing_ok=True)
-            begin(folder.path, {folder.recipe.name: dump_recipe(loaded)})
+            begin(folder.path, {folder.recipe.name: dump_recipe(loaded_recipe)})
         yield folder, lock
 
 

@@ -167,7 +167,7 @@ class _Flow:
             return ending
 
     def check(self) -> None:
-        if self.requests.asked:
+        if self.requests.stop_requested:
             raise _StopRequested
 
     def end(self, status: str, error: str = "") -> None:
@@ -203,7 +203,7 @@ class _Flow:
 
 
 def start(
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     *,
     run_dir: Path | None = None,
     devices: str | None = None,
@@ -221,36 +221,41 @@ def start(
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
     An exception of `watch` kills the training child (SIGKILL) and passes through.
     """
-    require(loaded.recipe.logging.libraries)
+    require(loaded_recipe.recipe.logging.libraries)
     launch = current_launch()
-    path = new_folder(loaded.name) if run_dir is None else run_dir
+    path = new_folder(loaded_recipe.name) if run_dir is None else run_dir
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
     if launch is not None and began_by(earlier_run := RunFolder(expanded(path).absolute()), launch):
         refuse_other_recipe(
-            earlier_run, load_recipe(earlier_run.recipe).recipe, loaded.recipe, job=launch.job
+            earlier_run,
+            load_recipe(earlier_run.recipe).recipe,
+            loaded_recipe.recipe,
+            job=launch.job,
         )
         return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
-    refuse_recipe(loaded.recipe)
-    refuse_pipeline(loaded.recipe)
-    fetch(loaded.recipe, weights=True)
+    refuse_recipe(loaded_recipe.recipe)
+    refuse_pipeline(loaded_recipe.recipe)
+    fetch(loaded_recipe.recipe, weights=True)
     # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
-    machine, count, hosts = training_devices(loaded, devices)
-    data = prepared_folder(loaded, _workspace(path))
+    machine, count, hosts = training_devices(loaded_recipe, devices)
+    data = prepared_folder(loaded_recipe, _workspace(path))
     if machine.software.torch is None:
         raise torch_missing(machine)
-    if finished(loaded, data) is None:
-        streams(loaded.recipe)  # raises for missing files
-    roles = file_roles(loaded.recipe.data, loaded.recipe.objective.spec.data_kind)
+    if finished(loaded_recipe, data) is None:
+        streams(loaded_recipe.recipe)  # raises for missing files
+    roles = file_roles(loaded_recipe.recipe.data, loaded_recipe.recipe.objective.spec.data_kind)
     if roles is not None and not quiet:
         print(f"files      {roles}", file=sys.stderr)
-    plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count, nodes=hosts)
+    plan = resolve(
+        loaded_recipe, gather(loaded_recipe, machine, prepared=data), gpus=count, nodes=hosts
+    )
     if planned is not None:
         planned(plan, machine)
     with (
         stop_requests() as requests,
         _alone_at_rank_0(launch, path),
-        new_run(loaded, path) as (folder, lock),
+        new_run(loaded_recipe, path) as (folder, lock),
         event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
         flow = _Flow(
@@ -258,14 +263,14 @@ def start(
             lock,
             hub,
             requests,
-            loaded.name,
+            loaded_recipe.name,
             recover,
             edit,
             watch,
             _board(folder, launch, hub),
         )
-        _allow_hooks(flow, loaded)
-        return _ended(flow, lambda: _started(flow, loaded, devices, resumed=False))
+        _allow_hooks(flow, loaded_recipe)
+        return _ended(flow, lambda: _started(flow, loaded_recipe, devices, resumed=False))
 
 
 def resume(
@@ -291,7 +296,7 @@ def resume(
     with stop_requests() as requests, _alone_at_rank_0(launch, path), locked(folder) as lock:
         require_identity(folder.path)
         read_sealed(folder.recipe)
-        loaded = load_recipe(folder.recipe, overrides)
+        loaded_recipe = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
         reported_done = history.ended is not None and history.ended.status == "done"
         is_finished = reported_done and is_done(folder.path)
@@ -299,25 +304,25 @@ def resume(
             if launch is not None:
                 Board(folder, launch).conclude(DONE)
             return EndedRun(folder.path, DONE, again=True)
-        require(loaded.recipe.logging.libraries)
+        require(loaded_recipe.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = _board(folder, launch, hub)
             flow = _Flow(
-                folder, lock, hub, requests, loaded.name, recover, watch=watch, board=board
+                folder, lock, hub, requests, loaded_recipe.name, recover, watch=watch, board=board
             )
             if any(word.startswith("logging.trackers") for word in overrides):
-                _allow_hooks(flow, loaded)
+                _allow_hooks(flow, loaded_recipe)
             if step is None and reported_done and not is_finished:
                 reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
                 hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
                 hub.emit(Warned(step=history.last_step, reason=history.problem))
-            return _ended(flow, lambda: _resumed(flow, loaded, step, overrides, devices))
+            return _ended(flow, lambda: _resumed(flow, loaded_recipe, step, overrides, devices))
 
 
-def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
+def _allow_hooks(flow: _Flow, loaded_recipe: LoadedRecipe) -> None:
     """Allows the hooks of the recipe that the user named, now and in later resumes."""
-    flow.hub.hooks = commands_of(loaded.recipe)
+    flow.hub.hooks = commands_of(loaded_recipe.recipe)
     try:
         remember(flow.folder.path, flow.hub.hooks)
     except OSError as error:
@@ -359,7 +364,7 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     with stop_requests() as requests:
         # After training, the exit code of the run is that of rank 0.
         while True:
-            word = board.wait(lambda: requests.asked and board.word is None, _say_waiting)
+            word = board.wait(lambda: requests.stop_requested and board.word is None, _say_waiting)
             if word is None or word.code is not None:
                 break
             try:
@@ -395,7 +400,7 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
                 file=sys.stderr,
             )
         return EndedRun(folder.path, word.code, rank=launch.rank)
-    if requests.asked:
+    if requests.stop_requested:
         board.leave(launch.rank, StageResult("train", STOPPED, None, ()))
         return EndedRun(folder.path, STOPPED, rank=launch.rank)
     if not board.met:
@@ -446,14 +451,16 @@ def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     return EndedRun(flow.folder.path, code)
 
 
-def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
-    data = prepared_folder(loaded, _workspace(flow.folder.path))
-    if finished(loaded, data) is None:
+def _started(
+    flow: _Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, resumed: bool
+) -> int:
+    data = prepared_folder(loaded_recipe, _workspace(flow.folder.path))
+    if finished(loaded_recipe, data) is None:
         _prepare(flow, data)
     flow.check()
-    machine, count, hosts = training_devices(loaded, devices)
-    facts = gather(loaded, machine, prepared=data)
-    report = advise(loaded, resolve(loaded, facts, gpus=count, nodes=hosts), facts)
+    machine, count, hosts = training_devices(loaded_recipe, devices)
+    facts = gather(loaded_recipe, machine, prepared=data)
+    report = advise(loaded_recipe, resolve(loaded_recipe, facts, gpus=count, nodes=hosts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     refuse_little_disk(
         flow.folder.path, round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK
@@ -461,12 +468,12 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     size_reasons = size_warnings(
-        read_manifest(data), sequence_length=loaded.recipe.data.sequence_length
+        read_manifest(data), sequence_length=loaded_recipe.recipe.data.sequence_length
     )
     for reason in (
         *report.warnings,
         *([] if memory.fits else [tight]),
-        *left_aside(loaded.recipe),
+        *left_aside(loaded_recipe.recipe),
         *size_reasons,
     ):
         flow.hub.emit(Warned(reason=reason))
@@ -485,19 +492,21 @@ def _write(
     write_sealed(folder.path, {**other_files, **files})
 
 
-def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
+def training_devices(loaded_recipe: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
     """This machine with the devices that the recipe trains on, their number, and the number of such hosts.
 
     Raises UserError.
     """
     if (launch := current_launch()) is not None:
         machine = _rank_machine(launch, devices)
-        device_count(loaded.recipe, machine, launch.world, started_by=launch.launcher)
+        device_count(loaded_recipe.recipe, machine, launch.world, started_by=launch.launcher)
         hosts = launch.hosts if machine.accelerators else 1  # CPUs are planned as one
         return machine, launch.world // hosts, hosts
     machine, count = chosen_devices(detect(), devices)
     machine = with_check(machine)
-    return *device_count(loaded.recipe, machine, count, user_named=devices not in (None, "auto")), 1
+    return *device_count(
+        loaded_recipe.recipe, machine, count, user_named=devices not in (None, "auto")
+    ), 1
 
 
 def _rank_machine(launch: Launch, devices: str | None) -> Machine:
@@ -520,7 +529,7 @@ def _prepare(flow: _Flow, data: Path) -> None:
 
 def _resumed(
     flow: _Flow,
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     step: int | None,
     overrides: Sequence[str],
     devices: str | None,
@@ -536,8 +545,8 @@ def _resumed(
         if saved_steps(folder.checkpoints):
             reason = f"missing {' and '.join(missing_files)}: planned again from recipe.yaml"
             flow.hub.emit(Warned(reason=reason))
-        write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
-        return _started(flow, loaded, devices, resumed=True)
+        write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded_recipe)})
+        return _started(flow, loaded_recipe, devices, resumed=True)
 
     # The stored plan, or the safer one that the last crash left for --recover.
     fallback_after = take_fallback(folder)
@@ -551,12 +560,12 @@ def _resumed(
     if not (prepared / MANIFEST).is_file():
         flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
         _prepare(flow, prepared)
-    _refuse_other_dataset(flow, loaded, stored_plan)
+    _refuse_other_dataset(flow, loaded_recipe, stored_plan)
 
     # What has changed since: the machine, its devices, and what the user overrides.
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     old_machine = read_machine(folder.machine)
-    devices_now = _devices_now(flow, loaded, stored_plan, old_machine, overrides, devices)
+    devices_now = _devices_now(flow, loaded_recipe, stored_plan, old_machine, overrides, devices)
     changes = differences(old_machine, devices_now.machine)
     if devices_now.count != stored_plan.train.ranks:
         changes.append(f"devices changed: {stored_plan.train.ranks} -> {devices_now.count}")
@@ -566,7 +575,10 @@ def _resumed(
     if changes or devices_now.overrides:
         plan = _replanned(flow, stored_plan, devices_now, changes)
         _write(
-            folder, plan, devices_now.machine, {folder.recipe.name: dump_recipe(devices_now.loaded)}
+            folder,
+            plan,
+            devices_now.machine,
+            {folder.recipe.name: dump_recipe(devices_now.loaded_recipe)},
         )
     return _train(flow, plan, devices_now.machine, resumed=True)
 
@@ -578,13 +590,13 @@ class _DevicesNow:
     machine: Machine
     count: int
     hosts: int
-    loaded: LoadedRecipe
+    loaded_recipe: LoadedRecipe
     overrides: tuple[str, ...]
 
 
 def _devices_now(
     flow: _Flow,
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     plan: RunPlan,
     old_machine: Machine,
     overrides: Sequence[str],
@@ -611,11 +623,11 @@ def _devices_now(
     # Sizes of `parallel` in the recipe were those of the devices before.
     if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
         overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")
-        loaded = load_recipe(flow.folder.recipe, overrides)
+        loaded_recipe = load_recipe(flow.folder.recipe, overrides)
     if launch is None:
         user_named = devices not in (None, "auto")
-        machine, count = device_count(loaded.recipe, machine, count, user_named=user_named)
-    return _DevicesNow(machine, count, hosts, loaded, tuple(overrides))
+        machine, count = device_count(loaded_recipe.recipe, machine, count, user_named=user_named)
+    return _DevicesNow(machine, count, hosts, loaded_recipe, tuple(overrides))
 
 
 def _replanned(
@@ -627,13 +639,13 @@ def _replanned(
     """
     # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan before.
     facts = facts_of(
-        devices_now.loaded,
+        devices_now.loaded_recipe,
         devices_now.machine,
         prepared=stored_plan.data.prepared,
         dataset=stored_plan.dataset,
     )
     fresh_plan = resolve(
-        devices_now.loaded,
+        devices_now.loaded_recipe,
         facts,
         gpus=devices_now.count // devices_now.hosts,
         nodes=devices_now.hosts,
@@ -653,17 +665,17 @@ def _replanned(
     if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
         raise UserError(
             f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
-            where=f"train.{devices_now.loaded.recipe.train.length_key}",
+            where=f"train.{devices_now.loaded_recipe.recipe.train.length_key}",
             fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
         )
     return plan
 
 
-def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
+def _refuse_other_dataset(flow: _Flow, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
     data = plan.data.prepared
     checkpoints = flow.folder.checkpoints
-    same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.dataset
+    same_text = counted(read_manifest(data), loaded_recipe.recipe.data, data) == plan.dataset
     saved = [
         step_folder(checkpoints, step) / name
         for step in saved_steps(checkpoints)
@@ -699,11 +711,11 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
             return ending.code
         # The child ended before it handled signals, so there is nothing to save. Not only SIGTERM, which it is sent:
         # until it has a session of its own, a terminal's Ctrl+C and hangup reach it as well.
-        if flow.requests.asked and -ending.code in STOP_SIGNALS:
+        if flow.requests.stop_requested and -ending.code in STOP_SIGNALS:
             raise _StopRequested
         # Read again: training may have changed its plan.
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
-        if fallback_after is None or flow.requests.asked:
+        if fallback_after is None or flow.requests.stop_requested:
             break
         # One rank alone also recovers by itself, without a restart: that is not counted.
         is_counted = not fallback_after.unasked or plan.train.ranks > 1

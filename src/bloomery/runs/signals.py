@@ -19,7 +19,7 @@ class StopRequests:
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stop_requested = False
         self.over = False  # everything is saved: another Ctrl+C has no effect
         self.listener: Callable[[], None] | None = None
         self.saver: Callable[[], None] | None = None
@@ -27,10 +27,10 @@ class StopRequests:
 
     def ask(self, number: int) -> None:
         """Raises KeyboardInterrupt for a Ctrl+C after an earlier request, unless the run is over."""
-        if self.asked and not self.over and number == signal.SIGINT:
+        if self.stop_requested and not self.over and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_first = not self.asked
-        self.asked = True
+        is_first = not self.stop_requested
+        self.stop_requested = True
         if is_first and self.listener is not None:
             self.listener()
 
@@ -48,7 +48,7 @@ class StopRequests:
         self.listener = listener
         self.saver = saver
         try:
-            if self.asked:
+            if self.stop_requested:
                 listener()
             if self.save_asked and saver is not None:
                 self.save_asked = False

@@ -105,7 +105,7 @@ DIVERGED = 5
 class StopFlag:
     """Set by signals. Before the first step of this process there is nothing to save: a stop request exits at once."""
 
-    asked: bool = False
+    stop_requested: bool = False
     step: int = 0  # the last step that this process finished
     save_asked: bool = False
     emit: Emit | None = None
@@ -126,8 +126,8 @@ class StopFlag:
         if number == SAVE_SIGNAL:
             self.save_asked = True
             return
-        is_first = not self.asked
-        self.asked = True
+        is_first = not self.stop_requested
+        self.stop_requested = True
         if not self.step:
             os._exit(STOPPED)
         if is_first and self.emit is not None:
@@ -188,11 +188,11 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
         from bloomery.data.prepare.workers import fewer_workers
         from bloomery.recipe.load import load_recipe
 
-    loaded = load_recipe(folder.recipe)
-    _check_peft_settings(loaded.recipe)
-    if (warning := fewer_workers(loaded.recipe.data.num_proc)) is not None:
+    loaded_recipe = load_recipe(folder.recipe)
+    _check_peft_settings(loaded_recipe.recipe)
+    if (warning := fewer_workers(loaded_recipe.recipe.data.num_proc)) is not None:
         emit(Warned(reason=warning))
-    prepare(loaded, data, report=throttle(emit))
+    prepare(loaded_recipe, data, report=throttle(emit))
     return DONE
 
 
@@ -266,7 +266,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     def progress() -> bool:
         if deadline is not None:
             deadline.arm()
-        return flag.asked
+        return flag.stop_requested
 
     def stop() -> bool:
         should_stop = waiting.until(progress)

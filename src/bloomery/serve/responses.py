@@ -152,7 +152,7 @@ class ResponseShape:
     """How /v1/responses words one answer."""
 
     def __init__(self, params: ResponsesRequest, model: Served) -> None:
-        self.asked = params
+        self.params = params
         self.model = model
         self.top: int | None = None  # no log-probabilities
         self.id = f"resp_{secrets.token_hex(24)}"
@@ -232,7 +232,7 @@ class ResponseShape:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt_tokens + end.tokens,
             }
-        params = self.asked
+        params = self.params
         form = None if params.text is None or params.text.format is None else params.text.format
         return {
             "id": self.id,

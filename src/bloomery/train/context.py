@@ -137,7 +137,7 @@ class RunContext:
         *,
         lr_scale: float,
         seconds: float,
-        waited: float,
+        data_wait_seconds: float,
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan = self.plan.train
@@ -165,7 +165,7 @@ class RunContext:
                 tokens_per_second=plan.tokens_per_step / seconds,
                 sequences_per_second=plan.sequences_per_step / seconds,
                 step_seconds=seconds,
-                data_wait_seconds=waited,
+                data_wait_seconds=data_wait_seconds,
                 memory_gib=max(memory_by_rank),
                 loss_tokens=result.loss_tokens,
                 metrics=result.metrics,

@@ -146,7 +146,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
         step_batches.batches,
         lr_scale=lr_scale,
         seconds=time.perf_counter() - start,
-        waited=data_wait_seconds,
+        data_wait_seconds=data_wait_seconds,
     )
     return check_step(context, result, sequences, step_batches.batches[0])
 

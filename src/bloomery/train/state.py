@@ -51,10 +51,10 @@ class RunProgress:
     eval_due: bool = False  # a stop interrupted the evaluation of this step
 
     @classmethod
-    def of(cls, stored: dict[str, Any]) -> "RunProgress":
+    def of(cls, counters: dict[str, Any]) -> "RunProgress":
         """From a checkpoint. Checkpoints of other versions may lack some of the counters, or have more."""
         known_names = cls.__dataclass_fields__
-        return cls(**{name: value for name, value in stored.items() if name in known_names})
+        return cls(**{name: value for name, value in counters.items() if name in known_names})
 
     def note_evaluation(self, loss: float) -> bool:
         """Whether the evaluation of this step is the best so far. A non-finite loss is no improvement."""
@@ -251,10 +251,10 @@ def _restore_start(state: TrainState, plan: RunPlan, *, policy: bool) -> None:
 
 
 def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> None:
-    stored = read_state(folder)
+    saved_state = read_state(folder)
     if policy:
-        state.policy.load(stored["policy"])
-    seed = stored["cursor"]["seed"]
+        state.policy.load(saved_state["policy"])
+    seed = saved_state["cursor"]["seed"]
     if seed != state.cursor.seed:
         raise UserError(
             f"the checkpoint is of a run with train.seed={seed}, not {state.cursor.seed}",
@@ -263,9 +263,9 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> Non
         )
     state.checkpointed.read(folder)
     if state.average is not None:
-        state.average.restore(read_part(folder, TRAINED), stored["averaged"])
-    state.optimizer.load(read_part(folder, OPTIMIZER), stored["optimizer"])
-    if state.model_and_optimizer.loss_scale is not None and stored["loss_scale"] is not None:
-        state.model_and_optimizer.loss_scale = LossScale(**stored["loss_scale"])
-    state.cursor = Cursor(**stored["cursor"])
-    state.progress = RunProgress.of(stored["progress"])
+        state.average.restore(read_part(folder, TRAINED), saved_state["averaged"])
+    state.optimizer.load(read_part(folder, OPTIMIZER), saved_state["optimizer"])
+    if state.model_and_optimizer.loss_scale is not None and saved_state["loss_scale"] is not None:
+        state.model_and_optimizer.loss_scale = LossScale(**saved_state["loss_scale"])
+    state.cursor = Cursor(**saved_state["cursor"])
+    state.progress = RunProgress.of(saved_state["progress"])

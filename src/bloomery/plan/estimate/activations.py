@@ -311,8 +311,8 @@ def gpu_fallback_bytes(step: StepShape) -> float:
     element_bytes = step.element_bytes
     score_bytes = 2 * element_bytes + 1 if step.config.attention_dropout else element_bytes
     by_layer = step.model.by_layer(lambda layer: float(score_bytes * _scores(step, layer)))
-    kept = max(1, kept_layers(step.checkpointing, len(by_layer)))
-    return sum(by_layer) * kept / len(by_layer)
+    num_kept = max(1, kept_layers(step.checkpointing, len(by_layer)))
+    return sum(by_layer) * num_kept / len(by_layer)
 
 
 def _scores(step: StepShape, layer: TrainedLayer) -> int:

@@ -267,8 +267,8 @@ class StepEstimator:
         )
 
     def memory(self, step: StepShape) -> MemoryEstimate:
-        def table(other: StepShape) -> MemoryEstimate:
-            return estimate_memory(other, limit=self.limit)
+        def table(other_step: StepShape) -> MemoryEstimate:
+            return estimate_memory(other_step, limit=self.limit)
 
         return corrected_memory(table(step), step, self.measurements, memory=table)
 
@@ -284,14 +284,14 @@ class StepEstimator:
     def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
         """Seconds of a step over so many tokens, by operation; None where the device is unknown."""
 
-        def table(other: StepShape, tokens: int) -> dict[str, Estimate] | None:
-            rate = self.rate(other)
+        def table(other_step: StepShape, tokens: int) -> dict[str, Estimate] | None:
+            rate = self.rate(other_step)
             if rate is None:
                 return None
-            return step_parts(work_of(other, tokens=tokens, clips=self.clips), rate)
+            return step_parts(work_of(other_step, tokens=tokens, clips=self.clips), rate)
 
-        def seconds(other: StepShape, tokens: int) -> float | None:
-            parts = table(other, tokens)
+        def seconds(other_step: StepShape, tokens: int) -> float | None:
+            parts = table(other_step, tokens)
             return None if parts is None else total(parts).value
 
         parts = table(step, tokens)

@@ -69,9 +69,9 @@ def document_lengths(length: int) -> int:
     """Distinct lengths after `per_document` attention pads documents: steps of 64 up to 1,024, then of an eighth of a
     power of two.
     """
-    short = min(length, 1024)
+    first_octaves = min(length, 1024)
     octaves = max(0.0, math.log2(max(1, length) / 1024))
-    return -(-short // 64) + math.ceil(8 * octaves)
+    return -(-first_octaves // 64) + math.ceil(8 * octaves)
 
 
 def tensor_bytes(step: StepShape) -> dict[str, float]:

@@ -117,10 +117,10 @@ def setting_of(
     if (mode, extra_forwards, teacher, offload_activations) == (FULL, 0, None, False):
         return ""
     # Only what differs from the default, so that a field that is added later keeps the hashes of today.
-    changed = {
+    changed_fields = {
         field.name: getattr(mode, field.name)
         for field in fields(mode)
         if getattr(mode, field.name) != field.default
     }
-    text = repr((changed, extra_forwards, teacher, offload_activations))
+    text = repr((changed_fields, extra_forwards, teacher, offload_activations))
     return sha256(text.encode()).hexdigest()[:12]

@@ -46,9 +46,9 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     num_layers = len(model.layers)
 
     # Bytes of each layer, in the order of forward: kept for backward, with nothing recomputed, copied by autocast, ...
-    kept = kept_by_layer(step)
+    kept_bytes = kept_by_layer(step)
     if step.offload_activations:  # the current layer and the next one
-        kept = [0.0] * (num_layers - 2) + kept[-2:]
+        kept_bytes = [0.0] * (num_layers - 2) + kept_bytes[-2:]
     in_full = model.by_layer(lambda layer: layer_bytes(step, layer))
     passing = model.by_layer(lambda layer: backward_bytes(step, layer))
     copies = model.by_layer(lambda layer: 2.0 * copied_values(step, layer))
@@ -72,18 +72,18 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     read_share = kept_layers(step.checkpointing, num_layers) / num_layers
     yield StepMoment(
         gradients=accumulated,
-        activations=sum(kept) + ends,
+        activations=sum(kept_bytes) + ends,
         logits=logits_forward,
         copies=all_copies,
     )
     yield StepMoment(
         gradients=accumulated or head_gradient,
-        activations=sum(kept) + ends,
+        activations=sum(kept_bytes) + ends,
         logits=logits_backward,
         copies=all_copies * read_share,
     )
 
-    kept_before = [0.0, *accumulate(kept)]
+    kept_before = [0.0, *accumulate(kept_bytes)]
     copied_before = [0.0, *accumulate(copies)]
     finished_gradients = 0.0
     for index in reversed(range(num_layers)):

@@ -172,8 +172,10 @@ def recompute(step: StepShape) -> Recompute:
 
     def share_of(work_by_layer: Sequence[float]) -> float:
         work = sum(work_by_layer)
-        again = sum(share * work for share, work in zip(shares, work_by_layer, strict=True))
-        return again / work if work else 0.0
+        recomputed_work = sum(
+            share * work for share, work in zip(shares, work_by_layer, strict=True)
+        )
+        return recomputed_work / work if work else 0.0
 
     model = step.model
     return Recompute(
@@ -188,7 +190,7 @@ def work_of(
     *,
     tokens: int,
     clips: bool = True,
-    again: Recompute | None = None,
+    recomputed: Recompute | None = None,
     loss: str = "",
 ) -> Work:
     """The step of one device over `tokens` tokens.
@@ -196,27 +198,29 @@ def work_of(
     `again` and `loss`: of another program, where they differ.
     """
     model = step.model
-    again = again or recompute(step)
+    recomputed = recomputed or recompute(step)
     loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
     micro_batches = tokens / step.tokens_per_micro_batch
 
     # FLOPs per token.
-    products = product_flops(step, again, chunked=loss == "chunked")
+    products = product_flops(step, recomputed, chunked=loss == "chunked")
     attention_backward = QUADRATIC_BACKWARD if keeps_scores(step) else FLASH_BACKWARD
     attention = sum(model.by_layer(lambda layer: attention_flops(step, layer))) * (
-        1 + step.extra_forwards + attention_backward + again.attention
+        1 + step.extra_forwards + attention_backward + recomputed.attention
     )
 
     # Bytes between matmuls. On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half
     # precision saves.
-    moved = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
+    traffic_step = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
     layer_bytes = sum(
-        model.by_layer(lambda layer: layer_traffic(moved, layer) + score_traffic(moved, layer))
+        model.by_layer(
+            lambda layer: layer_traffic(traffic_step, layer) + score_traffic(traffic_step, layer)
+        )
     )
-    logit_bytes = LOSS[loss][int(moved.compiled)] * step.head_outputs * step.loss_share
-    between = layer_bytes * (1 + again.between / 3) + logit_bytes
+    logit_bytes = LOSS[loss][int(traffic_step.compiled)] * step.head_outputs * step.loss_share
+    between = layer_bytes * (1 + recomputed.between / 3) + logit_bytes
     between = between * (1 + step.extra_forwards / 3) * tokens
-    between += (_cast_bytes(step) + _dequantize_bytes(step, again)) * micro_batches
+    between += (_cast_bytes(step) + _dequantize_bytes(step, recomputed)) * micro_batches
 
     # Weights and states are read and written, gradients read, and scaled where they are clipped.
     states = model.optimizer_bytes(step.optimizer, step.precision)
@@ -243,7 +247,7 @@ def _cast_bytes(step: StepShape) -> float:
     return CASTS * (trainable if step.mode.frozen else parameter_count(step.config))
 
 
-def _dequantize_bytes(step: StepShape, again: Recompute) -> float:
+def _dequantize_bytes(step: StepShape, recomputed: Recompute) -> float:
     """Bytes per micro-batch of dequantizing every matrix: read quantized, written, in each pass over the layers."""
     mode = step.mode
     if mode.quantize_kind == "none":
@@ -254,10 +258,10 @@ def _dequantize_bytes(step: StepShape, again: Recompute) -> float:
         for matrix in matrices
     )
     written_bytes = step.element_bytes * sum(matrix.size for matrix in matrices)
-    return float(read_bytes + written_bytes) * (2 + again.products)
+    return float(read_bytes + written_bytes) * (2 + recomputed.products)
 
 
-def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
+def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> float:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
     model = step.model
     products = 2.0 * sum(layer.layer.active_products for layer in model.layers)
@@ -272,9 +276,9 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     if step.teacher is not None:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
     return (
-        products * (2 + again.products)
+        products * (2 + recomputed.products)
         + weight_gradients
-        + adapter * (3 + again.products)
+        + adapter * (3 + recomputed.products)
         + head * head_passes
         + extra
     )

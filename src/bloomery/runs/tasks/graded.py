@@ -269,8 +269,8 @@ class Program:
         value, changed_arguments = self.ask(
             {
                 "remote": number,
-                "arguments": [packed(each, self._named) for each in arguments],
-                "keywords": {name: packed(each, self._named) for name, each in keywords.items()},
+                "arguments": [packed(entry, self._named) for entry in arguments],
+                "keywords": {name: packed(entry, self._named) for name, entry in keywords.items()},
             }
         )
         for argument, changed_argument in zip(arguments, changed_arguments, strict=False):

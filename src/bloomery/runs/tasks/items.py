@@ -76,14 +76,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Item:
-    """One row of a task. `prompt`: the text before the answer. `asked`: the same without "Question:", for a chat.
+    """One row of a task. `prompt`: the text before the answer. `question`: the same without "Question:", for a chat.
 
     `answers`: accepted ones; of multiple choice the right one, which is choice number `right`.
     """
 
     name: str
     prompt: str
-    asked: str
+    question: str
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     right: int = 0
@@ -246,9 +246,9 @@ class Asker:
         turns = [
             turn
             for shot in self.shots
-            for turn in (_turn("user", shot.asked), _turn("assistant", shot.answers[0]))
+            for turn in (_turn("user", shot.question), _turn("assistant", shot.answers[0]))
         ]
-        return self._encode([*turns, _turn("user", item.asked)])
+        return self._encode([*turns, _turn("user", item.question)])
 
     def _text(self, item: Item) -> str:
         examples = [shot.prompt + _spaced(shot.prompt, shot.answers[0]) for shot in self.shots]

@@ -168,16 +168,16 @@ class OptimizersContainer:
         scalar_tensors = {
             key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()
         }
-        stored: dict[str, State] = {}
+        states_by_name: dict[str, State] = {}
         for key, value in [*tensors.items(), *scalar_tensors.items()]:
             name, _, slot = key.rpartition(".")
-            stored.setdefault(name, {})[slot] = value
+            states_by_name.setdefault(name, {})[slot] = value
 
-        unknown_names = sorted(set(stored) - set(self._names.values()))
+        unknown_names = sorted(set(states_by_name) - set(self._names.values()))
         if unknown_names:
             raise UserError(
                 f"optimizer state for a parameter that is not trained: {unknown_names[0]}",
-                where=f"{len(unknown_names)} of {len(stored)} parameters in the checkpoint",
+                where=f"{len(unknown_names)} of {len(states_by_name)} parameters in the checkpoint",
                 fix="resume with the recipe that the run started with",
             )
 
@@ -186,9 +186,9 @@ class OptimizersContainer:
             for group in member.param_groups:
                 for parameter in group["params"]:
                     name = self._names[parameter]
-                    if name not in stored:
+                    if name not in states_by_name:
                         continue
-                    slots = self._rows_of_this_rank(parameter, stored[name])
+                    slots = self._rows_of_this_rank(parameter, states_by_name[name])
                     if isinstance(member, OwnStateFormat):
                         member.state[parameter] = member.loaded_state(parameter, slots, name=name)
                     else:
@@ -196,11 +196,13 @@ class OptimizersContainer:
                         member.state[parameter] = _torch_state(slots, parameter, fused=fused)
 
     def _rows_of_this_rank(self, parameter: nn.Parameter, slots: State) -> State:
-        full = self._full_parameters.get(parameter)
-        if full is None:
+        full_parameter = self._full_parameters.get(parameter)
+        if full_parameter is None:
             return slots
         return {
-            slot: value if slot in SAME_ON_RANKS else part_of(value, full, block=INT8_BLOCK)
+            slot: value
+            if slot in SAME_ON_RANKS
+            else part_of(value, full_parameter, block=INT8_BLOCK)
             for slot, value in slots.items()
         }
 
@@ -234,15 +236,19 @@ def build_optimizer(
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
-    named = {
+    parameters_by_name = {
         name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p
         for name, p in trainable.items()
     }
-    names = {parameter: name for name, parameter in named.items()}
-    full_parameters = {p: trainable[name] for name, p in named.items() if p is not trainable[name]}
+    names = {parameter: name for name, parameter in parameters_by_name.items()}
+    full_parameters = {
+        p: trainable[name] for name, p in parameters_by_name.items() if p is not trainable[name]
+    }
     shards = Shards(full_parameters, mesh)
     if plan.state_dtype == "int8" and full_parameters:
-        full_shapes = {name: shards.full_shape(parameter) for name, parameter in named.items()}
+        full_shapes = {
+            name: shards.full_shape(parameter) for name, parameter in parameters_by_name.items()
+        }
         refuse_split_int8_blocks(full_shapes, mesh.shard)
 
     build = BUILDERS[plan.kind]
@@ -250,19 +256,21 @@ def build_optimizer(
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
     placement = StatePlacement(offload=plan.offload)
     if not plan.fused_backward:
-        members = build(named, plan=plan, rounding=rounding, placement=placement)
+        members = build(parameters_by_name, plan=plan, rounding=rounding, placement=placement)
         return OptimizersContainer(
             members, names, clips_updates=clips_updates, full_parameters=full_parameters
         )
 
     # Fused into backward each parameter has an optimizer of its own, which autograd's hook calls.
     members = []
-    for name, parameter in named.items():
+    for name, parameter in parameters_by_name.items():
         (member,) = build({name: parameter}, plan=plan, rounding=rounding, placement=placement)
         members.append(member)
     # The plan refuses a fused backward for optimizers whose step takes no gate.
     gated_members = cast(list[GatedOptimizer], members)
     backward = FusedBackward(
-        dict(zip(named.values(), gated_members, strict=True)), head_weights_of(model), rounding
+        dict(zip(parameters_by_name.values(), gated_members, strict=True)),
+        head_weights_of(model),
+        rounding,
     )
     return OptimizersContainer(members, names, clips_updates=clips_updates, backward=backward)
