@@ -72,7 +72,7 @@ UNREAD = ("lock", "log.txt", "metrics.json", "events.jsonl", ".lock")
 
 
 def in_process(
-    stage, folder, *, words, environment, inherited, requests, on_event, on_line, **_
+    stage, folder, *, arguments, environment, inherited, requests, on_event, on_line, **_
 ) -> StageResult:
     """`run_stage` without a child."""
     with EventLog(folder.events) as log:
@@ -83,11 +83,11 @@ def in_process(
 
         try:
             if stage == "prepare":
-                code = worker._prepare(folder, Path(words[1]), emit)
+                code = worker._prepare(folder, Path(arguments[1]), emit)
             else:
                 flag = worker.StopFlag()
-                with requests.handled_by(lambda: setattr(flag, "asked", True)):
-                    code = worker._train(folder, emit, flag, resumed="--resumed" in words)
+                with requests.handled_by(lambda: setattr(flag, "stop_requested", True)):
+                    code = worker._train(folder, emit, flag, resumed="--resumed" in arguments)
         except UserError as error:
             report = {
                 "problem": error.problem,
