@@ -17,7 +17,7 @@ from bloomery.plan.types import RunPlan
 
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
-FORMAT = 3  # of recipe.yaml and plan.json in a run's folder
+FORMAT = 4  # of recipe.yaml and plan.json in a run's folder
 _AS_IT_WAS = "put it back as it was; to train with other settings, start a new run: `bloomery train RECIPE key=value`"
 
 
