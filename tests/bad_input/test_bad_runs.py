@@ -269,7 +269,7 @@ def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
         "MY_PASSWORD": "canary-password-1",
     }
     code = (
-        "import os, bloomery.runs.lifecycle as local\n"
+        "import os, bloomery.runs.flow as local\n"
         "def broken(*a, **k): raise RuntimeError('a bug, and in its message ' + os.environ['HF_TOKEN'])\n"
         "local.write_sealed = broken"
     )

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.cli.train import conclude
-from bloomery.runs.lifecycle import EndedRun
+from bloomery.runs.flow import EndedRun
 
 
 def test_words_for_a_launcher_are_shown_as_a_command():

@@ -23,8 +23,8 @@ from bloomery.export.layouts import export, export_adapter
 from bloomery.monitor.events import EventLog, StepDone, Warned, last_per_step, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import flow, worker
 from bloomery.runs import lifecycle as local
-from bloomery.runs import worker
 from bloomery.runs.evaluate import evaluate, load_to_evaluate
 from bloomery.runs.supervisor import StageResult
 from bloomery.train.model_folder import find_model
@@ -110,7 +110,7 @@ def here(folder: Path) -> Iterator[StringIO]:
         chdir(folder),
         redirect_stdout(StringIO()),
         redirect_stderr(StringIO()) as told,
-        mock.patch.object(local, "run_stage", in_process),
+        mock.patch.object(flow, "run_stage", in_process),
         mock.patch.object(local, "detect", lambda: machine),
         mock.patch.object(sealed_files, "BLOCK", 512),
     ):

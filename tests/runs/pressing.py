@@ -48,7 +48,7 @@ def press_in_supervisor(moment: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     if moment == PLANNED:
-        lifecycle._train = before(lifecycle._train, ctrl_c)
+        lifecycle.train = before(lifecycle.train, ctrl_c)
     elif moment == CHILD_STARTED:
         start = supervisor._Process.__init__
 

@@ -11,8 +11,8 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import MASKS, Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.runs.devices import narrowed, same_devices
+from bloomery.runs.flow import training_environment
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import _environment
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NAME = "PYTORCH_ALLOC_CONF"
@@ -36,7 +36,7 @@ def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], li
     told: list[str] = []
     book = SimpleNamespace(emit=lambda event: told.append(event.reason), line=lambda text: None)
     flow = SimpleNamespace(folder=RunFolder(tmp_path), hub=book)
-    return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]  # what it uses of a flow
+    return training_environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]  # what it uses of a flow
 
 
 def with_setting(machine: Machine, monkeypatch, name: str, value: str) -> Machine:

@@ -22,7 +22,7 @@ from bloomery.runs.folder import find_run
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import RunPlan
-    from bloomery.runs.lifecycle import EndedRun
+    from bloomery.runs.flow import EndedRun
 
 
 LAUNCHER = "bloomery.launcher"  # of the context: arguments after --, and the words before

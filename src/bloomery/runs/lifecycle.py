@@ -1,4 +1,4 @@
-"""The life of a run: prepare, plan, train in a child, end with an event. The entry points are `start` and `resume`.
+"""The life of a run: `start` prepares, plans and trains a recipe, `resume` trains on from a checkpoint.
 
 The parent never imports torch: it handles Ctrl+C at once, and survives a crash of a driver in its child.
 """
@@ -6,16 +6,14 @@ The parent never imports torch: it handles Ctrl+C at once, and survives a crash 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import final
 
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import expanded
-from bloomery.core.units import GIB, MIB, format_bytes
+from bloomery.core.units import MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
 from bloomery.data.prepare.split import file_roles, size_warnings
@@ -25,17 +23,15 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
-from bloomery.monitor.sinks import LogFile, require, write_metrics
-from bloomery.plan.advise import advise, checkpoint_bytes, energy_kwh
+from bloomery.monitor.events import Warned
+from bloomery.monitor.sinks import LogFile, require
+from bloomery.plan.advise import advise, checkpoint_bytes
 from bloomery.plan.gather import counted, facts_of, fetch, gather, left_aside
-from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
+from bloomery.plan.resolve import child_environment, resolve
 from bloomery.plan.store import (
-    dumped,
     read_plan,
     read_sealed,
     require_identity,
-    write_plan,
     write_sealed,
 )
 from bloomery.plan.types import RunPlan
@@ -43,163 +39,44 @@ from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
+from bloomery.runs.flow import (
+    Edit,
+    EndedRun,
+    Flow,
+    Watch,
+    fall_back,
+    prepare,
+    run_to_end,
+    train,
+    write_plan_and_machine,
+)
 from bloomery.runs.folder import RunFolder, host_name, locked, new_run, refuse_little_disk
 from bloomery.runs.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
-    FallbackAfter,
     differences,
     moved,
-    next_fallback,
     prolonged,
     refuse_other_recipe,
     refuse_overrides,
-    store_fallback,
     take_fallback,
 )
-from bloomery.runs.signals import STOP_SIGNALS, StopRequests, stop_requests
-from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
-from bloomery.runs.telemetry import sensing
+from bloomery.runs.signals import stop_requests
+from bloomery.runs.supervisor import StageResult, existing, run_stage
 from bloomery.runs.worker import DONE, FAILED, STOPPED
 from bloomery.train.model_folder import (
-    best_on_disk,
     best_weight_steps,
     damage,
     saved_steps,
     step_folder,
     weights_folder,
 )
-from bloomery.train.run import is_done, name_of, read_history
+from bloomery.train.run import is_done, read_history
 
-INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-MOST_RESTARTS = 3
 # Over the planned tensors: headers and JSON.
 CHECKPOINT_MARGIN = 1.05
 CHECKPOINT_SLACK = MIB
-
-
-@final
-@dataclass(frozen=True)
-class EndedRun:
-    """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
-
-    `again`: it was done before, and nothing was left to do. `rank`: of this process, where a launcher started several.
-    """
-
-    folder: Path
-    code: int
-    again: bool = False
-    rank: int = 0
-
-    @property
-    def name(self) -> str:
-        """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
-        return name_of(self.folder)
-
-
-class _StopRequested(Exception):
-    """A stop was requested, and everything is saved."""
-
-
-Edit = Callable[[RunPlan], RunPlan]  # of a new plan
-# Gets every event; may request a stop or a save, or raise.
-Watch = Callable[[Event, StopRequests], None]
-
-
-@final
-@dataclass(frozen=True)
-class _Flow:
-    """State that the stages share."""
-
-    folder: RunFolder
-    lock: tuple[int, ...]
-    hub: EventHub
-    requests: StopRequests
-    name: str
-    recover: bool = False
-    edit: Edit | None = None
-    watch: Watch | None = None
-    board: Board | None = None  # of the launcher that started this process as rank 0
-
-    def stage(
-        self,
-        stage: Stage,
-        arguments: Sequence[str],
-        environment: dict[str, str],
-        plan: RunPlan | None,
-    ) -> StageResult:
-        """One child from start to end. The final events are shown before the view closes."""
-        self.check()
-        if self.board is not None and plan is not None:
-            if plan.train.ranks != self.board.launch.world:
-                launch = self.board.launch
-                problem = f"{launch.launcher} started {launch.world} ranks, and the plan has {plan.train.ranks}"
-                raise UserError(
-                    problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2
-                )
-            self.board.begin(resumed="--resumed" in arguments)
-        with self.hub.shown(plan, self.name):
-            with sensing(self.folder, plan) if plan else nullcontext() as sense:
-
-                def on_event(event: Event) -> None:
-                    self.hub.show(event)
-                    if sense is not None:
-                        sense(event)
-                    if self.watch is not None:
-                        self.watch(event, self.requests)
-
-                ending = run_stage(
-                    stage,
-                    self.folder,
-                    arguments=arguments,
-                    environment=environment,
-                    inherited=self.lock,
-                    requests=self.requests,
-                    on_event=on_event,
-                    on_line=self.hub.line,
-                    ranks=1 if plan is None else plan.train.ranks,
-                    board=self.board,
-                )
-            if stage == "train" and ending.code in (DONE, STOPPED):
-                self.requests.over = True
-                self.end("done" if ending.code == DONE else "stopped")
-            return ending
-
-    def check(self) -> None:
-        if self.requests.stop_requested:
-            raise _StopRequested
-
-    def end(self, status: str, error: str = "") -> None:
-        """Write RunEnded, once, and metrics.json. A failure of the latter is only logged: the events have it all."""
-        if not self.hub.ended:
-            self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
-            try:
-                write_metrics(
-                    self.folder.path,
-                    self._planned(),
-                    best_saved=best_on_disk(self.folder.checkpoints),
-                )
-            except OSError as error:
-                self.hub.line(f"cannot write metrics.json: {error.strerror}")
-
-    def _planned(self) -> dict[str, float | None]:
-        """The plan's figures by the keys of metrics.json."""
-        if not self.folder.plan.exists():
-            return {}
-        plan = read_plan(self.folder.plan)
-        rate = (
-            plan.step_seconds.inverse(plan.train.tokens_per_step).value
-            if plan.step_seconds is not None
-            else None
-        )
-        return {
-            "max_steps": plan.train.steps,
-            "tokens_per_second": rate,
-            "seconds": plan.seconds.value if plan.seconds is not None else None,
-            "peak_memory_gib": plan.memory.total / GIB,
-            "energy_kwh": energy_kwh(plan, build_profile(read_machine(self.folder.machine))),
-        }
 
 
 def start(
@@ -258,7 +135,7 @@ def start(
         new_run(loaded_recipe, path) as (folder, lock),
         event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
-        flow = _Flow(
+        flow = Flow(
             folder,
             lock,
             hub,
@@ -270,7 +147,7 @@ def start(
             _board(folder, launch, hub),
         )
         _allow_hooks(flow, loaded_recipe)
-        return _ended(flow, lambda: _started(flow, loaded_recipe, devices, resumed=False))
+        return run_to_end(flow, lambda: _started(flow, loaded_recipe, devices, resumed=False))
 
 
 def resume(
@@ -307,7 +184,7 @@ def resume(
         require(loaded_recipe.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = _board(folder, launch, hub)
-            flow = _Flow(
+            flow = Flow(
                 folder, lock, hub, requests, loaded_recipe.name, recover, watch=watch, board=board
             )
             if any(word.startswith("logging.trackers") for word in overrides):
@@ -317,10 +194,10 @@ def resume(
                 hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
                 hub.emit(Warned(step=history.last_step, reason=history.problem))
-            return _ended(flow, lambda: _resumed(flow, loaded_recipe, step, overrides, devices))
+            return run_to_end(flow, lambda: _resumed(flow, loaded_recipe, step, overrides, devices))
 
 
-def _allow_hooks(flow: _Flow, loaded_recipe: LoadedRecipe) -> None:
+def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
     """Allows the hooks of the recipe that the user named, now and in later resumes."""
     flow.hub.hooks = commands_of(loaded_recipe.recipe)
     try:
@@ -416,47 +293,10 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     )
 
 
-def _ended(flow: _Flow, work: Callable[[], int]) -> EndedRun:
-    """Runs `work`; writes RunEnded in every case, and the exit code for the other ranks of a launcher."""
-    code = FAILED
-    try:
-        run = _outcome(flow, work)
-        code = run.code
-        return run
-    finally:
-        if flow.board is not None:
-            flow.board.conclude(code)
-            flow.board.assembly.end()
-
-
-def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
-    try:
-        if flow.board is not None:
-            flow.board.refuse_taken_port()
-        code = work()
-    except _StopRequested:
-        code = STOPPED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except UserError as error:
-        # After a usage error, the last RunEnded stays.
-        if flow.hub.began or not flow.folder.events.exists():
-            flow.end("failed", error.problem)
-        raise
-    except BaseException as error:
-        flow.end("failed", type(error).__name__)
-        raise
-    flow.requests.over = True
-    flow.end("stopped")
-    return EndedRun(flow.folder.path, code)
-
-
-def _started(
-    flow: _Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, resumed: bool
-) -> int:
+def _started(flow: Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
     data = prepared_folder(loaded_recipe, _workspace(flow.folder.path))
     if finished(loaded_recipe, data) is None:
-        _prepare(flow, data)
+        prepare(flow, data)
     flow.check()
     machine, count, hosts = training_devices(loaded_recipe, devices)
     facts = gather(loaded_recipe, machine, prepared=data)
@@ -477,19 +317,8 @@ def _started(
         *size_reasons,
     ):
         flow.hub.emit(Warned(reason=reason))
-    _write(flow.folder, plan, machine)
-    return _train(flow, plan, machine, resumed=resumed)
-
-
-def _write(
-    folder: RunFolder,
-    plan: RunPlan,
-    machine: Machine,
-    other_files: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Writes plan and machine, replaced together with `others`."""
-    files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
-    write_sealed(folder.path, {**other_files, **files})
+    write_plan_and_machine(flow.folder, plan, machine)
+    return train(flow, plan, machine, resumed=resumed)
 
 
 def training_devices(loaded_recipe: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
@@ -520,15 +349,8 @@ def _workspace(run: Path) -> Path:
     return run.parent.parent if run.parent.name == "runs" else Path.cwd()
 
 
-def _prepare(flow: _Flow, data: Path) -> None:
-    ending = flow.stage("prepare", ("--data", str(data)), dict(os.environ), None)
-    flow.check()
-    if ending.code != DONE:
-        raise failure(ending, flow.folder, step=0)
-
-
 def _resumed(
-    flow: _Flow,
+    flow: Flow,
     loaded_recipe: LoadedRecipe,
     step: int | None,
     overrides: Sequence[str],
@@ -551,7 +373,7 @@ def _resumed(
     # The stored plan, or the safer one that the last crash left for --recover.
     fallback_after = take_fallback(folder)
     if fallback_after is not None and flow.recover:
-        stored_plan = _fall_back(flow, fallback_after)
+        stored_plan = fall_back(flow, fallback_after)
     else:
         stored_plan = read_plan(folder.plan)
 
@@ -559,7 +381,7 @@ def _resumed(
     prepared = stored_plan.data.prepared
     if not (prepared / MANIFEST).is_file():
         flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
-        _prepare(flow, prepared)
+        prepare(flow, prepared)
     _refuse_other_dataset(flow, loaded_recipe, stored_plan)
 
     # What has changed since: the machine, its devices, and what the user overrides.
@@ -574,13 +396,13 @@ def _resumed(
     plan = stored_plan
     if changes or devices_now.overrides:
         plan = _replanned(flow, stored_plan, devices_now, changes)
-        _write(
+        write_plan_and_machine(
             folder,
             plan,
             devices_now.machine,
             {folder.recipe.name: dump_recipe(devices_now.loaded_recipe)},
         )
-    return _train(flow, plan, devices_now.machine, resumed=True)
+    return train(flow, plan, devices_now.machine, resumed=True)
 
 
 @dataclass(frozen=True)
@@ -595,7 +417,7 @@ class _DevicesNow:
 
 
 def _devices_now(
-    flow: _Flow,
+    flow: Flow,
     loaded_recipe: LoadedRecipe,
     plan: RunPlan,
     old_machine: Machine,
@@ -631,7 +453,7 @@ def _devices_now(
 
 
 def _replanned(
-    flow: _Flow, stored_plan: RunPlan, devices_now: _DevicesNow, changes: Sequence[str]
+    flow: Flow, stored_plan: RunPlan, devices_now: _DevicesNow, changes: Sequence[str]
 ) -> RunPlan:
     """The stored plan with what another machine changes (each with a warning) and what the user overrides.
 
@@ -671,7 +493,7 @@ def _replanned(
     return plan
 
 
-def _refuse_other_dataset(flow: _Flow, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
+def _refuse_other_dataset(flow: Flow, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
     data = plan.data.prepared
     checkpoints = flow.folder.checkpoints
@@ -697,81 +519,7 @@ def _refuse_other_dataset(flow: _Flow, loaded_recipe: LoadedRecipe, plan: RunPla
         )
 
 
-def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
-    """Trains until the run ends. After a crash, restarts with a fallback: always where it only costs time, with
-    `recover` also where it changes the training.
-    """
-    environment = _environment(flow, plan, machine)
-    bfloat16 = build_profile(machine).dtype.value == "bfloat16"
-    restarts = 0
-    while True:
-        flow.folder.fallback.unlink(missing_ok=True)
-        ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
-        if ending.code in (DONE, STOPPED):
-            return ending.code
-        # The child ended before it handled signals, so there is nothing to save. Not only SIGTERM, which it is sent:
-        # until it has a session of its own, a terminal's Ctrl+C and hangup reach it as well.
-        if flow.requests.stop_requested and -ending.code in STOP_SIGNALS:
-            raise _StopRequested
-        # Read again: training may have changed its plan.
-        fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
-        if fallback_after is None or flow.requests.stop_requested:
-            break
-        # One rank alone also recovers by itself, without a restart: that is not counted.
-        is_counted = not fallback_after.unasked or plan.train.ranks > 1
-        if (is_counted and restarts == MOST_RESTARTS) or (
-            not fallback_after.unasked and not flow.recover
-        ):
-            break
-        restarts += is_counted
-        plan = _fall_back(flow, fallback_after)
-        resumed = True
-    error = failure(ending, flow.folder, step=last_step(flow.folder))
-    if fallback_after is None:
-        raise error
-    store_fallback(flow.folder, fallback_after)  # for the command in the last line
-    restarts_text = f" (after {restarts} restarts)" if restarts else ""
-    command = f"`bloomery resume {flow.folder.name} --recover` restarts with: {fallback_after.fallback.action}"
-    fix = f"{error.fix}\n       {command}" if error.fix else command
-    raise UserError(error.problem + restarts_text, where=error.where, fix=fix, code=error.code)
-
-
-def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
-    """The plan with safer settings becomes plan.json, which the next child trains by."""
-    write_plan(fallback_after.fallback.plan, flow.folder.plan)
-    step = last_step(flow.folder)
-    flow.hub.emit(
-        Recovered(
-            step=step,
-            reason=fallback_after.reason,
-            action=f"restarted: {fallback_after.fallback.action}",
-        )
-    )
-    return fallback_after.fallback.plan
-
-
-def _environment(flow: _Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
-    """Variables to set before torch is imported. The user's own values stay; warns where they differ."""
-    profile = build_profile(machine)
-    # The user's variables may have changed since the plan was made.
-    plan = plan.model_copy(update={"environment": profile.environment.value})
-    environment = child_environment(plan, os.environ)
-    conflicts = {
-        name: (planned, reason) for name, (_, planned, reason) in profile.overridden.items()
-    }
-    fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
-    conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
-    flow.hub.line(
-        f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}"
-    )
-    for name, (default, reason) in conflicts.items():
-        if os.environ.get(name, default) != default:
-            warning = f"{name}={os.environ[name]} is set; Bloomery would set {default}: {reason}"
-            flow.hub.emit(Warned(step=last_step(flow.folder), reason=warning))
-    return environment
-
-
-def _go_back(flow: _Flow, step: int) -> None:
+def _go_back(flow: Flow, step: int) -> None:
     """Moves newer checkpoints into a separate folder, so that the run continues from `step`."""
     folder = flow.folder.checkpoints
     steps = saved_steps(folder)

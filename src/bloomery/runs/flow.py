@@ -1,0 +1,294 @@
+"""The stages of a run: one child from start to end, what a crash leads to, and the event at the end."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import final
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.profile import build_profile
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
+from bloomery.monitor.sinks import write_metrics
+from bloomery.plan.advise import energy_kwh
+from bloomery.plan.resolve import DETERMINISM, child_environment, wanted
+from bloomery.plan.store import (
+    dumped,
+    read_plan,
+    write_plan,
+    write_sealed,
+)
+from bloomery.plan.types import RunPlan
+from bloomery.runs.event_hub import EventHub, last_step
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.launchers import Board
+from bloomery.runs.resume_plan import (
+    FallbackAfter,
+    next_fallback,
+    store_fallback,
+)
+from bloomery.runs.signals import STOP_SIGNALS, StopRequests
+from bloomery.runs.supervisor import Stage, StageResult, failure, run_stage
+from bloomery.runs.telemetry import sensing
+from bloomery.runs.worker import DONE, FAILED, STOPPED
+from bloomery.train.model_folder import (
+    best_on_disk,
+)
+from bloomery.train.run import name_of
+
+INTERRUPTED = 130  # the exit code after a second Ctrl+C
+MOST_RESTARTS = 3
+
+
+@final
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
+
+    `again`: it was done before, and nothing was left to do. `rank`: of this process, where a launcher started several.
+    """
+
+    folder: Path
+    code: int
+    again: bool = False
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
+        return name_of(self.folder)
+
+
+class StopRequested(Exception):
+    """A stop was requested, and everything is saved."""
+
+
+Edit = Callable[[RunPlan], RunPlan]  # of a new plan
+# Gets every event; may request a stop or a save, or raise.
+Watch = Callable[[Event, StopRequests], None]
+
+
+@final
+@dataclass(frozen=True)
+class Flow:
+    """State that the stages share."""
+
+    folder: RunFolder
+    lock: tuple[int, ...]
+    hub: EventHub
+    requests: StopRequests
+    name: str
+    recover: bool = False
+    edit: Edit | None = None
+    watch: Watch | None = None
+    board: Board | None = None  # of the launcher that started this process as rank 0
+
+    def stage(
+        self,
+        stage: Stage,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        plan: RunPlan | None,
+    ) -> StageResult:
+        """One child from start to end. The final events are shown before the view closes."""
+        self.check()
+        if self.board is not None and plan is not None:
+            if plan.train.ranks != self.board.launch.world:
+                launch = self.board.launch
+                problem = f"{launch.launcher} started {launch.world} ranks, and the plan has {plan.train.ranks}"
+                raise UserError(
+                    problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2
+                )
+            self.board.begin(resumed="--resumed" in arguments)
+        with self.hub.shown(plan, self.name):
+            with sensing(self.folder, plan) if plan else nullcontext() as sense:
+
+                def on_event(event: Event) -> None:
+                    self.hub.show(event)
+                    if sense is not None:
+                        sense(event)
+                    if self.watch is not None:
+                        self.watch(event, self.requests)
+
+                ending = run_stage(
+                    stage,
+                    self.folder,
+                    arguments=arguments,
+                    environment=environment,
+                    inherited=self.lock,
+                    requests=self.requests,
+                    on_event=on_event,
+                    on_line=self.hub.line,
+                    ranks=1 if plan is None else plan.train.ranks,
+                    board=self.board,
+                )
+            if stage == "train" and ending.code in (DONE, STOPPED):
+                self.requests.over = True
+                self.end("done" if ending.code == DONE else "stopped")
+            return ending
+
+    def check(self) -> None:
+        if self.requests.stop_requested:
+            raise StopRequested
+
+    def end(self, status: str, error: str = "") -> None:
+        """Write RunEnded, once, and metrics.json. A failure of the latter is only logged: the events have it all."""
+        if not self.hub.ended:
+            self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
+            try:
+                write_metrics(
+                    self.folder.path,
+                    self._planned(),
+                    best_saved=best_on_disk(self.folder.checkpoints),
+                )
+            except OSError as error:
+                self.hub.line(f"cannot write metrics.json: {error.strerror}")
+
+    def _planned(self) -> dict[str, float | None]:
+        """The plan's figures by the keys of metrics.json."""
+        if not self.folder.plan.exists():
+            return {}
+        plan = read_plan(self.folder.plan)
+        rate = (
+            plan.step_seconds.inverse(plan.train.tokens_per_step).value
+            if plan.step_seconds is not None
+            else None
+        )
+        return {
+            "max_steps": plan.train.steps,
+            "tokens_per_second": rate,
+            "seconds": plan.seconds.value if plan.seconds is not None else None,
+            "peak_memory_gib": plan.memory.total / GIB,
+            "energy_kwh": energy_kwh(plan, build_profile(read_machine(self.folder.machine))),
+        }
+
+
+def run_to_end(flow: Flow, work: Callable[[], int]) -> EndedRun:
+    """Runs `work`; writes RunEnded in every case, and the exit code for the other ranks of a launcher."""
+    code = FAILED
+    try:
+        run = _outcome(flow, work)
+        code = run.code
+        return run
+    finally:
+        if flow.board is not None:
+            flow.board.conclude(code)
+            flow.board.assembly.end()
+
+
+def _outcome(flow: Flow, work: Callable[[], int]) -> EndedRun:
+    try:
+        if flow.board is not None:
+            flow.board.refuse_taken_port()
+        code = work()
+    except StopRequested:
+        code = STOPPED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except UserError as error:
+        # After a usage error, the last RunEnded stays.
+        if flow.hub.began or not flow.folder.events.exists():
+            flow.end("failed", error.problem)
+        raise
+    except BaseException as error:
+        flow.end("failed", type(error).__name__)
+        raise
+    flow.requests.over = True
+    flow.end("stopped")
+    return EndedRun(flow.folder.path, code)
+
+
+def write_plan_and_machine(
+    folder: RunFolder,
+    plan: RunPlan,
+    machine: Machine,
+    other_files: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Writes plan and machine, replaced together with `others`."""
+    files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
+    write_sealed(folder.path, {**other_files, **files})
+
+
+def prepare(flow: Flow, data: Path) -> None:
+    ending = flow.stage("prepare", ("--data", str(data)), dict(os.environ), None)
+    flow.check()
+    if ending.code != DONE:
+        raise failure(ending, flow.folder, step=0)
+
+
+def train(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
+    """Trains until the run ends. After a crash, restarts with a fallback: always where it only costs time, with
+    `recover` also where it changes the training.
+    """
+    environment = training_environment(flow, plan, machine)
+    bfloat16 = build_profile(machine).dtype.value == "bfloat16"
+    restarts = 0
+    while True:
+        flow.folder.fallback.unlink(missing_ok=True)
+        ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
+        if ending.code in (DONE, STOPPED):
+            return ending.code
+        # The child ended before it handled signals, so there is nothing to save. Not only SIGTERM, which it is sent:
+        # until it has a session of its own, a terminal's Ctrl+C and hangup reach it as well.
+        if flow.requests.stop_requested and -ending.code in STOP_SIGNALS:
+            raise StopRequested
+        # Read again: training may have changed its plan.
+        fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
+        if fallback_after is None or flow.requests.stop_requested:
+            break
+        # One rank alone also recovers by itself, without a restart: that is not counted.
+        is_counted = not fallback_after.unasked or plan.train.ranks > 1
+        if (is_counted and restarts == MOST_RESTARTS) or (
+            not fallback_after.unasked and not flow.recover
+        ):
+            break
+        restarts += is_counted
+        plan = fall_back(flow, fallback_after)
+        resumed = True
+    error = failure(ending, flow.folder, step=last_step(flow.folder))
+    if fallback_after is None:
+        raise error
+    store_fallback(flow.folder, fallback_after)  # for the command in the last line
+    restarts_text = f" (after {restarts} restarts)" if restarts else ""
+    command = f"`bloomery resume {flow.folder.name} --recover` restarts with: {fallback_after.fallback.action}"
+    fix = f"{error.fix}\n       {command}" if error.fix else command
+    raise UserError(error.problem + restarts_text, where=error.where, fix=fix, code=error.code)
+
+
+def fall_back(flow: Flow, fallback_after: FallbackAfter) -> RunPlan:
+    """The plan with safer settings becomes plan.json, which the next child trains by."""
+    write_plan(fallback_after.fallback.plan, flow.folder.plan)
+    step = last_step(flow.folder)
+    flow.hub.emit(
+        Recovered(
+            step=step,
+            reason=fallback_after.reason,
+            action=f"restarted: {fallback_after.fallback.action}",
+        )
+    )
+    return fallback_after.fallback.plan
+
+
+def training_environment(flow: Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
+    """Variables to set before torch is imported. The user's own values stay; warns where they differ."""
+    profile = build_profile(machine)
+    # The user's variables may have changed since the plan was made.
+    plan = plan.model_copy(update={"environment": profile.environment.value})
+    environment = child_environment(plan, os.environ)
+    conflicts = {
+        name: (planned, reason) for name, (_, planned, reason) in profile.overridden.items()
+    }
+    fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
+    conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
+    flow.hub.line(
+        f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}"
+    )
+    for name, (default, reason) in conflicts.items():
+        if os.environ.get(name, default) != default:
+            warning = f"{name}={os.environ[name]} is set; Bloomery would set {default}: {reason}"
+            flow.hub.emit(Warned(step=last_step(flow.folder), reason=warning))
+    return environment
