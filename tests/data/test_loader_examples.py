@@ -177,9 +177,8 @@ def gradients(
     for index in range(0, data.sequences, 4):
         batch = data.batch(Cursor(3, index), min(4, data.sequences - index))
         batch = replace(batch, loss_mask=batch.loss_mask.double())
-        loss = next_token_loss(
-            forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask
-        ).total
+        output = forward(model, batch, objective.head(batch), precision="float32")
+        loss = next_token_loss(output.head, batch.loss_mask).total
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

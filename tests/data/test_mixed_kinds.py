@@ -149,9 +149,8 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
             visits += [loader.locate(index)[0] for index in range(loader.sequences)]
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
-            parts = next_token_loss(
-                forward(model, batch, head, precision="float32"), batch.loss_mask
-            )
+            output = forward(model, batch, head, precision="float32")
+        parts = next_token_loss(output.head, batch.loss_mask)
         return float(parts.total), float(parts.count)
 
     visits: list[int] = []
@@ -168,11 +167,10 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     for row in set(again):
         batch = loader.batch(Cursor(3, next(i for i in extra if loader.locate(i)[1] == row)), 1)
         batch = replace(batch, loss_mask=batch.loss_mask.double())
+        head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
-            scores = forward(
-                model, batch, pretraining(score_chunk=64).head(batch), precision="float32"
-            )
-        parts = next_token_loss(scores, batch.loss_mask)
+            output = forward(model, batch, head, precision="float32")
+        parts = next_token_loss(output.head, batch.loss_mask)
         twice_total, twice_count = (
             twice_total + float(parts.total),
             twice_count + float(parts.count),

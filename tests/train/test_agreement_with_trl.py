@@ -119,10 +119,10 @@ def interleaved(first: list, second: list) -> list:
 def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
     if start is not None:
         head = LabelScores(batch.labels, batch.loss_mask, 64)
-        reference = start(
+        output = start(
             batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
         )
-        batch = batch.with_extras(reference=reference)
+        batch = batch.with_extras(reference=output.head)
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
     return compute_loss(policy, batch, objective, precision="float32")
 
