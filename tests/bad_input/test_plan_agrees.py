@@ -1,4 +1,7 @@
-"""What training would refuse, `plan`, `train --dry-run` and `prepare --check` refuse at once, with one sentence."""
+"""What training would refuse, `plan`, `train --dry-run` and `prepare --check` refuse at once, with one sentence.
+
+Only the settings of a PEFT method are refused later, by `train`.
+"""
 
 import json
 
@@ -146,21 +149,33 @@ def test_data(model, case):
     refused_alike(model, [word])
 
 
-SETTINGS = {
-    "a rank that is a word": ({**PEFT, "r": "abc"}, "r must be a whole number, not 'abc'"),
-    "a rank of half a column": ({**PEFT, "r": 1.5}, "a whole number"),
-    "a rank of 0": ({**PEFT, "r": 0}, "above 0"),
-    "a negative rank": ({**ADALORA, "target_r": -1}, "above 0"),
+SET_BY_THE_RUN = {
     "a method within a method": ({**PEFT, "peft_type": "LOHA"}, "adapter.method names the method"),
     "an adapter for inference": ({**PEFT, "inference_mode": True}, "a run trains its adapter"),
     "a task": ({**PEFT, "task_type": "SEQ_CLS"}, "the objective decides it"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", SET_BY_THE_RUN)
+def test_settings_of_peft_that_a_run_makes_itself(model, case):
+    adapter, word = SET_BY_THE_RUN[case]
+    recipe(model, [TEXT], adapter=adapter)
+    refused_alike(model, [word], code=2)
+
+
+REFUSED_WITH_PEFT = {
+    "a rank that is a word": ({**PEFT, "r": "abc"}, "r=abc: input should be a valid integer"),
+    "a rank of half a column": ({**PEFT, "r": 1.5}, "a valid integer"),
+    "a rank of 0": ({**PEFT, "r": 0}, "above 0"),
+    "a negative rank": ({**ADALORA, "target_r": -1}, "above 0"),
     "a switch that is a word": (
         {"kind": "peft", "method": "loha", "rank_dropout": "much"},
-        "a number",
+        "a valid number",
     ),
     "a choice that is not one": (
         {"kind": "peft", "method": "glora", "config_A_B": "lorra"},
-        "must be lora or vector",
+        "'lora'",
     ),
     "a key of another method": ({**PEFT, "boft_block_size": 4}, "has no key"),
     "no number": (
@@ -177,11 +192,14 @@ SETTINGS = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", REFUSED_WITH_PEFT)
 def test_settings_of_peft(model, case):
-    adapter, word = SETTINGS[case]
+    """A plan does without PEFT, which imports torch. A run asks it before the dataset is prepared."""
+    adapter, word = REFUSED_WITH_PEFT[case]
     recipe(model, [TEXT], adapter=adapter)
-    refused_alike(model, [word], code=2)
+    assert here("plan", "recipe.yaml").code == 0
+    assert_clear(here("train", "recipe.yaml"), mentions=[word], code=2)
+    assert not (model.parent / "prepared").exists()
 
 
 def test_keys_of_several_devices(model):

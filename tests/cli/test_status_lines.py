@@ -13,7 +13,7 @@ from bloomery.cli import plan as plan_simulate
 from bloomery.cli.bench import Table
 from bloomery.cli.runs import waiting
 from bloomery.cli.smoke_test import report_event
-from bloomery.monitor.events import Phase
+from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.recipe.schema import Sample
 
 STRANGE = "[red]a [/x]"
@@ -59,22 +59,26 @@ def test_phases_of_a_simulation():
 def test_a_report_says_what_it_does(monkeypatch, tmp_path, capfd):
     """Without a terminal a line appears after the silent seconds; stdout has the path alone."""
     from bloomery.cli import cli, common
-    from bloomery.model.decoder import Decoder
-    from models_for_tests import make_model
+    from bloomery.report import page
 
-    make_model(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").touch()
+    with EventLog(run_dir / "events.jsonl") as log:
+        log(RunEnded(step=3, status="finished"))
     monkeypatch.setattr(common, "SILENT_SECONDS", 0.05)
-    forward = Decoder.forward
-    monkeypatch.setattr(Decoder, "forward", lambda *a, **k: (time.sleep(0.02), forward(*a, **k))[1])
-    monkeypatch.setattr(
-        "bloomery.model.compiled_step.compiled_step", lambda *_, **__: None, raising=False
-    )
-    words = ["report", "model", "--prompt", "one", "--prompt", "two", "-d", "cpu"]
-    cli.main(words, standalone_mode=False)
+    draw = page.page
+
+    def slow_page(*arguments):
+        time.sleep(0.5)
+        return draw(*arguments)
+
+    monkeypatch.setattr(page, "page", slow_page)
+    cli.main(["report", str(run_dir)], standalone_mode=False)
     out, err = capfd.readouterr()
-    assert out.strip().endswith("report.html") and out.count("\n") == 1
-    assert "progress   report: " in err and "response" in err and "progress   report\n" not in err
+    assert out == f"{run_dir / 'report.html'}\n"
+    assert "progress   report: drawing the page" in err
+    assert "progress   report\n" not in err
 
 
 def test_every_tensor_of_an_export_is_told_and_a_listener_ends_with_its_block(tmp_path):
@@ -93,4 +97,4 @@ def test_every_tensor_of_an_export_is_told_and_a_listener_ends_with_its_block(tm
     assert len(told) == count
     assert any("writing tensor 1 of" in text and "model.safetensors" in text for text in told)
     assert any("opening the export in transformers" in text for text in told)
-    assert any("comparing the file" in text for text in told)
+    assert any("comparing tensor 1 of" in text for text in told)

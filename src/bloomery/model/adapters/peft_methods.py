@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from bloomery.core.errors import UserError
@@ -29,6 +30,8 @@ from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
 INSTALL = 'pip install "bloomery[peft]"'
+# as methods call it
+RANKS = ("r", "rank", "init_r", "target_r")
 # what AdaLoRA's allocator remembers of each parameter
 IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
@@ -230,6 +233,7 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
                 fix=did_you_mean(name, sorted(known_names), keys),
                 code=2,
             )
+    _check_values(adapter, config_class)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -242,6 +246,34 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
             fix=f"correct them: they are fields of {config_class.__name__}",
             code=2,
         ) from error
+
+
+def _check_values(adapter: Peft, config_class: Any) -> None:
+    """Raises UserError for a value of the recipe whose type is not the field's, or for a rank below 1.
+
+    PEFT's dataclasses accept any value; training would fail with it, after the dataset is prepared.
+    """
+    types = get_type_hints(config_class)
+    defaults = {field.name: field.default for field in fields(config_class)}
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    for name, value in (adapter.model_extra or {}).items():
+        # Some methods have a rank of 0 as the default, where another key decides.
+        if value == defaults[name]:
+            continue
+        problem = ""
+        try:
+            TypeAdapter(types[name], config=strict).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].lower()
+        if not problem and name in RANKS and isinstance(value, int) and value < 1:
+            problem = "a rank is above 0"
+        if problem:
+            raise UserError(
+                f"{adapter.method} cannot train with {name}={str(value)[:40]}: {problem}",
+                where=f"adapter.{name}",
+                fix=f"correct it: it is a field of {config_class.__name__}",
+                code=2,
+            )
 
 
 def _config_class(method: str) -> Any:
