@@ -15,10 +15,10 @@ demo:
 	@$(PYTHON) scripts/setup.py
 	@$(PY) -m bloomery demo
 
-# Leaves out the other folders (model, train, launch, serve, ...), and in these the longest file and each test that
+# Leaves out the other folders (model, train, runs, serve, ...), and in these the longest file and each test that
 # starts a process or trains:
 # `--quick` (tests/conftest.py) notices that when it happens.
-QUICK := core recipe plan data hardware monitor tasks
+QUICK := core recipe plan data hardware monitor runs/tasks
 
 quick:
 	@$(PYTHON) scripts/setup.py test

@@ -10,6 +10,7 @@ sys.path.append(str(ROOT / "benchmarks" / "retrodiction"))
 
 import ask  # noqa: E402
 import fitted  # noqa: E402
+
 import report  # noqa: E402
 
 
