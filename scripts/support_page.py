@@ -31,7 +31,7 @@ END = """
 | key | instead |
 |---|---|
 | `parallel.pipeline` above 1 | `bloomery plan` estimates it; train with `parallel.shard` |
-| `parallel.tensor`, `parallel.context` above 1 | `parallel.shard` |
+| tensor and context parallelism, which have no keys yet | `parallel.shard` |
 """
 
 
