@@ -1,7 +1,7 @@
 """Heads on the last hidden states inside `Decoder.forward`: log-probabilities of labels, logits, or values.
 
-Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk,
-U entries of one tile of the vocabulary.
+Legend: B batch, T time, D width, S width of a teacher, V vocabulary, N rows (the positions that a loss is computed
+for), C rows of one chunk, U entries of one tile of the vocabulary.
 """
 
 import functools
@@ -20,7 +20,7 @@ from bloomery.model import compiled_scores
 from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 
 class Head(Protocol):
@@ -58,13 +58,13 @@ class Values:
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         assert output.out_features == 1 and softcap is None, "this model gives logits"
-        # bfloat16 would give values three digits
+        # Outside of autocast: bfloat16 would leave three digits of a value.
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             return F.linear(widened(hidden_BTD), widened(output.weight)).squeeze(-1)
 
 
 @functools.cache
-def compiled_once(function: Callable[..., R]) -> Callable[..., R]:
+def compiled_once(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function as one kernel of torch's compiler."""
     return torch.compile(function, dynamic=False)
 
@@ -107,34 +107,43 @@ class LabelScores:
     operators: ScoreOperators = SCORE_OPERATORS
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
-        known = {"weight"} if output.bias is None else {"weight", "bias"}
-        assert set(dict(output.named_parameters())) == known, (
+        parameter_names = {name for name, _ in output.named_parameters()}
+        readable_names = {"weight"} if output.bias is None else {"weight", "bias"}
+        assert parameter_names == readable_names, (
             "only weight and bias of the output layer are read"
         )
-        flat_ND = hidden_BTD.flatten(0, 1)
+        hidden_ND = hidden_BTD.flatten(0, 1)
         labels_N = self.labels_BT.flatten()
         loss_mask_N = self.loss_mask_BT.flatten()
         weight_VD = output.weight
         into_grad = self.into_grad
-        # one more input, which is always 1; the joined matrix is no parameter
+
+        # A bias is the weight of one more input, which is always 1. The joined matrix is no parameter
+        # and has no `.grad` to add to.
         if output.bias is not None:
-            flat_ND = F.pad(flat_ND, (0, 1), value=1.0)
-            into_grad = False
+            hidden_ND = F.pad(hidden_ND, (0, 1), value=1.0)
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
+            into_grad = False
+
         settings = Settings(
-            softcap,
-            min(self.chunk, len(labels_N)),
-            self.compiled,
-            into_grad,
-            self.native,
-            self.operators,
+            softcap=softcap,
+            chunk=min(self.chunk, len(labels_N)),
+            compiled=self.compiled,
+            into_grad=into_grad,
+            native=self.native,
+            operators=self.operators,
         )
-        if torch.compiler.is_compiling():  # shapes stay as they are
-            scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (loss_mask_N != 0)
-        else:
-            learned = loss_mask_N.nonzero().squeeze(1)
-            scores = label_scores(flat_ND[learned], weight_VD, labels_N[learned], settings)
-            scores_N = scores.new_zeros(len(labels_N)).index_copy(0, learned, scores)
+
+        # torch's compiler needs shapes that stay: there all positions are scored, and masked after it.
+        if torch.compiler.is_compiling():
+            all_scores_N = label_scores(hidden_ND, weight_VD, labels_N, settings)
+            return (all_scores_N * (loss_mask_N != 0)).view(self.labels_BT.shape)
+
+        loss_positions = loss_mask_N.nonzero().squeeze(1)
+        scores = label_scores(
+            hidden_ND[loss_positions], weight_VD, labels_N[loss_positions], settings
+        )
+        scores_N = scores.new_zeros(len(labels_N)).index_copy(0, loss_positions, scores)
         return scores_N.view(self.labels_BT.shape)
 
 
@@ -157,39 +166,55 @@ def label_scores(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
 ) -> Tensor:
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
-    kind = hidden_ND.device.type
+    device_type = hidden_ND.device.type
     num_rows = len(labels_N)
-    compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    if settings.native and settings.softcap is None and compute in compiled_scores.DTYPES:
+    compute_dtype = weight_VD.dtype
+    if torch.is_autocast_enabled(device_type):
+        compute_dtype = torch.get_autocast_dtype(device_type)
+
+    # The native passes have no soft-cap and support two dtypes; where they run, torch's compiler has
+    # nothing to fuse.
+    if settings.native and settings.softcap is None and compute_dtype in compiled_scores.DTYPES:
         settings = replace(settings, compiled=False)
     elif settings.native:
         settings = replace(settings, native=False)
-    spare = (
-        -num_rows % settings.chunk
-        if settings.compiled
-        else _spare(num_rows, settings, compute, kind)
+
+    # Rows of zeros are added where that lets kernels repeat; their scores are cut off again.
+    if settings.compiled:
+        num_padding = -num_rows % settings.chunk
+    else:
+        num_padding = _num_padding_rows(num_rows, settings, compute_dtype, device_type)
+    if num_padding:
+        hidden_ND = F.pad(hidden_ND, (0, 0, 0, num_padding))
+        labels_N = F.pad(labels_N, (0, num_padding))
+    scores_N: Tensor = _LabelScores.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
+        hidden_ND.to(compute_dtype), weight_VD, labels_N, settings
     )
-    if spare:
-        hidden_ND = F.pad(hidden_ND, (0, 0, 0, spare))
-        labels_N = F.pad(labels_N, (0, spare))
-    inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
-    scores_N: Tensor = _LabelScores.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's `apply`
     return scores_N[:num_rows]
 
 
-def _spare(num_rows: int, settings: Settings, compute: torch.dtype, kind: str) -> int:
-    """Rows of zeros to put behind so that shapes repeat: a CPU keeps 0.7 MB of half-precision kernels for each product.
+def _num_padding_rows(
+    num_rows: int, settings: Settings, compute_dtype: torch.dtype, device_type: str
+) -> int:
+    """Rows of zeros that make shapes repeat: a CPU keeps 0.7 MB of half-precision kernels for each shape of a product.
 
-    In steps of 64 rows, a sixteenth of many at most. Float32 has no kernels of its own for a shape. Rows that nearly
-    are a chunk, as of plain text, have few shapes and stay: lengthened, they made a step of the demo a tenth slower.
-    Compiled passes over their logits are quicker than products with an odd number of rows, and they are lengthened.
+    The number of rows is rounded up to a multiple of 64, and of a sixteenth of them where they are many. Float32 has
+    no kernels of its own for a shape.
     """
-    chunk = settings.chunk
-    few_shapes = 0 <= chunk - num_rows < 16 and not settings.native
-    if kind != "cpu" or compute not in (torch.bfloat16, torch.float16) or few_shapes:
+    if device_type != "cpu" or compute_dtype not in (torch.bfloat16, torch.float16):
         return 0
-    spare = -num_rows % max(64, 1 << max(0, num_rows.bit_length() - 5))
-    return min(spare, chunk - num_rows) if num_rows <= chunk else spare
+
+    # Chunks that are nearly full, as those of plain text, have few shapes: padding them made a step of
+    # the demo a tenth slower. The native passes gain more than that from an even number of rows.
+    chunk = settings.chunk
+    if 0 <= chunk - num_rows < 16 and not settings.native:
+        return 0
+
+    multiple = max(64, 1 << max(0, num_rows.bit_length() - 5))
+    num_padding = -num_rows % multiple
+    if num_rows <= chunk:
+        return min(num_padding, chunk - num_rows)
+    return num_padding
 
 
 def _log_sums(logits_CV: Tensor, softcap: float | None) -> Tensor:
@@ -210,7 +235,7 @@ def _to_other_gradient(
     logits_CV.copy_(gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV))
 
 
-def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
+def _fused(function: Callable[..., Result], settings: Settings) -> Callable[..., Result]:
     return settings.operators.fuse(function) if settings.compiled else function
 
 
@@ -225,44 +250,55 @@ class _Context(Protocol):
 
 
 class _LabelScores(torch.autograd.Function):
-    """Saves a log-sum-exp a row and, of several pieces, recomputes the logits in backward: a matmul more, less memory.
+    """Saves one log-sum-exp per row. Backward recomputes logits that are several tiles: one more matmul, less memory.
 
-    Takes any upstream gradient. Logits that were kept become their gradient: a second backward is refused by autograd.
+    Backward supports any upstream gradient. Logits that were saved are overwritten by their gradient, and autograd
+    refuses a second backward.
     """
 
     @staticmethod
     def forward(
         ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
     ) -> Tensor:
-        log_sums = _chosen(_log_sums, settings)
-        exact = torch.promote_types(hidden_ND.dtype, torch.float32)
-        sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
-        labelled_N = torch.zeros_like(sums_N)
+        log_sums = _fused(_log_sums, settings)
+        sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=sum_dtype)
+        label_logits_N = torch.zeros_like(sums_N)
+
+        # Two numbers are taken from each tile of logits: what it adds to the log-sum-exp of its rows,
+        # and the logits of the labels that are inside it.
         for entries in _slices(len(weight_VD), settings.operators.tile_size(weight_VD)):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 logits_CU = hidden_ND[rows] @ weight_UD.T
                 if settings.native:
                     settings.operators.add_log_sums(
-                        logits_CU, labels_N[rows], entries.start, sums_N[rows], labelled_N[rows]
+                        logits_CU, labels_N[rows], entries.start, sums_N[rows], label_logits_N[rows]
                     )
                     continue
                 sums_N[rows] = torch.logaddexp(sums_N[rows], log_sums(logits_CU, settings.softcap))
-                place_C, inside_C = _places(labels_N[rows], entries)
-                found_C = logits_CU.gather(1, place_C[:, None]).squeeze(1).to(exact)
-                labelled_N[rows] = torch.where(inside_C, found_C, labelled_N[rows])
-        scores_N = capped(labelled_N, settings.softcap) - sums_N
-        kept = (logits_CU,) if logits_CU.shape == (len(hidden_ND), len(weight_VD)) else ()
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept)
+                column_C, inside_C = _label_columns(labels_N[rows], entries)
+                tile_logits_C = logits_CU.gather(1, column_C[:, None]).squeeze(1).to(sum_dtype)
+                label_logits_N[rows] = torch.where(inside_C, tile_logits_C, label_logits_N[rows])
+        scores_N = capped(label_logits_N, settings.softcap) - sums_N
+
+        # Where a single tile was all logits, backward takes it as it is.
+        saved_logits: tuple[Tensor, ...] = ()
+        if logits_CU.shape == (len(hidden_ND), len(weight_VD)):
+            saved_logits = (logits_CU,)
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits)
         ctx.settings = settings
         return scores_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits = ctx.saved_tensors
         settings = ctx.settings
-        to_other_gradient = _chosen(_to_other_gradient, ctx.settings)
+        to_other_gradient = _fused(_to_other_gradient, settings)
+
+        # The gradient of the weight is added to its `.grad` directly, to a tensor of its own, or, of a
+        # frozen weight, not computed.
         d_hidden = torch.zeros_like(hidden_ND, dtype=sums_N.dtype)
         d_weight = None
         if ctx.needs_input_grad[1] and settings.into_grad:
@@ -271,15 +307,22 @@ class _LabelScores(torch.autograd.Function):
             d_weight = weight_VD.grad
         elif ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype)
-        grad_N = grad_N.contiguous()  # that of a sum is one number, expanded
-        # grad (1 - share of the label), through the soft-cap
-        label_N = -torch.expm1(scores_N) * grad_N
+
+        # The gradient of a label's own logit is grad (1 - softmax), through the slope of the soft-cap.
+        # Of a sum of scores the upstream gradient is one number, expanded; the kernels need a row of them.
+        grad_N = grad_N.contiguous()
+        label_gradient_N = -torch.expm1(scores_N) * grad_N
         if settings.softcap is not None:
-            label_N = label_N * (1 - ((scores_N + sums_N) / settings.softcap).square())
+            capped_logits_N = scores_N + sums_N
+            label_gradient_N = label_gradient_N * (
+                1 - (capped_logits_N / settings.softcap).square()
+            )
+
         for entries in _slices(len(weight_VD), settings.operators.tile_size(weight_VD)):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
-                gradient_CU = kept[0] if kept else hidden_ND[rows] @ weight_UD.T  # logits, so far
+                # A tile of logits becomes its gradient in place.
+                gradient_CU = saved_logits[0] if saved_logits else hidden_ND[rows] @ weight_UD.T
                 if settings.native:
                     settings.operators.to_gradient(
                         gradient_CU,
@@ -287,16 +330,20 @@ class _LabelScores(torch.autograd.Function):
                         entries.start,
                         sums_N[rows],
                         grad_N[rows],
-                        label_N[rows],
+                        label_gradient_N[rows],
                     )
                 else:
                     to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
-                    place_C, inside_C = _places(labels_N[rows], entries)
-                    every_C = torch.arange(len(place_C), device=place_C.device)
-                    # equals scatter_, which passes over the whole vocabulary on a CPU
-                    others_C = gradient_CU[every_C, place_C]
-                    own_C = label_N[rows].to(gradient_CU.dtype)
-                    gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
+                    column_C, inside_C = _label_columns(labels_N[rows], entries)
+                    # Indexing equals scatter_, which passes over the whole vocabulary on a CPU.
+                    row_C = torch.arange(len(column_C), device=column_C.device)
+                    other_gradient_C = gradient_CU[row_C, column_C]
+                    label_gradient_C = label_gradient_N[rows].to(gradient_CU.dtype)
+                    gradient_CU[row_C, column_C] = torch.where(
+                        inside_C, label_gradient_C, other_gradient_C
+                    )
+
+                # Two matmuls take it to the inputs.
                 d_hidden[rows] += gradient_CU @ weight_UD
                 if d_weight is None:
                     continue
@@ -304,28 +351,29 @@ class _LabelScores(torch.autograd.Function):
                     d_weight[entries].addmm_(gradient_CU.T, hidden_ND[rows])
                 else:
                     d_weight[entries] += gradient_CU.T @ hidden_ND[rows]
-        given = None if d_weight is None or settings.into_grad else d_weight.to(weight_VD.dtype)
-        return d_hidden.to(hidden_ND.dtype), given, None, None
+
+        returned_d_weight = None
+        if d_weight is not None and not settings.into_grad:
+            returned_d_weight = d_weight.to(weight_VD.dtype)
+        return d_hidden.to(hidden_ND.dtype), returned_d_weight, None, None
 
 
 def _slices(size: int, step: int) -> list[slice]:
-    """All of `size`, at least one slice: for a stable shape without loss tokens."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)] or [
-        slice(0, 0)
-    ]
+    """All of `size` in slices of `step`; of size 0 one empty slice, so that a step without loss tokens has a graph."""
+    slices = [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    return slices or [slice(0, 0)]
 
 
-def _places(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Where in a tile each label stands, and whether it does; elsewhere the place is a valid one that means nothing."""
-    place_C = labels_C - entries.start
-    return place_C.clamp(0, entries.stop - entries.start - 1), (place_C >= 0) & (
-        labels_C < entries.stop
-    )
+def _label_columns(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """The column of each label in a tile, and whether the label is inside it; if not, the column means nothing."""
+    column_C = labels_C - entries.start
+    inside_C = (column_C >= 0) & (labels_C < entries.stop)
+    return column_C.clamp(0, entries.stop - entries.start - 1), inside_C
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """`hidden` gives the last hidden states [B, T, S] of the batch, `output` and `softcap` what becomes of them."""
+    """`hidden` computes the last hidden states [B, T, S] of the batch; `output` and `softcap` make logits of them."""
 
     hidden: Callable[[], Tensor]
     output: nn.Linear
@@ -338,7 +386,7 @@ class Divergence:
 
     Both are 0 where the weight is 0. The divergence is of softmax(logits / temperature). Logits of both models exist
     for `chunk` rows at a time and are recomputed in backward. Embeddings of one vocabulary may be padded to
-    different sizes: to the teacher, what the model has more is impossible.
+    different sizes: to the teacher, entries that only the model has are impossible.
     """
 
     labels_BT: Tensor
@@ -348,52 +396,82 @@ class Divergence:
     teacher: Teacher
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
-        learned = (self.loss_mask_BT.flatten() != 0).nonzero().squeeze(1)
+        # Only positions with a loss are computed: their hidden states are taken out of the batch.
+        loss_positions = (self.loss_mask_BT.flatten() != 0).nonzero().squeeze(1)
         with torch.no_grad():
-            taught_NS = self.teacher.hidden().flatten(0, 1)[learned]
-        shared = min(output.out_features, self.teacher.output.out_features)
-        heads = output.weight, output.bias, *_first(self.teacher.output, shared)
-        piece = partial(_scored, caps=(softcap, self.teacher.softcap), temperature=self.temperature)
-        hidden_ND = hidden_BTD.flatten(0, 1)[learned]
-        labels_N = self.labels_BT.flatten()[learned]
-        pieces = [
+            teacher_hidden_NS = self.teacher.hidden().flatten(0, 1)[loss_positions]
+        hidden_ND = hidden_BTD.flatten(0, 1)[loss_positions]
+        labels_N = self.labels_BT.flatten()[loss_positions]
+
+        # The teacher's head is cut to the entries that both vocabularies have. Some architectures of
+        # transformers have a bias on their logits.
+        teacher_output = self.teacher.output
+        num_shared = min(output.out_features, teacher_output.out_features)
+        teacher_bias = None if teacher_output.bias is None else teacher_output.bias[:num_shared]
+        heads = (output.weight, output.bias, teacher_output.weight[:num_shared], teacher_bias)
+
+        scores_and_divergence = partial(
+            _scores_and_divergence,
+            softcap=softcap,
+            teacher_softcap=self.teacher.softcap,
+            temperature=self.temperature,
+        )
+        chunks = zip(
+            torch.split(hidden_ND, self.chunk),
+            torch.split(teacher_hidden_NS, self.chunk),
+            torch.split(labels_N, self.chunk),
+            strict=True,
+        )
+        results = [
             checkpoint(
-                piece, h_CD, t_CS, *heads, labels_C, use_reentrant=False, preserve_rng_state=False
+                scores_and_divergence,
+                hidden_CD,
+                teacher_hidden_CS,
+                *heads,
+                labels_C,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
-            for h_CD, t_CS, labels_C in zip(
-                *(torch.split(x, self.chunk) for x in (hidden_ND, taught_NS, labels_N)), strict=True
-            )
+            for hidden_CD, teacher_hidden_CS, labels_C in chunks
         ]
-        found_2N = torch.cat(pieces, 1)
-        whole = found_2N.new_zeros(2, self.labels_BT.numel()).index_copy(1, learned, found_2N)
-        return whole.view(2, *self.labels_BT.shape)
+
+        # Back at their positions in the batch, with zeros between them.
+        loss_results_2N = torch.cat(results, 1)
+        blank_results = loss_results_2N.new_zeros(2, self.labels_BT.numel())
+        all_results = blank_results.index_copy(1, loss_positions, loss_results_2N)
+        return all_results.view(2, *self.labels_BT.shape)
 
 
-def _first(output: nn.Linear, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Some architectures of transformers have a bias on their logits."""
-    return output.weight[:rows], None if output.bias is None else output.bias[:rows]
-
-
-def _scored(
-    h_CD: Tensor,
-    t_CS: Tensor,
+def _scores_and_divergence(
+    hidden_CD: Tensor,
+    teacher_hidden_CS: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
-    weight_VS: Tensor,
-    taught_bias_V: Tensor | None,
+    teacher_weight_VS: Tensor,
+    teacher_bias_V: Tensor | None,
     labels_C: Tensor,
     *,
-    caps: tuple[float | None, float | None],
+    softcap: float | None,
+    teacher_softcap: float | None,
     temperature: float,
 ) -> Tensor:
-    """[2, C]."""
-    logits_CV = capped(widened(F.linear(h_CD.to(weight_VD.dtype), weight_VD, bias_V)), caps[0])
+    """[2, C]: the log-probability of each label, and the divergence from the teacher's distribution."""
+    logits_CV = _capped_logits(hidden_CD, weight_VD, bias_V, softcap)
     with torch.no_grad():
-        taught_CV = capped(
-            widened(F.linear(t_CS.to(weight_VS.dtype), weight_VS, taught_bias_V)), caps[1]
+        teacher_logprobs_CV = torch.log_softmax(
+            _capped_logits(teacher_hidden_CS, teacher_weight_VS, teacher_bias_V, teacher_softcap)
+            / temperature,
+            1,
         )
-        taught_CV = torch.log_softmax(taught_CV / temperature, 1)
+
     scores_C = torch.log_softmax(logits_CV, 1).gather(1, labels_C[:, None]).squeeze(1)
-    learned_CV = torch.log_softmax(logits_CV / temperature, 1)[:, : len(weight_VS)]
-    divergence_C = (taught_CV.exp() * (taught_CV - learned_CV)).sum(1)
+    shared_entries = slice(0, len(teacher_weight_VS))
+    logprobs_CV = torch.log_softmax(logits_CV / temperature, 1)[:, shared_entries]
+    divergence_C = (teacher_logprobs_CV.exp() * (teacher_logprobs_CV - logprobs_CV)).sum(1)
     return torch.stack([scores_C, divergence_C])
+
+
+def _capped_logits(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None
+) -> Tensor:
+    return capped(widened(F.linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V)), softcap)
