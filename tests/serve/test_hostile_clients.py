@@ -293,7 +293,7 @@ class TestAnswers:
                     "type": "string",
                     "allOf": [{"pattern": f"^[ab]*a[ab]{{{count}}}$"} for count in range(80)],
                 },
-                "takes longer than 2 seconds",
+                "takes too long to compile",
                 id="minutes",
             ),
             pytest.param(
@@ -327,6 +327,7 @@ class TestAnswers:
         status, answer = post(server, TEXT, body)
         assert status == 400 and reason in answer["error"]["message"]
         assert time.monotonic() - began < 10
+        assert post(server, TEXT, body) == (status, answer)
         form["json_schema"]["schema"] = {"type": "boolean"}
         assert post(server, TEXT, {**body, "max_tokens": 40})[0] == 200
 

@@ -19,12 +19,13 @@ from bloomery.core.errors import UserError
 
 MODULE = "bloomery.runs.grammar_trial"
 MOST_BYTES = 256 * 1024  # of a grammar
-CPU_SECONDS = 2
-WALL_SECONDS = 5.0  # on a machine that is busy
+CPU_SECONDS = 1  # most schemas need a hundredth of it
+WALL_SECONDS = 3.0  # on a machine that is busy
 START_SECONDS = 60.0  # until the child has read a tokenizer of many tokens
 MEMORY_BYTES = 2**29
 STACK_BYTES = 4 * 2**20  # in the child; the main thread of a process usually has twice as much
-MOST_REMEMBERED = 256  # grammars that need no second trial
+TOO_LONG = "it takes too long to compile"
+MOST_REMEMBERED = 1024  # grammars that need no second trial
 
 
 def unsupported_schema(reason: str) -> UserError:
@@ -43,7 +44,8 @@ class GrammarTrials:
     def __init__(self, tokenizer_json: str, vocab_size: int, ends: Sequence[int]) -> None:
         self._job = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "ends": list(ends)}
         self._child: Child | None = None
-        self._compiled = set[bytes]()  # digests
+        # Why a grammar is refused, by its digest; "" where it is not.
+        self._reasons = dict[bytes, str]()
 
     def refuse_too_complex(self, grammar: str) -> None:
         """Raises UserError for a grammar that does not compile within the limits; not for one that is wrong."""
@@ -51,19 +53,25 @@ class GrammarTrials:
         if len(content) > MOST_BYTES:
             raise unsupported_schema(f"it is longer than {MOST_BYTES:,} bytes")
         digest = hashlib.sha256(content).digest()
-        if digest in self._compiled:
-            return
+        if digest not in self._reasons:
+            reason = self._try(grammar)
+            if len(self._reasons) == MOST_REMEMBERED:
+                self._reasons.clear()
+            self._reasons[digest] = reason
+        if self._reasons[digest]:
+            raise unsupported_schema(self._reasons[digest])
+
+    def _try(self, grammar: str) -> str:
+        """Why the grammar is refused; "" where it is not. Raises UserError if the machine may be too busy for it."""
         child = self._child or self._start()
         answer = child.ask({"grammar": grammar}, seconds=WALL_SECONDS)
-        if isinstance(answer, str):
-            too_slow = answer == "silent" or child.code == -signal.SIGPROF
-            self.close()
-            if too_slow:
-                raise unsupported_schema(f"compiling it takes longer than {CPU_SECONDS} seconds")
-            raise unsupported_schema("it is too complex to compile")
-        if len(self._compiled) == MOST_REMEMBERED:
-            self._compiled.clear()
-        self._compiled.add(digest)
+        if not isinstance(answer, str):
+            return ""
+        out_of_time = answer == "ended" and child.code == -signal.SIGPROF
+        self.close()
+        if answer == "silent":
+            raise unsupported_schema(TOO_LONG)
+        return TOO_LONG if out_of_time else "it is too complex to compile"
 
     def _start(self) -> Child:
         child = self._child = Child(MODULE, self._job, environment=os.environ).start()
