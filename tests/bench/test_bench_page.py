@@ -37,7 +37,7 @@ def row(tmp_path, monkeypatch) -> BenchResult:
     seconds = Estimate(value=1.024, low=0.8192, high=1.28, origin="table")
     plan = plan.model_copy(update={"step_seconds": seconds})
     return BenchResult(
-        words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30
+        overrides=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30
     )
 
 
@@ -77,13 +77,13 @@ def test_ratios_are_measured_over_planned(row):
 
 
 def test_long_names_of_settings_have_a_line_of_their_own(row):
-    words = ("train.micro_batch_size=16", "train.precision=float32", "adapter.kind=none")
-    above, below = line(replace(row, words=words)).split("\n")
+    overrides = ("train.micro_batch_size=16", "train.precision=float32", "adapter.kind=none")
+    above, below = line(replace(row, overrides=overrides)).split("\n")
     assert (
         above == "micro_batch_size=16, precision=float32, adapter.kind=none"
         and below.split()[0] == "1,024"
     )
-    refused = line(BenchResult(words=words, plan=None, outcome="refused", message="no"))
+    refused = line(BenchResult(overrides=overrides, plan=None, outcome="refused", message="no"))
     assert refused.split("\n")[1].strip() == "refused: no"
 
 

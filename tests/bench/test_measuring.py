@@ -58,7 +58,7 @@ def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
     bounded = bench(*WIDE, *LONG, limit=resident_bytes_of_torch() + 0.33 * 2**30)
     rows: list[BenchResult] = []
     found = search(
-        lambda number: bounded.trial(number, on_phase=silent), most=32, on_row=rows.append
+        lambda number: bounded.trial(number, on_phase=silent), full_step=32, on_row=rows.append
     )
     assert found.bound == "memory" and 4 <= found.size < 32
     assert {row.micro_batch_size for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.size}
@@ -98,9 +98,9 @@ def trial_of(bench, capacity: int, seconds: float = 0.1):
         train = plan.train.model_copy(update={"micro_batch_size": rows, "accumulation": 1})
         own = plan.model_copy(update={"train": train})
         if rows > capacity:
-            return BenchResult(words=(), plan=own, outcome="memory", message="full")
+            return BenchResult(overrides=(), plan=own, outcome="memory", message="full")
         return BenchResult(
-            words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0
+            overrides=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0
         )
 
     return trial
@@ -109,7 +109,7 @@ def trial_of(bench, capacity: int, seconds: float = 0.1):
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 8, 9, 40, 63, 100, 255, 256, 1000])
 def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
     tried: list[BenchResult] = []
-    found = search(trial_of(bench, capacity), most=256, on_row=tried.append, slowest=1e9)
+    found = search(trial_of(bench, capacity), full_step=256, on_row=tried.append, slowest=1e9)
     edge = min(capacity, 256)
     assert found.size <= edge and edge - found.size <= max(0, found.size // 8)
     assert len(tried) <= 13
@@ -121,7 +121,9 @@ def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
 
 def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
     tried: list[BenchResult] = []
-    found = search(trial_of(bench, 1000, seconds=3.0), most=256, on_row=tried.append, slowest=30.0)
+    found = search(
+        trial_of(bench, 1000, seconds=3.0), full_step=256, on_row=tried.append, slowest=30.0
+    )
     assert (found.size, found.bound) == (8, "time")
     assert [row.micro_batch_size for row in tried] == [1, 2, 4, 8]
 
@@ -130,7 +132,7 @@ def test_the_search_ends_with_its_time(bench):
     tried: list[BenchResult] = []
     found = search(
         trial_of(bench, 1000),
-        most=256,
+        full_step=256,
         on_row=tried.append,
         slowest=1e9,
         time_left=lambda: len(tried) < 3,
@@ -181,11 +183,16 @@ def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(
     """On this machine compiled steps are slower (as if): a run that would have compiled no longer does."""
     from bloomery.cli.train import time_compiling
 
-    def measured(plan, words, *, seconds: float, on_phase) -> BenchResult:
+    def measured(plan, overrides, *, seconds: float, on_phase) -> BenchResult:
         on_phase("starting")
         took = 2.0 if plan.train.compile else 1.6
         return BenchResult(
-            words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0
+            overrides=overrides,
+            plan=plan,
+            outcome="ok",
+            step_seconds=took,
+            peak_gib=0.5,
+            core_wait=0.0,
         )
 
     monkeypatch.setattr(measuring, "run", measured)

@@ -22,8 +22,8 @@ TIMED_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     """A probe of every backend that the device of the machine has."""
-    where = build_profile(machine).device.value
-    names = (name for name, facts in BACKENDS.items() if where in facts.devices)
+    device = build_profile(machine).device.value
+    names = (name for name, facts in BACKENDS.items() if device in facts.devices)
     return tuple(ProbeSpec(name=f"backend-{name}", module=__name__, seconds=90) for name in names)
 
 
@@ -33,51 +33,55 @@ def backend(name: str, job: Mapping[str, Any]) -> Result:
     The result and the three gradients are compared with those of `math`.
     """
     kind = name.partition("-")[2]
-    where = job["device"]
+    device = job["device"]
+    # varlen has kernels for half precision alone.
     dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
+
+    def attention(backend_kind: str, sequences: int, tokens: int, device: str) -> Compute:
+        documents = _documents(sequences, tokens, device, packed=name != "backend-sdpa")
+        return partial(_attend, kind=backend_kind, documents=documents)
+
+    # Half as many heads of keys and values as of queries; the fourth shape is the gradient's.
     queries = (2, 4, TOKENS, 64)
-    shared = (2, 2, TOKENS, 64)
-    tokens = TIMED_TOKENS[where]
-
-    def attention(kind: str, sequences: int, tokens: int, where: str) -> Compute:
-        documents = _documents(sequences, tokens, where, packed=name != "backend-sdpa")
-        return partial(_attend, kind=kind, documents=documents)
-
-    run = attention(kind, 2, TOKENS, where)
+    keys = (2, 2, TOKENS, 64)
+    run = attention(kind, 2, TOKENS, device)
     reference = attention("math", 2, TOKENS, "cpu")
-    result = check(run, reference, (queries, shared, shared, queries), where, dtype)
-    seconds = seconds_of(attention(kind, 1, tokens, where), ((1, 8, tokens, 64),) * 4, where, dtype)
+    result = check(run, reference, (queries, keys, keys, queries), device, dtype)
+
+    # One longer sequence, timed.
+    tokens = TIMED_TOKENS[device]
+    timed = attention(kind, 1, tokens, device)
+    seconds = seconds_of(timed, ((1, 8, tokens, 64),) * 4, device, dtype)
     return result | {
         "seconds": seconds,
-        "facts": {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)},
+        "facts": {"kernel": kernel(kind, device, dtype), "tokens": str(tokens)},
     }
 
 
-def kernel(kind: str, where: str, dtype: str) -> str:
+def kernel(kind: str, device: str, dtype: str) -> str:
     """Which kernel of scaled_dot_product_attention torch took, by the operators that it called; else ours."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    called: list[str] = []
+    called_operators: list[str] = []
 
     class Listening(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             del types
-            called.append(str(func))
+            called_operators.append(str(func))
             return func(*args, **(kwargs or {}))
 
     if kind not in ("sdpa", "mask"):
         return kind
-    tensors = [torch.randn(1, 8, TOKENS, 64).to(where, getattr(torch, dtype)) for _ in range(3)]
+    tensors = [torch.randn(1, 8, TOKENS, 64).to(device, getattr(torch, dtype)) for _ in range(3)]
     with Listening():  # type: ignore[no-untyped-call]  # torch's own
-        _attend(*tensors, kind=kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
-    words = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
-    return next(
-        (words[word] for word in words if any(f"{word}_attention" in name for name in called)),
-        "math",
-    )
+        _attend(*tensors, kind=kind, documents=_documents(1, TOKENS, device, packed=kind != "sdpa"))
+    for kernel_name in ("flash", "efficient", "cudnn"):
+        if any(f"{kernel_name}_attention" in operator for operator in called_operators):
+            return kernel_name
+    return "math"
 
 
 def _attend(
@@ -91,14 +95,14 @@ def _attend(
     )
 
 
-def _documents(sequences: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":
+def _documents(sequences: int, tokens: int, device: str, *, packed: bool) -> "Tensor | None":
     """A half, a quarter and a quarter of each sequence; None: one document per sequence."""
     import torch
 
     if not packed:
         return None
     lengths = torch.tensor([tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4])
-    return torch.repeat_interleave(torch.arange(3), lengths).expand(sequences, -1).to(where)
+    return torch.repeat_interleave(torch.arange(3), lengths).expand(sequences, -1).to(device)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from bloomery.core.errors import UserError
 
 
 def main() -> int:
-    """Sends phases, then the measurement or the reason of its failure."""
+    """The child sends its phases, then the measurement or the reason of its failure."""
     job = accept()
-    # when the system runs out of memory it takes this process, not the user's shell
+    # When the system runs out of memory it takes this process, not the user's shell.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with loading():
@@ -26,13 +26,13 @@ def main() -> int:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        reply(job, {"outcome": "memory", "message": first[:300]})
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        reply(job, {"outcome": "memory", "message": first_line[:300]})
     return 0
 
 
 if __name__ == "__main__":
-    ended = main()
+    exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(ended)  # taking a driver down costs seconds, and some crash in it
+    os._exit(exit_code)  # taking a driver down costs seconds, and some crash in it

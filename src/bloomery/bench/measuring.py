@@ -32,13 +32,15 @@ from bloomery.plan.unsupported import refuse_several_devices
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"
-# compilation, or a step of a large model on a small CPU, takes minutes without a message
+# Compilation, or a step of a large model on a small CPU, takes minutes without a message.
 SILENCE_SECONDS = 900.0
-# of measuring a point; of a trial on the way to the largest micro-batch
+# A point is measured longer than a trial on the way to the largest micro-batch.
 SECONDS = 8.0
 SEARCH_SECONDS = 2.0
-DISTURBED = 0.15  # of the time without a core
-TRIAL_PAYS_SECONDS = 3600.0  # of training, beyond which a minute or two of timing both is worth it
+# A measurement is disturbed when its thread had no core for more than this share of the time.
+DISTURBED = 0.15
+# Timing both ways takes a minute or two, which pays off in a training of at least this length.
+TRIAL_PAYS_SECONDS = 3600.0
 SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
 
 Outcome = Literal["ok", "memory", "crashed", "hung", "failed", "refused"]
@@ -52,7 +54,7 @@ class BenchResult:
     `peak_gib`: on a GPU what tensors held, on a CPU what the process held; `step_seconds` is of one optimizer step.
     """
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     plan: RunPlan | None
     outcome: Outcome
     message: str = ""
@@ -60,7 +62,7 @@ class BenchResult:
     fastest_seconds: float | None = None  # `step_seconds` is the median
     peak_gib: float | None = None
     reserved_gib: float | None = None
-    # the share of the time that the measuring thread was ready to run and had no core
+    # The share of the time that the measuring thread was ready to run and had no core.
     core_wait: float | None = None
 
     @property
@@ -97,9 +99,9 @@ class Bench:
     machine: Machine
     memory_limit: float | None = None
 
-    def plan(self, *words: str) -> RunPlan:
+    def plan(self, *overrides: str) -> RunPlan:
         """Raises UserError for what the recipe or this version refuses."""
-        loaded = load_recipe(self.recipe, (*self.overrides, *words))
+        loaded = load_recipe(self.recipe, (*self.overrides, *overrides))
         refuse_several_devices(loaded.recipe)
         plan, _ = local_plan(loaded, machine=self.machine)
         if self.memory_limit is None:
@@ -108,24 +110,26 @@ class Bench:
             update={"memory": plan.memory.model_copy(update={"limit": self.memory_limit})}
         )
 
-    def point(self, *words: str, on_phase: OnPhase) -> BenchResult:
+    def point(self, *overrides: str, on_phase: OnPhase) -> BenchResult:
         """The recipe with these overrides, measured."""
         try:
-            plan = self.plan(*words)
+            plan = self.plan(*overrides)
         except UserError as error:
-            return BenchResult(words=words, plan=None, outcome="refused", message=error.problem)
-        return run(plan, words, seconds=SECONDS, on_phase=on_phase)
+            return BenchResult(
+                overrides=overrides, plan=None, outcome="refused", message=error.problem
+            )
+        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase)
 
     def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
         """A micro-batch size that need not divide the step; the step has whole micro-batches."""
-        base = self.plan()
-        each = size * base.data.sequence_length
-        words = (
-            f"train.micro_batch_size={size}",
-            f"train.tokens_per_step={max(1, sequences_per_step(base) // size) * each}",
-        )
-        row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
-        return replace(row, words=words[:1])
+        base_plan = self.plan()
+        micro_batches = max(1, sequences_per_step(base_plan) // size)
+        tokens_per_step = micro_batches * size * base_plan.data.sequence_length
+        size_override = f"train.micro_batch_size={size}"
+        overrides = (size_override, f"train.tokens_per_step={tokens_per_step}")
+        result = run(self.plan(*overrides), overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
+        # The step was changed for the trial alone: its row names only the size.
+        return replace(result, overrides=(size_override,))
 
 
 def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[BenchResult, ...]:
@@ -136,41 +140,51 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
     """
     if plan.train.device != "cpu" or not plan.train.compile:
         return ()
-    known = compile_gain(
+
+    # What this machine has measured once for the model is not measured again, and a short run is not delayed.
+    measured_gain = compile_gain(
         calibrations(machine),
         model=plan.model.config,
         precision=plan.train.precision,
         setting=setting(plan),
     )
-    if known is not None or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
+    if measured_gain is not None:
         return ()
-    both = [
-        plan.model_copy(update={"train": plan.train.model_copy(update={"compile": way})})
-        for way in (True, False)
-    ]
-    return tuple(run(way, (), seconds=SECONDS, on_phase=on_phase) for way in both)
+    if plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
+        return ()
+
+    measurements = []
+    for compiled in (True, False):
+        train = plan.train.model_copy(update={"compile": compiled})
+        variant = plan.model_copy(update={"train": train})
+        measurements.append(run(variant, (), seconds=SECONDS, on_phase=on_phase))
+    return tuple(measurements)
 
 
 def sequences_per_step(plan: RunPlan) -> int:
     return plan.train.micro_batch_size * plan.train.accumulation
 
 
-def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> BenchResult:
-    """One child from its start to its end, whatever that is."""
+def run(
+    plan: RunPlan, overrides: tuple[str, ...], *, seconds: float, on_phase: OnPhase
+) -> BenchResult:
+    """Measures `plan` in a child process. Every end of the child is a result: none raises."""
     prepared = (plan.data.prepared / "manifest.json").is_file()
     job = {
         "plan": plan.model_dump(mode="json"),
         "seconds": seconds,
         "text": "prepared" if prepared else "random",
     }
-    result = partial(BenchResult, words=words, plan=plan)
+    result = partial(BenchResult, overrides=overrides, plan=plan)
+
+    # The child tells its phases until it replies with a measurement, or it ends without one.
     on_phase("starting")
     with Child(CHILD, job, environment=child_environment(plan, os.environ)) as child:
         while True:
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":
                 return result(outcome="hung", message=f"no message for {SILENCE_SECONDS:.0f} s")
-            # the system sends SIGKILL when the machine is out of memory
+            # The system sends SIGKILL when the machine is out of memory.
             if reply == "ended" and child.code == -9:
                 return result(
                     outcome="memory",
@@ -184,15 +198,21 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
             on_phase(reply["phase"])
     if reply["outcome"] != "ok":
         return result(outcome=reply["outcome"], message=reply["message"])
-    times = reply["step_seconds"]
-    limit = plan.memory.limit / 2**30
+
+    # A step that ran, but over the limit that the plan keeps to, counts as out of memory, with its figures.
+    step_times = reply["step_seconds"]
     peak = reply["peak_gib"]
-    over = peak is not None and peak > limit
+    limit = plan.memory.limit / 2**30
+    outcome: Outcome = "ok"
+    message = ""
+    if peak is not None and peak > limit:
+        outcome = "memory"
+        message = f"peak memory {peak:.2f} GiB exceeds the limit of {limit:.2f}"
     return result(
-        outcome="memory" if over else "ok",
-        message=f"peak memory {peak:.2f} GiB exceeds the limit of {limit:.2f}" if over else "",
-        step_seconds=statistics.median(times),
-        fastest_seconds=min(times),
+        outcome=outcome,
+        message=message,
+        step_seconds=statistics.median(step_times),
+        fastest_seconds=min(step_times),
         peak_gib=peak,
         reserved_gib=reply["reserved_gib"],
         core_wait=reply["core_wait"],
@@ -212,17 +232,19 @@ class Largest:
 def search(
     trial: Callable[[int], BenchResult],
     *,
-    most: int,
+    full_step: int,
     on_row: Callable[[BenchResult], None],
     slowest: float = SLOWEST_STEP,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
-    """Doubles until a failure or a full step, then bisects to an eighth; at least one trial."""
+    """Doubles until a failure or `full_step` sequences, then bisects to an eighth; at least one trial."""
     fits = 0
-    fails = most + 1
-    reason = f"the recipe has {most} sequences per step"
+    fails = full_step + 1
+    reason = f"the recipe has {full_step} sequences per step"
     bound: Literal["memory", "step", "time", "crash"] = "step"
-    for size in [*(2**n for n in range((most - 1).bit_length())), most]:
+
+    # Powers of two, then the full step, until one fails or the next would take too long.
+    for size in [*(2**n for n in range((full_step - 1).bit_length())), full_step]:
         row = trial(size)
         on_row(row)
         if row.outcome != "ok":
@@ -231,22 +253,22 @@ def search(
             reason = row.message
             break
         fits = size
-        step = None if row.plan is None or size == most else row.step_seconds
-        if (
-            step is not None
-            and row.plan is not None
-            and 2 * step / row.plan.train.accumulation > slowest
-        ):
-            bound = "time"
-            reason = f"twice the size would take more than {slowest:.0f} s per step"
+        if size == full_step:
             break
-        if size < most and not time_left():
+        if row.plan is not None and row.step_seconds is not None:
+            micro_batch_seconds = row.step_seconds / row.plan.train.accumulation
+            if 2 * micro_batch_seconds > slowest:
+                bound = "time"
+                reason = f"twice the size would take more than {slowest:.0f} s per step"
+                break
+        if not time_left():
             bound = "time"
             reason = "half of --limit was over"
             break
-    while (
-        bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left()
-    ):
+
+    # Between the largest that fits and the smallest that fails, an eighth is precise enough.
+    failed = bound in ("memory", "crash")
+    while failed and fits and fails - fits > max(1, fits // 8) and time_left():
         middle = (fits + fails) // 2
         row = trial(middle)
         on_row(row)
@@ -254,7 +276,7 @@ def search(
             fits = middle
         else:
             fails = middle
-    usable = next((size for size in range(fits, 0, -1) if most % size == 0), 0)
+    usable = next((size for size in range(fits, 0, -1) if full_step % size == 0), 0)
     return Largest(size=fits, usable=usable, bound=bound, reason=reason)
 
 
@@ -266,6 +288,7 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
 
     Commas inside brackets and quotes belong to a value.
     """
+    # Every sweep is an axis: one key with its values.
     axes: dict[str, list[str]] = {}
     for sweep in sweeps:
         key, equals, text = sweep.partition("=")
@@ -277,17 +300,19 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
             fix = f"put all values into one: --sweep {key}=a,b,c"
             raise UserError(f"--sweep has this key twice: {key}", where="--sweep", fix=fix, code=2)
         axes[key] = [f"{key}={value}" for value in values]
-    found = list(itertools.product(*axes.values()))
-    if len(found) > MOST_POINTS:
-        problem = f"too many combinations to measure: {len(found)}"
+
+    # Every combination is a measurement, and their number grows with each axis.
+    combinations = list(itertools.product(*axes.values()))
+    if len(combinations) > MOST_POINTS:
+        problem = f"too many combinations to measure: {len(combinations)}"
         raise UserError(
             problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2
         )
-    return found
+    return combinations
 
 
 def split(text: str) -> list[str]:
-    """At commas outside brackets and quotes."""
+    """The parts of `text` between the commas that stand outside brackets and quotes."""
     parts = [""]
     depth = 0
     quote = ""
@@ -309,19 +334,19 @@ def split(text: str) -> list[str]:
 
 def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:
     """The recipe as planned, then the settings that most often change speed or memory, one at a time."""
-    found: list[tuple[str, ...]] = [()]
+    settings: list[tuple[str, ...]] = [()]
     if largest > plan.train.micro_batch_size:
-        found.append((f"train.micro_batch_size={largest}",))
-    other = "full" if plan.train.activation_checkpointing == "none" else "none"
-    found.append((f"train.activation_checkpointing={other}",))
+        settings.append((f"train.micro_batch_size={largest}",))
+    other_checkpointing = "full" if plan.train.activation_checkpointing == "none" else "none"
+    settings.append((f"train.activation_checkpointing={other_checkpointing}",))
     if plan.train.compile:
-        found.append(("train.compile=false",))
+        settings.append(("train.compile=false",))
     elif build_profile(machine).compile.value:
-        found.append(("train.compile=true",))
+        settings.append(("train.compile=true",))
     attention = other_attention(plan)
     if attention is not None:
-        found.append((f"train.attention={attention}",))
-    return found
+        settings.append((f"train.attention={attention}",))
+    return settings
 
 
 def other_attention(plan: RunPlan) -> str | None:
@@ -330,11 +355,14 @@ def other_attention(plan: RunPlan) -> str | None:
     length = plan.data.sequence_length
     if plan.train.device == "cuda" and plan.model.attention == "blockwise":
         return None  # no fused kernel for this GPU: one built for another GPU may hang the driver
+
+    # The first backend in the order of preference that supports what the plan needs.
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
-        too_wide = backend == "mask" and length > 4 * SHORT  # a mask of length x length
-        if backend == plan.model.attention or too_wide:
+        if backend == plan.model.attention:
             continue
-        unfit = supports(
+        if backend == "mask" and length > 4 * SHORT:  # its mask has length x length entries
+            continue
+        reason_against = supports(
             backend,
             device_type=plan.train.device,
             packed=plan.data.layout == "packed",
@@ -344,7 +372,7 @@ def other_attention(plan: RunPlan) -> str | None:
             float32=plan.train.precision == "float32",
             torch=plan.torch or None,
         )
-        if unfit is None:
+        if reason_against is None:
             return backend
     return None
 
@@ -363,6 +391,15 @@ def make_measurement_file(
     if not measured or measured[0].plan is None:
         return None
     plan = measured[0].plan
+    measured_points = []
+    for row in measured:
+        if row.plan is None or row.plan.model.config != plan.model.config:
+            continue
+        if row.tokens_per_second and row.peak_gib:
+            point = _point(row.plan, row.tokens_per_second, row.peak_gib)
+            measured_points.append(point)
+
+    # The device and the software on which these figures are valid.
     profile = build_profile(machine)
     device = device_of(machine)
     software = machine.software
@@ -383,26 +420,23 @@ def make_measurement_file(
         text="prepared" if (plan.data.prepared / "manifest.json").is_file() else "random",
         contributor=author_name(contributor),
         day=time.strftime("%Y-%m-%d"),
-        points=tuple(
-            Point(
-                sequence_length=each.data.sequence_length,
-                micro_batch_size=each.train.micro_batch_size,
-                accumulation=each.train.accumulation,
-                precision=each.train.precision,
-                attention=each.model.attention,
-                compiled=each.train.compile,
-                activation_checkpointing=each.train.activation_checkpointing,
-                optimizer=each.optimizer.kind,
-                setting=setting(each),
-                tokens_per_second=round(row.tokens_per_second, 1),
-                peak_gib=round(row.peak_gib, 3),
-            )
-            for row in measured
-            if (each := row.plan)
-            and each.model.config == plan.model.config
-            and row.tokens_per_second
-            and row.peak_gib
-        ),
+        points=tuple(measured_points),
+    )
+
+
+def _point(plan: RunPlan, tokens_per_second: float, peak_gib: float) -> Point:
+    return Point(
+        sequence_length=plan.data.sequence_length,
+        micro_batch_size=plan.train.micro_batch_size,
+        accumulation=plan.train.accumulation,
+        precision=plan.train.precision,
+        attention=plan.model.attention,
+        compiled=plan.train.compile,
+        activation_checkpointing=plan.train.activation_checkpointing,
+        optimizer=plan.optimizer.kind,
+        setting=setting(plan),
+        tokens_per_second=round(tokens_per_second, 1),
+        peak_gib=round(peak_gib, 3),
     )
 
 
@@ -421,7 +455,7 @@ SETTING = 38
 NOISY = 1.25  # the median of equal steps over the fastest, above which something else was running
 ORIGINS = {"table": "estimated", "probe": "from a probe", "measured": "measured"}
 PLACES = {"inside": "within the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}
-WORDS = {
+OUTCOMES = {
     "memory": "out of memory",
     "crashed": "crashed",
     "hung": "hung",
@@ -453,34 +487,39 @@ def heading(plan: RunPlan, label: str) -> Iterator[str]:
 
 
 def line(row: BenchResult) -> str:
-    """One setting."""
-    name = ", ".join(word.removeprefix("train.") for word in row.words) or "as planned"
-    if len(name) >= SETTING:
-        name += "\n" + " " * SETTING
+    """The row of one setting; a long name of a setting stands on a line above its figures."""
+    keys = [override.removeprefix("train.") for override in row.overrides]
+    setting_text = ", ".join(keys) or "as planned"
+    line_above = ""
+    if len(setting_text) >= SETTING:
+        line_above = f"{setting_text}\n"
+        setting_text = ""
+    column = f"{setting_text:<{SETTING}}"
     if row.outcome != "ok":
-        above, _, last = f"{name:<{SETTING}}".rpartition("\n")
-        return (above and above + "\n") + _wrapped(last, f"{WORDS[row.outcome]}: {row.message}")
+        return line_above + _wrapped(column, f"{OUTCOMES[row.outcome]}: {row.message}")
+
+    # Measured and planned speed and memory, each pair with its ratio.
     assert row.plan is not None and row.tokens_per_second is not None
     planned = planned_rate(row.plan)
     speed = _compared(row.tokens_per_second, planned.value if planned else None, "{:,.0f}", (10, 9))
     memory = _compared(row.peak_gib, row.planned_gib, "{:.2f}", (16, 8))
-    return f"{name:<{SETTING}}{speed}{memory}"
+    return f"{line_above}{column}{speed}{memory}"
 
 
 def _compared(
-    measured: float | None, planned: float | None, form: str, widths: tuple[int, int]
+    measured: float | None, planned: float | None, number_format: str, widths: tuple[int, int]
 ) -> str:
-    left = "" if measured is None else form.format(measured)
-    right = "unknown" if planned is None else form.format(planned)
+    measured_text = "" if measured is None else number_format.format(measured)
+    planned_text = "unknown" if planned is None else number_format.format(planned)
     ratio = "" if measured is None or not planned else f"{measured / planned:.2f}"
-    return f"{left:>{widths[0]}}{right:>{widths[1]}}{ratio:>7}"
+    return f"{measured_text:>{widths[0]}}{planned_text:>{widths[1]}}{ratio:>7}"
 
 
 def planned_rate(plan: RunPlan) -> Estimate | None:
-    """Tokens per second."""
-    return (
-        None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
-    )
+    """The planned tokens per second; None where the table does not know the device."""
+    if plan.step_seconds is None:
+        return None
+    return plan.step_seconds.inverse(plan.train.tokens_per_step)
 
 
 def largest_lines(largest: Largest, plan: RunPlan) -> Iterator[str]:
@@ -505,22 +544,26 @@ def verdict(row: BenchResult) -> dict[str, str]:
     if row.outcome != "ok" or row.plan is None:
         return {"speed": "failed", "memory": "failed"}
     rate = planned_rate(row.plan)
-    return {
-        "speed": "unknown"
-        if rate is None
-        else _placed(row.tokens_per_second or 0.0, rate.low, rate.high),
-        "memory": _placed(row.peak_gib or 0.0, *_planned_range(row, row.plan.memory)),
-    }
+    speed = "unknown"
+    if rate is not None:
+        speed = _placed(row.tokens_per_second or 0.0, rate.low, rate.high)
+    memory = _placed(row.peak_gib or 0.0, *_planned_range(row, row.plan.memory))
+    return {"speed": speed, "memory": memory}
 
 
 def _planned_range(row: BenchResult, memory: MemoryEstimate) -> tuple[float, float]:
-    """GiB. The interval is of the total; what an allocator and a driver add is not in what tensors hold."""
+    """Low and high GiB of what `peak_gib` counts: the interval of the total, scaled.
+
+    What an allocator and a driver add is in the planned total, and not in what tensors hold.
+    """
     share = (row.planned_gib or 0.0) * GIB / memory.total if memory.total else 0.0
     return memory.low * share / GIB, memory.high * share / GIB
 
 
 def _placed(value: float, low: float, high: float) -> str:
-    return "below" if value < low else "above" if value > high else "inside"
+    if value < low:
+        return "below"
+    return "above" if value > high else "inside"
 
 
 def verdict_lines(row: BenchResult) -> Iterator[str]:
@@ -529,21 +572,25 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
     if places["speed"] == "failed":
         yield _line(
             "verdict",
-            f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}",
+            f"the recipe as planned could not be measured: {OUTCOMES[row.outcome]}, {row.message}",
         )
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
+
+    # Speed, where the plan has an estimate for this device.
     rate = planned_rate(row.plan)
-    memory = row.plan.memory
     speed = f"{row.tokens_per_second:,.0f} tokens/s"
     if rate is None:
         yield _line("verdict", f"{speed}: the plan had no estimate for this device")
     else:
         span = f"{rate.low:,.0f} to {rate.high:,.0f} ({rate.by or ORIGINS[rate.origin]})"
         yield _line("verdict", f"{speed}: {PLACES[places['speed']]} {span}")
+
+    # Memory, which every plan estimates.
+    memory = row.plan.memory
     low, high = _planned_range(row, memory)
-    span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
-    yield _line("", f"{row.peak_gib:.2f} GiB: {PLACES[places['memory']]} {span}")
+    memory_span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
+    yield _line("", f"{row.peak_gib:.2f} GiB: {PLACES[places['memory']]} {memory_span}")
     if row.reserved_gib is not None:
         yield _line(
             "", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}"
@@ -559,25 +606,28 @@ def noise_line(rows: Sequence[BenchResult]) -> Iterator[str]:
         )
         yield _line("warning", text)
         return
-    times = [
-        (row.fastest_seconds, row.step_seconds)
-        for row in rows
-        if row.fastest_seconds and row.step_seconds
-    ]
-    noisy = [(fastest, median) for fastest, median in times if median > NOISY * fastest]
-    if noisy and 2 * len(noisy) >= len(times):
-        fastest, median = max(noisy, key=lambda pair: pair[1] / pair[0])
+
+    # Without a direct sign of other programs, unequal times in half of the rows are one.
+    timed_rows = 0
+    noisy_times = []
+    for row in rows:
+        if row.fastest_seconds and row.step_seconds:
+            timed_rows += 1
+            if row.step_seconds > NOISY * row.fastest_seconds:
+                noisy_times.append((row.fastest_seconds, row.step_seconds))
+    if noisy_times and 2 * len(noisy_times) >= timed_rows:
+        fastest, median = max(noisy_times, key=lambda pair: pair[1] / pair[0])
         text = f"half of the steps took {median:.2g} s or more, the fastest {fastest:.2g} s: did other programs run?"
         yield _line("warning", text)
 
 
 def closing(row: BenchResult, *, remembered: bool, source: str) -> Iterator[str]:
-    """The next commands."""
+    """The time of the whole run, what is remembered, and the next command."""
     if row.outcome == "ok" and row.plan is not None and row.tokens_per_second:
-        total = row.plan.total_tokens
-        if total is not None:
-            whole = f"{format_count(total)} tokens (the whole run) take {format_seconds(total / row.tokens_per_second)}"
-            yield _line("", whole)
+        total_tokens = row.plan.total_tokens
+        if total_tokens is not None:
+            duration = format_seconds(total_tokens / row.tokens_per_second)
+            yield _line("", f"{format_count(total_tokens)} tokens (the whole run) take {duration}")
         if remembered:
             yield _line("kept", "`bloomery plan` uses this measurement from now on")
         elif row.disturbed:

@@ -22,9 +22,11 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
 MOST_ROUNDS = 20
-MUCH_LONGER = 4.0  # than asked for: a round after which there is no second one
+# There is no second round after one that took this many times the seconds to measure.
+MUCH_LONGER = 4.0
 OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: at most so many skipped steps
-SHARE = 0.01  # of the learning rate: the same cost, and random tokens do not make weights diverge
+# A small learning rate costs the same, and random tokens do not make the weights diverge.
+LR_SCALE = 0.01
 
 
 def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[str, Any]:
@@ -38,47 +40,39 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
         bound_memory(plan.memory.limit)
     on_phase("building the model")
     rig = Rig(plan)
-    together = min(2, plan.train.accumulation)
-    longest = longest_batches(plan, together)
+
+    # The longest documents come first: they need the most memory that a step of this run can need.
+    num_batches = min(2, plan.train.accumulation)
+    batches = longest_batches(plan, num_batches)
     on_phase("compiling" if plan.train.compile else "warming up")
-    rig.warm_up(longest)
-    batches = longest
-    if job["text"] == "prepared":  # the run's first micro-batches
-        data = plan.data
-        sequences = plan.train.micro_batch_size
-        seed = plan.train.seed
-        loader = Loader(
-            data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed
-        )
-        read = [
-            loader.batch(Cursor(seed, number * sequences), sequences) for number in range(together)
-        ]
-        batches = [with_text_structure(batch, plan) for batch in read]
+    rig.warm_up(batches)
+    if job["text"] == "prepared":
+        batches = first_batches(plan, num_batches)
     rig.seconds(batches)
+
+    # Whole steps are timed, and how long the thread waited for a core meanwhile.
     on_phase("measuring")
-    begun = time.perf_counter()
-    waited = core_wait_seconds()
-    times = list(
+    begin_seconds = time.perf_counter()
+    core_wait_before = core_wait_seconds()
+    step_times = list(
         rounds(
             lambda number: rig.seconds(batches[:number]),
             plan.train.accumulation,
             seconds=job["seconds"],
         )
     )
-    share = (
-        None
-        if waited is None
-        else ((core_wait_seconds() or waited) - waited) / (time.perf_counter() - begun)
-    )
+    core_wait = None
+    if core_wait_before is not None:
+        core_wait_after = core_wait_seconds() or core_wait_before
+        core_wait = (core_wait_after - core_wait_before) / (time.perf_counter() - begin_seconds)
     reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
-    peak = peak_memory_gib(plan.train.device)
-    figures = {
-        "step_seconds": times,
-        "peak_gib": peak,
+    return {
+        "outcome": "ok",
+        "step_seconds": step_times,
+        "peak_gib": peak_memory_gib(plan.train.device),
         "reserved_gib": reserved,
-        "core_wait": share,
+        "core_wait": core_wait,
     }
-    return {"outcome": "ok"} | figures
 
 
 @final
@@ -101,14 +95,14 @@ class Rig:
     def seconds(self, batches: list[Batch]) -> float:
         """Seconds of one optimizer step over these micro-batches, with the device's work."""
         self._wait()
-        begun = time.perf_counter()
+        begin_seconds = time.perf_counter()
         self._step(batches)
         self._wait()
-        return time.perf_counter() - begun
+        return time.perf_counter() - begin_seconds
 
     def _step(self, batches: list[Batch]) -> bool:
         return train_step(
-            self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=SHARE
+            self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=LR_SCALE
         ).taken
 
     def _wait(self) -> None:
@@ -121,32 +115,52 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
 
     At least two rounds, or a single one that took several times as long as was asked for.
     """
-    begun = time.perf_counter()
-    for number in range(MOST_ROUNDS):
-        taken = time.perf_counter() - begun
-        if number and taken > (seconds if number >= 2 else MUCH_LONGER * max(1.0, seconds)):
+    begin_seconds = time.perf_counter()
+    for round_index in range(MOST_ROUNDS):
+        elapsed = time.perf_counter() - begin_seconds
+        # The first round always runs, and a second one unless the first was much too long.
+        allowed_seconds = seconds if round_index >= 2 else MUCH_LONGER * max(1.0, seconds)
+        if round_index and elapsed > allowed_seconds:
             return
         if accumulation <= 2:
             yield step(accumulation)
         else:
-            one = step(1)
-            two = step(2)
-            yield one + (accumulation - 1) * max(0.0, two - one)
+            one_batch_seconds = step(1)
+            two_batch_seconds = step(2)
+            yield one_batch_seconds + (accumulation - 1) * max(
+                0.0, two_batch_seconds - one_batch_seconds
+            )
+
+
+def first_batches(plan: RunPlan, count: int) -> list[Batch]:
+    """The first micro-batches of the run, from its prepared dataset."""
+    data = plan.data
+    sequences = plan.train.micro_batch_size
+    seed = plan.train.seed
+    loader = Loader(
+        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed
+    )
+    batches = []
+    for number in range(count):
+        batch = loader.batch(Cursor(seed, number * sequences), sequences)
+        batches.append(with_text_structure(batch, plan))
+    return batches
 
 
 def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     """Random tokens, one document per sequence, no masked labels: the most work of a micro-batch."""
-    numbers = torch.Generator().manual_seed(plan.train.seed)
+    generator = torch.Generator().manual_seed(plan.train.seed)
     batches = []
     sequences = plan.train.micro_batch_size
     length = plan.data.sequence_length
     for _ in range(count):
-        text = torch.randint(
-            plan.model.config.vocab_size, (sequences, length + 1), generator=numbers
+        # One token more than the length, so that inputs and labels are the same text, shifted by one.
+        tokens = torch.randint(
+            plan.model.config.vocab_size, (sequences, length + 1), generator=generator
         )
         batch = Batch(
-            tokens=text[:, :-1].contiguous(),
-            labels=text[:, 1:].contiguous(),
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
             loss_mask=torch.ones(sequences, length),
             positions=torch.arange(length).repeat(sequences, 1),
             documents=torch.zeros(sequences, length, dtype=torch.int64),

@@ -80,23 +80,28 @@ def command(
     from bloomery.hardware.cpu_check import with_check
     from bloomery.hardware.detect import detect
 
+    # What was typed wrong is refused before the machine is looked at and a child is started.
     contributor = author_name(contributor)
-    asked = points(sweeps) if sweeps else None
+    settings = points(sweeps) if sweeps else None
     bench = Bench(recipe=recipe, overrides=overrides, machine=with_check(detect()))
     table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
-    largest, trials, rows = table.measure(bench, plan, asked)
-    made = make_measurement_file([*rows, *trials], bench.machine, contributor=contributor)
-    kept = made is not None and not rows[0].disturbed and store(made)
+    largest, trials, rows = table.measure(bench, plan, settings)
+
+    # `bloomery plan` uses what is stored; disturbed figures would mislead it.
+    measurement_file = make_measurement_file(
+        [*rows, *trials], bench.machine, contributor=contributor
+    )
+    remembered = measurement_file is not None and not rows[0].disturbed and store(measurement_file)
     source = shlex.join((recipe, *overrides))
     table.print(
         "",
         *verdict_lines(rows[0]),
         *noise_line(rows),
-        *closing(rows[0], remembered=kept, source=source),
+        *closing(rows[0], remembered=remembered, source=source),
     )
-    if made is not None and export is not None:
-        write_calibration(made, export)
+    if measurement_file is not None and export is not None:
+        write_calibration(measurement_file, export)
         table.print(
             f"{'exported':<10}{export}; to share it, add it to benchmarks/calibration/ in a pull request"
         )
@@ -109,8 +114,8 @@ def one_of_several(recipe: str, machine: "Machine") -> list[str]:
     """The line for a recipe that trains on several devices, here or by its name (llama3.1-8b-full-8gpu); else none."""
     from bloomery.runs.devices import chosen_devices
 
-    named = re.search(r"-(\d+)gpu(-tiny)?$", recipe)
-    count = max(chosen_devices(machine, None)[1], int(named[1]) if named else 1)
+    count_in_name = re.search(r"-(\d+)gpu(-tiny)?$", recipe)
+    count = max(chosen_devices(machine, None)[1], int(count_in_name[1]) if count_in_name else 1)
     if count == 1:
         return []
     return [
@@ -138,7 +143,7 @@ class Table:
             click.echo(line, err=self._to_stderr)
 
     def measure(
-        self, bench: "Bench", plan: "RunPlan", asked: list[tuple[str, ...]] | None
+        self, bench: "Bench", plan: "RunPlan", settings: list[tuple[str, ...]] | None
     ) -> tuple["Largest | None", list["BenchResult"], list["BenchResult"]]:
         """The largest micro-batch with its trials (none when micro-batch sizes are swept), and the sweep."""
         from bloomery.bench.measuring import (
@@ -152,44 +157,46 @@ class Table:
         )
         from bloomery.hardware.calibration import device_of
 
+        # What is measured and on which device stands above the table.
         device = device_of(bench.machine)
-        named = (
-            f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}"
-            if device.cores
-            else device.name
-        )
+        device_name = device.name
+        if device.cores:
+            device_name += f", {device.cores} core{'s' * (device.cores > 1)}"
         prepared = (plan.data.prepared / "manifest.json").is_file()
-        self.print(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
+        self.print(*opening(plan, recipe=bench.recipe, device=device_name, prepared=prepared))
         self.print(*one_of_several(bench.recipe, bench.machine))
+
         largest: Largest | None = None
         trials: list[BenchResult] = []
+        swept_keys = {
+            override.partition("=")[0] for overrides in settings or () for override in overrides
+        }
+
+        def trial(size: int) -> "BenchResult":
+            return bench.trial(size, on_phase=partial(self._now, f"micro-batch {size}"))
 
         def on_row(row: "BenchResult") -> None:
             trials.append(row)
             self.print(line(row))
 
         try:
-            if not any(
-                word.startswith("train.micro_batch_size=")
-                for words in asked or ()
-                for word in words
-            ):
+            # Who sweeps micro-batch sizes has chosen them: there is nothing to search.
+            if "train.micro_batch_size" not in swept_keys:
                 self.print(*heading(plan, "largest micro-batch"))
                 largest = search(
-                    lambda rows: bench.trial(
-                        rows, on_phase=lambda phase: self._now(f"micro-batch {rows}", phase)
-                    ),
-                    most=sequences_per_step(plan),
+                    trial,
+                    full_step=sequences_per_step(plan),
                     on_row=on_row,
                     time_left=lambda: self._time_left(share=0.5),
                 )
                 self.print(*largest_lines(largest, plan))
-            usable = largest.usable if largest else 0
-            wanted = (
-                asked if asked is not None else usual_points(plan, bench.machine, largest=usable)
-            )
+
+            # The recipe as planned comes first: the verdict is about it.
+            if settings is None:
+                usable = largest.usable if largest else 0
+                settings = usual_points(plan, bench.machine, largest=usable)
             self.print(*heading(plan, "settings"))
-            rows = self._points(bench, list(dict.fromkeys([(), *wanted])))
+            rows = self._points(bench, list(dict.fromkeys([(), *settings])))
         finally:
             self._status.stop()
         return largest, trials, rows
@@ -197,24 +204,23 @@ class Table:
     def _time_left(self, *, share: float = 1.0) -> bool:
         return time.monotonic() - self._began < share * self._limit
 
-    def _points(self, bench: "Bench", wanted: list[tuple[str, ...]]) -> list["BenchResult"]:
-        """The first, and those that start within the time limit."""
+    def _points(self, bench: "Bench", settings: list[tuple[str, ...]]) -> list["BenchResult"]:
+        """The results of the first setting, and of those that start within the time limit."""
         from bloomery.bench.measuring import line
 
         rows: list[BenchResult] = []
-        for at, words in enumerate(wanted):
+        for position, overrides in enumerate(settings):
+            # What the time limit leaves out is named, so that nobody takes it for measured.
             if rows and not self._time_left():
-                missing = "; ".join(", ".join(words) for words in wanted[at:])
-                head = f"{'left out':<10}"
-                text = f"{missing}: time limit reached"
-                self.print(
-                    *textwrap.wrap(
-                        text, 100, initial_indent=head, subsequent_indent=" " * len(head)
-                    )
-                )
+                remaining = "; ".join(", ".join(setting) for setting in settings[position:])
+                label = f"{'left out':<10}"
+                text = f"{remaining}: time limit reached"
+                indent = " " * len(label)
+                wrapped = textwrap.wrap(text, 100, initial_indent=label, subsequent_indent=indent)
+                self.print(*wrapped)
                 break
-            name = ", ".join(words) or "planned settings"
-            rows.append(bench.point(*words, on_phase=partial(self._now, name)))
+            name = ", ".join(overrides) or "planned settings"
+            rows.append(bench.point(*overrides, on_phase=partial(self._now, name)))
             self.print(line(rows[-1]))
         return rows
 
@@ -257,7 +263,7 @@ def _row(row: "BenchResult") -> dict[str, Any]:
 
     plan = row.plan
     return {
-        "overrides": row.words,
+        "overrides": row.overrides,
         "outcome": row.outcome,
         "message": row.message,
         "micro_batch_size": row.micro_batch_size,
