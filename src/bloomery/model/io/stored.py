@@ -29,14 +29,14 @@ def read_object(path: Path, *, fix: str) -> dict[str, Any]:
     if path.stat().st_size > LARGEST_CONFIG:
         raise UserError(f"{path.name} is larger than 16 MiB", where=str(path), fix=fix)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        raw_object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        # Python's advice on long numbers is not for our reader
+        # Python appends advice on long numbers, which is not meant for our reader.
         reason = str(error).partition(";")[0]
         raise UserError(f"{path.name} is not JSON: {reason}", where=str(path), fix=fix) from error
-    if not isinstance(found, dict):
+    if not isinstance(raw_object, dict):
         raise UserError(f"{path.name} holds no object", where=str(path), fix=fix)
-    return found
+    return raw_object
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class TensorLocation:
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of the stored tensor, for a parameter of `shape`."""
-        whole = (self.of, *shape[1:])
-        return tuple(reversed(whole)) if self.transposed else whole
+        stored_shape = (self.of, *shape[1:])
+        return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
 
 @dataclass(frozen=True)
@@ -99,44 +99,54 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
 )
 
 
-@cache  # planning an adapter asks for the same model hundreds of times
+# Planning an adapter asks for the same model hundreds of times.
+@cache
 def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
-    """By the name of our parameter, in the order of `parameter_shapes`."""
+    """The location of each parameter by our name, in the order of `parameter_shapes`."""
+    locations: dict[str, TensorLocation] = {}
+    # The transformers backend lists its parameters itself, and none of them is fused or transposed.
     if config.transformers_backend is not None:
-        return MappingProxyType(
-            {
-                ours: TensorLocation(theirs, rows=shape[0], of=shape[0])
-                for ours, theirs, shape in config.transformers_backend.parameters
-            }
-        )
+        for name, stored_name, shape in config.transformers_backend.parameters:
+            locations[name] = TensorLocation(stored_name, rows=shape[0], of=shape[0])
+        return MappingProxyType(locations)
     storage = STORAGE.get(config.family, PLAIN)
     shapes = parameter_shapes(config)
 
     def renamed(path: str) -> str:
-        for ours, theirs in storage.renamed.items():
-            if path == ours or path.startswith(ours + "."):
-                return theirs + path[len(ours) :]
+        for prefix, stored_prefix in storage.renamed.items():
+            if path == prefix or path.startswith(prefix + "."):
+                return stored_prefix + path[len(prefix) :]
         return path
 
-    found = {}
     for name, shape in shapes.items():
-        path, _, kind = name.rpartition(".")  # model.layers.0.mlp.up_proj, weight
+        # "model.layers.0.mlp.up_proj.weight" has the layer "model.layers.0", the module "mlp.up_proj" and the kind
+        # "weight": only modules of a layer are fused or transposed.
+        path, _, kind = name.rpartition(".")
         layer = ""
         module = path
         if path.startswith("model.layers."):
             parts = path.split(".")
             layer = ".".join(parts[:3])
             module = ".".join(parts[3:])
-        together, stored = next(
-            ((p, s) for p, s in storage.fused.items() if module in p), ((module,), module)
+        # A fused tensor stacks the rows of its modules in order; any other module is stored alone.
+        fused_modules: tuple[str, ...] = (module,)
+        stored_module = module
+        for modules, fused_module in storage.fused.items():
+            if module in modules:
+                fused_modules = modules
+                stored_module = fused_module
+                break
+        module_rows = [
+            shapes[".".join(filter(None, (layer, fused, kind)))][0] for fused in fused_modules
+        ]
+        locations[name] = TensorLocation(
+            name=".".join(filter(None, (renamed(layer), renamed(stored_module), kind))),
+            transposed=storage.transposed and layer != "" and len(shape) == 2,
+            first=sum(module_rows[: fused_modules.index(module)]),
+            rows=shape[0],
+            of=sum(module_rows),
         )
-        rows = [shapes[".".join(filter(None, (layer, part, kind)))][0] for part in together]
-        target = ".".join(filter(None, (renamed(layer), renamed(stored), kind)))
-        transposed = storage.transposed and layer != "" and len(shape) == 2
-        found[name] = TensorLocation(
-            target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows)
-        )
-    return MappingProxyType(found)
+    return MappingProxyType(locations)
 
 
 SINGLE = "model.safetensors"
@@ -181,8 +191,8 @@ class Stored:
     def dtype(self) -> "torch.dtype":
         import torch
 
-        found: torch.dtype = getattr(torch, DTYPES[self.kind])
-        return found
+        dtype: torch.dtype = getattr(torch, DTYPES[self.kind])
+        return dtype
 
 
 def is_bare(folder: Path) -> bool:
@@ -218,16 +228,16 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
-        raw_config = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError("the index holds no weight_map", where=str(index), fix=AGAIN) from error
-    if not isinstance(raw_config, dict) or not all(
-        isinstance(name, str) for name in raw_config.values()
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file_name, str) for file_name in weight_map.values()
     ):
         raise UserError(
             "weight_map does not name a file for each tensor", where=str(index), fix=AGAIN
         )
-    return raw_config
+    return weight_map
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -296,20 +306,29 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    raw_config = _weight_map(folder)
-    if raw_config is None:
+    weight_map = _weight_map(folder)
+    if weight_map is None:
         return _text_tensors(stored_tensors(inside(folder, SINGLE)))
-    found: dict[str, Stored] = {}
-    for name in sorted(set(raw_config.values())):
-        tensors = stored_tensors(inside(folder, name))
-        if twice := found.keys() & tensors.keys():
-            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), fix=AGAIN)
-        found |= tensors
-    if missing := raw_config.keys() - found.keys():
+
+    # The shards' own headers say what they hold. Of a tensor in two of them, nothing says which is meant.
+    tensors: dict[str, Stored] = {}
+    for shard_name in sorted(set(weight_map.values())):
+        shard_tensors = stored_tensors(inside(folder, shard_name))
+        if repeated_names := tensors.keys() & shard_tensors.keys():
+            raise UserError(
+                f"{min(repeated_names)} is in two shards",
+                where=str(folder / shard_name),
+                fix=AGAIN,
+            )
+        tensors |= shard_tensors
+
+    if missing_names := weight_map.keys() - tensors.keys():
         raise UserError(
-            f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), fix=AGAIN
+            f"{min(missing_names)} is in the index but in no shard",
+            where=str(folder / INDEX),
+            fix=AGAIN,
         )
-    return _text_tensors(found)
+    return _text_tensors(tensors)
 
 
 # Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of the rest.
@@ -326,16 +345,16 @@ VISION = (
 )
 
 
-def _text_tensors(found: dict[str, Stored]) -> dict[str, Stored]:
-    """Those of a multimodal model's language model under the names that it has alone; any other model's as they are."""
-    if not any(name.startswith(tuple(LANGUAGE)) for name in found):
-        return found
-    named = {}
-    for name, stored in found.items():
+def _text_tensors(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """A multimodal model keeps only its language model, under the names that it has alone; others stay as they are."""
+    if not any(name.startswith(tuple(LANGUAGE)) for name in tensors):
+        return tensors
+    text_tensors = {}
+    for name, tensor in tensors.items():
         prefix = next((prefix for prefix in LANGUAGE if name.startswith(prefix)), "")
         if not name.startswith(VISION):
-            named[LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = stored
-    return named
+            text_tensors[LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    return text_tensors
 
 
 def stored_in(folder: Path, name: str) -> dict[str, Stored]:
@@ -360,49 +379,60 @@ def stored_parameters(
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
     another shape than in the config, or no floating-point numbers.
     """
-    found = find_tensors(folder)
+    tensors = find_tensors(folder)
     shapes = parameter_shapes(config)
-    where = places(config)
-    expected_names = {place.name for place in where.values()}
-    # a model saved without its head lacks the outermost prefix
-    if not expected_names & found.keys():
+    locations = places(config)
+    expected_names = {location.name for location in locations.values()}
+
+    # A model that was saved without its head lacks the outermost prefix in every name.
+    if not expected_names & tensors.keys():
         prefix = STORAGE.get(config.family, PLAIN).outermost
-        found = {
-            name if name.startswith("lm_head.") else prefix + name: stored
-            for name, stored in found.items()
-        }
-    surplus = {name for name in found.keys() - expected_names if not name.endswith(COMPUTED)}
-    surplus -= (
-        {"lm_head.weight", "embed_out.weight"}
-        if config.tie_embeddings or config.head == "values"
-        else set()
-    )
-    if surplus and expected_names <= found.keys():
+        prefixed_tensors = {}
+        for name, tensor in tensors.items():
+            full_name = name if name.startswith("lm_head.") else prefix + name
+            prefixed_tensors[full_name] = tensor
+        tensors = prefixed_tensors
+
+    # More tensors than the config has mean another architecture. Buffers that follow from the config are no surplus,
+    # nor is the head's weight where the embedding is tied to it or a values head replaces it.
+    surplus_names = {
+        name for name in tensors.keys() - expected_names if not name.endswith(COMPUTED)
+    }
+    if config.tie_embeddings or config.head == "values":
+        surplus_names -= {"lm_head.weight", "embed_out.weight"}
+    if surplus_names and expected_names <= tensors.keys():
         raise UserError(
-            f"{min(surplus)} has no place in a {config.family} model",
-            where=str(next(iter(found.values())).path),
+            f"{min(surplus_names)} has no place in a {config.family} model",
+            where=str(next(iter(tensors.values())).path),
             fix="config.json is of another architecture",
         )
-    for name, place in where.items():
-        stored = found.get(place.name)
-        expected = place.stored_shape(shapes[name])
-        if stored is None and headless and name == VALUES:
+
+    # Each parameter needs its tensor, in the shape that the config gives it and in floating-point numbers.
+    for name, location in locations.items():
+        location_tensor = tensors.get(location.name)
+        expected_shape = location.stored_shape(shapes[name])
+        if location_tensor is None and headless and name == VALUES:
             continue
-        if stored is None and f"{place.name}_packed" in found:
+        if location_tensor is None and f"{location.name}_packed" in tensors:
             raise UserError(
                 "the weights are quantized (compressed-tensors), which Bloomery does not read",
                 where=str(folder),
                 fix="use the model that it was made from, or transformers",
             )
-        if stored is None:
+        if location_tensor is None:
             raise UserError(
-                f"{place.name} is missing", where=str(folder), fix="save or download it again"
+                f"{location.name} is missing", where=str(folder), fix="save or download it again"
             )
-        if stored.shape != expected:
+        if location_tensor.shape != expected_shape:
             raise UserError(
-                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
-                where=str(stored.path),
+                f"{location.name} is {list(location_tensor.shape)}; "
+                f"config.json makes it {list(expected_shape)}",
+                where=str(location_tensor.path),
                 fix="put the config.json there that was saved with these weights",
             )
-        refuse_whole_numbers(place.name, stored)
-    return {name: found[place.name] for name, place in where.items() if place.name in found}
+        refuse_whole_numbers(location.name, location_tensor)
+    return {
+        name: tensors[location.name]
+        for name, location in locations.items()
+        if location.name in tensors
+    }
