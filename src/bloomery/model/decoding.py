@@ -95,9 +95,10 @@ def penalized(
     """Logits [V] after the penalties of what occurred; the same tensor where there are none."""
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted({*prompt, *new}))
-        old = logits[ids]
+        id_logits = logits[ids]
         penalty = sampling.repetition_penalty
-        logits = logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
+        penalized_logits = torch.where(id_logits > 0, id_logits / penalty, id_logits * penalty)
+        logits = logits.index_copy(0, ids, penalized_logits)
     if new and (sampling.frequency_penalty or sampling.presence_penalty):
         ids, counts = torch.tensor(new).unique(return_counts=True)
         logits = logits.index_add(
@@ -105,13 +106,19 @@ def penalized(
         )
     banned = list(sampling.stop_ids) if len(new) < sampling.min_new_tokens else []
     if size := sampling.no_repeat_ngram_size:
-        whole = [*prompt, *new]
-        begun = whole[len(whole) - size + 1 :]
-        starts = range(len(whole) - size + 1)
-        banned += [whole[at + size - 1] for at in starts if whole[at : at + size - 1] == begun]
-    left = logits.index_fill(0, torch.tensor(banned), float("-inf")) if banned else logits
-    # a grammar may allow banned tokens alone
-    return left if not banned or left.max() > float("-inf") else logits
+        # A token is banned when it would end an n-gram that the text has already.
+        tokens = [*prompt, *new]
+        ngram_start = tokens[len(tokens) - size + 1 :]
+        for start in range(len(tokens) - size + 1):
+            end = start + size - 1
+            if tokens[start:end] == ngram_start:
+                banned.append(tokens[end])
+    if not banned:
+        return logits
+
+    # A grammar may allow nothing but banned tokens: then they stay.
+    allowed_logits = logits.index_fill(0, torch.tensor(banned), float("-inf"))
+    return allowed_logits if allowed_logits.max() > float("-inf") else logits
 
 
 def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -120,15 +127,16 @@ def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k is not None and sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
     if sampling.top_p < 1.0:
-        most = max(sampling.top_p, 1e-30)
+        # Sorting the largest probabilities is enough unless they do not reach p together.
+        top_p = max(sampling.top_p, 1e-30)
         shares = logits.softmax(-1)
         head, order = shares.topk(min(HEAD, len(shares)))
-        if len(head) < len(shares) and head.sum() < most:
+        if len(head) < len(shares) and head.sum() < top_p:
             head, order = shares.sort(descending=True)
-        # a token stays when those likelier than it do not reach p yet
-        before = head.cumsum(-1) - head
-        kept = order[before < most]
-        logits = torch.full_like(logits, float("-inf")).index_copy(0, kept, logits[kept])
+        # A token stays when those likelier than it do not reach p yet.
+        likelier_mass = head.cumsum(-1) - head
+        top_ids = order[likelier_mass < top_p]
+        logits = torch.full_like(logits, float("-inf")).index_copy(0, top_ids, logits[top_ids])
     shares = logits.softmax(-1)
     if sampling.min_p > 0.0:
         shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
@@ -170,12 +178,12 @@ class Past:
         """How many tokens of `ids` a slot holds already; the last one always is read again."""
         if adapter != self.adapters[slot]:
             return 0
-        old = self.ids[slot]
-        pairs = zip(old, ids[:-1], strict=False)
-        return next(
-            (at for at, (one, other) in enumerate(pairs) if one != other),
-            min(len(old), len(ids) - 1),
-        )
+        slot_ids = self.ids[slot]
+        pairs = zip(slot_ids, ids[:-1], strict=False)
+        for position, (slot_id, new_id) in enumerate(pairs):
+            if slot_id != new_id:
+                return position
+        return min(len(slot_ids), len(ids) - 1)
 
     def rest(
         self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None
@@ -359,14 +367,20 @@ class RunningBatch:
         assert not self.full
         past = self.past
         slot = len(self.texts)
-        most = past.decoder.config.max_positions
-        most = most if past.slots == 1 else min(most, past.cache.capacity)
-        room = max(0, min(sampling.max_new_tokens, most - len(prompt)))
+
+        # A single slot grows with its text; several share what the cache has.
+        max_tokens = past.decoder.config.max_positions
+        if past.slots > 1:
+            max_tokens = min(max_tokens, past.cache.capacity)
+        room = max(0, min(sampling.max_new_tokens, max_tokens - len(prompt)))
+
+        # Running texts hold the first slots: the best of the free ones is swapped to the place behind them.
         if self.exact:
-            past.swap(
-                slot,
-                max(range(slot, past.slots), key=lambda free: past.common(free, prompt, adapter)),
+            best_slot = max(
+                range(slot, past.slots),
+                key=lambda free_slot: past.common(free_slot, prompt, adapter),
             )
+            past.swap(slot, best_slot)
         elif past.slots > 1:
             past.ids[slot] = []
         unread = past.rest(prompt, len(prompt) + room, slot, adapter)
@@ -386,19 +400,24 @@ class RunningBatch:
     def step(self) -> list[Drawn]:
         """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
         drawn = []
+        # A text without room ends before anything is computed for it.
         for text in [text for text in self.texts if text.room == 0]:
             self.remove(text)
             drawn.append(Drawn(text, None, "length"))
         waiting = next((text for text in self.texts if not text.new), None)
-        if waiting is not None and (short := self._short_prompts()):
-            texts = [text for text, ids in zip(self.texts, short, strict=True) if ids]
-            logits = self.past.read(short)
+
+        # Short prompts are read together with the tokens of the running texts, in one forward.
+        if waiting is not None and (slot_tokens := self._short_prompts()):
+            texts = [text for text, ids in zip(self.texts, slot_tokens, strict=True) if ids]
+            logits = self.past.read(slot_tokens)
             return drawn + self._draw(texts, [[]] * len(texts), logits)
+
+        # A long prompt is read a piece at each step, so that the running texts do not wait for all of it.
         if waiting is not None:
             slot = self.texts.index(waiting)
-            some = waiting.unread[: self.piece]
-            waiting.unread = waiting.unread[len(some) :]
-            logits = self.past.read([some], slot)
+            piece_tokens = waiting.unread[: self.piece]
+            waiting.unread = waiting.unread[len(piece_tokens) :]
+            logits = self.past.read([piece_tokens], slot)
             if not waiting.unread:
                 drawn += self._draw([waiting], [[]], logits)
         # Texts with one unread token come first, so that they are the rows of one forward.
@@ -438,27 +457,32 @@ class RunningBatch:
         self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor
     ) -> list[Drawn]:
         """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
-        found = list[Drawn]()
-        first = 0
+        drawn = list[Drawn]()
+        row = 0
         for text, guess in zip(texts, guesses, strict=True):
-            right = 0
+            # The logits after a guess hold only while every guess before it was drawn.
+            num_right = 0
             while True:
-                each = self._next(text, logits[first + right])
-                found.append(each)
-                if each.ended is not None or right == len(guess) or each.token != guess[right]:
+                token = self._next(text, logits[row + num_right])
+                drawn.append(token)
+                if token.ended is not None or num_right == len(guess):
                     break
-                right += 1
-            first += len(guess) + 1
+                if token.token != guess[num_right]:
+                    break
+                num_right += 1
+            row += len(guess) + 1
             if self.speculation is not None and guess:
                 self.speculation.guessed += len(guess)
-                self.speculation.accepted += right
-                self.past.drop(self.texts.index(text), len(guess) - right)
-        for each in found:
-            if each.ended is not None:
-                if isinstance(each.ended, UserError):
-                    self.past.forget(self.texts.index(each.text))
-                self.remove(each.text)
-        return found
+                self.speculation.accepted += num_right
+                self.past.drop(self.texts.index(text), len(guess) - num_right)
+
+        # Texts are removed last: removing one moves another to its slot.
+        for token in drawn:
+            if token.ended is not None:
+                if isinstance(token.ended, UserError):
+                    self.past.forget(self.texts.index(token.text))
+                self.remove(token.text)
+        return drawn
 
     def _next(self, text: Text, logits: Tensor) -> Drawn:
         if not bool(logits.isfinite().all()):

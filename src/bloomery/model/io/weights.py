@@ -108,33 +108,40 @@ def load_decoder(
     memory is taken: it may quantize it, choose other dtypes, or refuse. Weights go from the file to the device piece by
     piece, in the form that they are kept in. Raises UserError when the folder holds no such model.
     """
-    settings = None
+    # An adapter's folder holds no base: the weights come from another folder, which must be the one it was trained on.
     source = folder
     if is_adapter_folder(folder):
         source = base or base_folder(folder)
         refuse_other_base(folder, source)
+
+    # The headers are compared with the config before any memory is taken: a config may claim any size.
     config = read_config(source)
-    stored = stored_parameters(source, config)  # before allocating: a config may have any size
-    # a method of PEFT's own
-    other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"
-    if is_adapter_folder(folder) and not other:
+    tensors = stored_parameters(source, config)
+
+    # LoRA is our own and part of the decoder; PEFT's other methods are put onto the finished decoder below.
+    settings = None
+    is_other_method = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"
+    if is_adapter_folder(folder) and not is_other_method:
         settings, config = read_adaptation(folder, config)
     config = grown(config, vocab_size)
+
+    # The caller arranges the decoder while it is on the meta device, where nothing has a cost yet.
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention).to(
-            dtype or stored["model.embed_tokens.weight"].dtype
+            dtype or tensors["model.embed_tokens.weight"].dtype
         )
         if settings is not None:
             adapt_as(decoder, settings)
     if arrange is not None:
         arrange(decoder)
     give_memory(decoder, device)
-    # values come from the adapter
+
+    # A values head that the base lacks is drawn here, and the adapter's file then replaces it.
     read_model(decoder, source, seed=0 if settings is not None else None)
     if settings is not None:
         read_trained(decoder, settings, config, folder, shared=True)
         note_base(decoder)
-    if other:
+    if is_other_method:
         open_method(decoder, folder)
     if config.transformers_backend is not None:
         check_head(decoder.eval(), TOLERANCE[next(decoder.parameters()).dtype])
@@ -174,14 +181,15 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     """
     config = decoder.config
     offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
-    last = min(1.0, LOGIT_DEVIATION / (config.initializer_range * config.hidden_size**0.5 or 1.0))
+    logit_deviation = config.initializer_range * config.hidden_size**0.5
+    last_gain = min(1.0, LOGIT_DEVIATION / (logit_deviation or 1.0))
     for name, parameter in decoder.named_parameters():
         if is_adapter(name):
             continue
         if name.endswith(".bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
+            parameter.fill_((last_gain if name == "model.norm.weight" else 1.0) - offset)
         else:
             put(_drawn(name, parameter.shape, config, seed), parameter)
     for name, weight in quantized_weights(decoder):
@@ -212,17 +220,17 @@ def write_model(
     `state`: parameters by our names, on any device. transformers opens the folder.
     """
     assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
-    stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
-    dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
+    tensors = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     write_json(
         folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     )
-    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
 
-    def write(file: Path, group: list[str]) -> None:
-        save_file({name: stored[name].cpu() for name in group}, file, metadata={"format": "pt"})
+    def write_shard(file: Path, names: list[str]) -> None:
+        save_file({name: tensors[name].cpu() for name in names}, file, metadata={"format": "pt"})
 
-    _write_shards(folder, sizes, shard_bytes, write)
+    _write_shards(folder, sizes, shard_bytes, write_shard)
 
 
 def write_model_piecewise(
@@ -259,25 +267,25 @@ def write_model_piecewise(
 
 
 def _write_shards(
-    folder: Path, sizes: dict[str, int], shard_bytes: int, write: Callable[[Path, list[str]], None]
+    folder: Path,
+    sizes: dict[str, int],
+    shard_bytes: int,
+    write_shard: Callable[[Path, list[str]], None],
 ) -> None:
     shards = list(split_shards(sizes, shard_bytes))
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-    )
-    for file, group in zip(names, shards, strict=True):
-        write(folder / file, group)
-    if len(shards) > 1:
-        weight_map = {
-            name: file for file, group in zip(names, shards, strict=True) for name in group
-        }
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
+    if len(shards) == 1:
+        write_shard(folder / "model.safetensors", shards[0])
+        return
+
+    # Several files need an index, which names the file of each tensor.
+    weight_map: dict[str, str] = {}
+    for number, tensor_names in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_shard(folder / file_name, tensor_names)
+        for tensor_name in tensor_names:
+            weight_map[tensor_name] = file_name
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -302,12 +310,12 @@ def read_model(
     ):
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
-    with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
+    with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
         for name, parameter in decoder.named_parameters():
             if not is_adapter(name):
-                stored.fill(name, parameter)
+                model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
-            _read_quantized(weight, stored.tensors[name], stored.places[name], stored.reader, name)
+            _read_quantized(weight, model.tensors[name], model.places[name], model.reader, name)
 
 
 @final
@@ -325,19 +333,18 @@ class StoredModel:
         seed: int | None = None,
         new: Collection[int] = (),
     ) -> None:
-        of_folder = read_config(
-            folder, "auto" if config.transformers_backend is None else "transformers"
-        )
+        backend = "auto" if config.transformers_backend is None else "transformers"
+        folder_config = read_config(folder, backend)
         self.config = config
         self.seed = seed
         self.new = new
-        self.known = min(config.vocab_size, of_folder.vocab_size)
-        saved = (
-            replace(config, vocab_size=self.known)
-            if config.transformers_backend is None
-            else of_folder
-        )
-        self.tensors = stored_parameters(folder, saved, headless=seed is not None)
+        self.known = min(config.vocab_size, folder_config.vocab_size)
+
+        # The decoder may have more tokens than the folder: its files are compared with the smaller vocabulary.
+        saved_config = folder_config
+        if config.transformers_backend is None:
+            saved_config = replace(config, vocab_size=self.known)
+        self.tensors = stored_parameters(folder, saved_config, headless=seed is not None)
         self.places = places(config)
         self.reader = TensorReader()
 
@@ -350,7 +357,8 @@ class StoredModel:
 
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor) -> None:
-        """Cast to the dtype that the parameter has."""
+        """The stored values are cast to the dtype that the parameter has."""
+        # Only a values head may be missing here: it is drawn from a random stream of its own.
         if name not in self.tensors:
             drawn = torch.empty(parameter.shape)
             drawn.normal_(
@@ -358,12 +366,18 @@ class StoredModel:
             )
             put(drawn, parameter)
             return
-        place = self.places[name]
+
+        # This rank reads its own rows; of a vocabulary, those that the folder has.
+        location = self.places[name]
         start = first_row(parameter)
-        held = local(parameter.data)
-        held = held[: max(0, self.known - start)] if name in VOCABULARY else held
+        local_rows = local(parameter.data)
+        if name in VOCABULARY:
+            local_rows = local_rows[: max(0, self.known - start)]
         self.reader.fill(
-            held, self.tensors[name], first=place.first + start, transposed=place.transposed
+            local_rows,
+            self.tensors[name],
+            first=location.first + start,
+            transposed=location.transposed,
         )
         if name in VOCABULARY:
             fill_new_rows(parameter, self.known, self.new)
@@ -389,21 +403,27 @@ def fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
     if not rows:
         return
     start = first_row(parameter)
-    held = local(parameter.data)
+    local_rows = local(parameter.data)
     mean = full(parameter.data)[: rows[0]].mean(0, dtype=torch.float32)
-    held[[row - start for row in rows if start <= row < start + len(held)]] = mean.to(held)
+    new_local_rows = [row - start for row in rows if start <= row < start + len(local_rows)]
+    local_rows[new_local_rows] = mean.to(local_rows)
 
 
 def _read_quantized(
-    weight: QuantizedWeight, stored: Stored, place: TensorLocation, reader: TensorReader, name: str
+    weight: QuantizedWeight,
+    tensor: Stored,
+    location: TensorLocation,
+    reader: TensorReader,
+    name: str,
 ) -> None:
     device = weight.codes.device
-    if place.transposed:  # its rows lie across the file: the one case where a whole tensor is held
-        whole = torch.empty(weight.outputs, weight.inputs, dtype=stored.dtype, device=device)
-        reader.fill(whole, stored, first=place.first, transposed=True)
-        weight.fill([whole], name=name)
+    # The rows of a transposed matrix lie across the file: the one case where a full matrix is held.
+    if location.transposed:
+        matrix = torch.empty(weight.outputs, weight.inputs, dtype=tensor.dtype, device=device)
+        reader.fill(matrix, tensor, first=location.first, transposed=True)
+        weight.fill([matrix], name=name)
         return
     pieces = reader.pieces(
-        stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once
+        tensor, location.first, weight.outputs, device=device, multiple=weight.rows_at_once
     )
     weight.fill((piece for _, piece in pieces), name=name)
