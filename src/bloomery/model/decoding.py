@@ -374,7 +374,8 @@ class RunningBatch:
             max_tokens = min(max_tokens, past.cache.capacity)
         room = max(0, min(sampling.max_new_tokens, max_tokens - len(prompt)))
 
-        # Running texts hold the first slots: the best of the free ones is swapped to the place behind them.
+        # Running texts hold the first slots: the best of the free ones is swapped to the place
+        # behind them.
         if self.exact:
             best_slot = max(
                 range(slot, past.slots),
@@ -412,7 +413,8 @@ class RunningBatch:
             logits = self.past.read(slot_tokens)
             return drawn + self._draw(texts, [[]] * len(texts), logits)
 
-        # A long prompt is read a piece at each step, so that the running texts do not wait for all of it.
+        # A long prompt is read a piece at each step, so that the running texts do not wait for all
+        # of it.
         if waiting is not None:
             slot = self.texts.index(waiting)
             piece_tokens = waiting.unread[: self.piece]
@@ -463,11 +465,11 @@ class RunningBatch:
             # The logits after a guess hold only while every guess before it was drawn.
             num_right = 0
             while True:
-                token = self._next(text, logits[row + num_right])
-                drawn.append(token)
-                if token.ended is not None or num_right == len(guess):
+                drawn_token = self._next(text, logits[row + num_right])
+                drawn.append(drawn_token)
+                if drawn_token.ended is not None or num_right == len(guess):
                     break
-                if token.token != guess[num_right]:
+                if drawn_token.token != guess[num_right]:
                     break
                 num_right += 1
             row += len(guess) + 1
@@ -477,11 +479,11 @@ class RunningBatch:
                 self.past.drop(self.texts.index(text), len(guess) - num_right)
 
         # Texts are removed last: removing one moves another to its slot.
-        for token in drawn:
-            if token.ended is not None:
-                if isinstance(token.ended, UserError):
-                    self.past.forget(self.texts.index(token.text))
-                self.remove(token.text)
+        for drawn_token in drawn:
+            if drawn_token.ended is not None:
+                if isinstance(drawn_token.ended, UserError):
+                    self.past.forget(self.texts.index(drawn_token.text))
+                self.remove(drawn_token.text)
         return drawn
 
     def _next(self, text: Text, logits: Tensor) -> Drawn:

@@ -119,8 +119,8 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
         return path
 
     for name, shape in shapes.items():
-        # "model.layers.0.mlp.up_proj.weight" has the layer "model.layers.0", the module "mlp.up_proj" and the kind
-        # "weight": only modules of a layer are fused or transposed.
+        # "model.layers.0.mlp.up_proj.weight" has the layer "model.layers.0", the module
+        # "mlp.up_proj" and the kind "weight": only modules of a layer are fused or transposed.
         path, _, kind = name.rpartition(".")
         layer = ""
         module = path
@@ -310,7 +310,8 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     if weight_map is None:
         return _text_tensors(stored_tensors(inside(folder, SINGLE)))
 
-    # The shards' own headers say what they hold. Of a tensor in two of them, nothing says which is meant.
+    # The shards' own headers say what they hold. Of a tensor in two of them, nothing says which is
+    # meant.
     tensors: dict[str, Stored] = {}
     for shard_name in sorted(set(weight_map.values())):
         shard_tensors = stored_tensors(inside(folder, shard_name))
@@ -346,7 +347,7 @@ VISION = (
 
 
 def _text_tensors(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """A multimodal model keeps only its language model, under the names that it has alone; others stay as they are."""
+    """A multimodal model keeps its language model alone, under that model's own names."""
     if not any(name.startswith(tuple(LANGUAGE)) for name in tensors):
         return tensors
     text_tensors = {}
@@ -393,8 +394,9 @@ def stored_parameters(
             prefixed_tensors[full_name] = tensor
         tensors = prefixed_tensors
 
-    # More tensors than the config has mean another architecture. Buffers that follow from the config are no surplus,
-    # nor is the head's weight where the embedding is tied to it or a values head replaces it.
+    # More tensors than the config has mean another architecture. Buffers that follow from the
+    # config are no surplus, nor is the head's weight where the embedding is tied to it or a values
+    # head replaces it.
     surplus_names = {
         name for name in tensors.keys() - expected_names if not name.endswith(COMPUTED)
     }
@@ -407,7 +409,8 @@ def stored_parameters(
             fix="config.json is of another architecture",
         )
 
-    # Each parameter needs its tensor, in the shape that the config gives it and in floating-point numbers.
+    # Each parameter needs its tensor, in the shape that the config gives it and in floating-point
+    # numbers.
     for name, location in locations.items():
         location_tensor = tensors.get(location.name)
         expected_shape = location.stored_shape(shapes[name])

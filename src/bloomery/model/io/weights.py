@@ -108,17 +108,20 @@ def load_decoder(
     memory is taken: it may quantize it, choose other dtypes, or refuse. Weights go from the file to the device piece by
     piece, in the form that they are kept in. Raises UserError when the folder holds no such model.
     """
-    # An adapter's folder holds no base: the weights come from another folder, which must be the one it was trained on.
+    # An adapter's folder holds no base: the weights come from another folder, which must be the one
+    # it was trained on.
     source = folder
     if is_adapter_folder(folder):
         source = base or base_folder(folder)
         refuse_other_base(folder, source)
 
-    # The headers are compared with the config before any memory is taken: a config may claim any size.
+    # The headers are compared with the config before any memory is taken: a config may claim any
+    # size.
     config = read_config(source)
     tensors = stored_parameters(source, config)
 
-    # LoRA is our own and part of the decoder; PEFT's other methods are put onto the finished decoder below.
+    # LoRA is our own and part of the decoder; PEFT's other methods are put onto the finished
+    # decoder below.
     settings = None
     is_other_method = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"
     if is_adapter_folder(folder) and not is_other_method:
@@ -340,7 +343,8 @@ class StoredModel:
         self.new = new
         self.known = min(config.vocab_size, folder_config.vocab_size)
 
-        # The decoder may have more tokens than the folder: its files are compared with the smaller vocabulary.
+        # The decoder may have more tokens than the folder: its files are compared with the smaller
+        # vocabulary.
         saved_config = folder_config
         if config.transformers_backend is None:
             saved_config = replace(config, vocab_size=self.known)
