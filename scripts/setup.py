@@ -61,6 +61,7 @@ def main() -> int:
         )
         return 2
     try:
+        _outside_of_venv()
         _suitable_python()
         _set_up(wanted)
     except SetUpError as error:
@@ -70,6 +71,13 @@ def main() -> int:
         print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _outside_of_venv() -> None:
+    """Continue in the Python that .venv was made from when .venv is activated: it is no base of itself."""
+    if sys.prefix != sys.base_prefix and Path(sys.prefix).resolve() == VENV.resolve():
+        base = sys._base_executable  # type: ignore[attr-defined]
+        os.execv(base, [base, *sys.argv])
 
 
 def _suitable_python() -> None:

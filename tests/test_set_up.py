@@ -75,6 +75,20 @@ def test_another_gpu_python_or_pin_sets_up_again(set_up, monkeypatch):
     assert set_up._done(stamp) is None
 
 
+def test_an_activated_venv_is_not_its_own_base(set_up, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(set_up, "VENV", tmp_path)
+    monkeypatch.setattr(set_up.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(set_up.sys, "base_prefix", "/usr")
+    monkeypatch.setattr(set_up.sys, "_base_executable", "/usr/bin/python3")
+    monkeypatch.setattr(set_up.os, "execv", lambda path, words: started.append(path))
+    set_up._outside_of_venv()
+    assert started == ["/usr/bin/python3"]
+    monkeypatch.setattr(set_up.sys, "prefix", "/opt/venv")
+    set_up._outside_of_venv()
+    assert len(started) == 1
+
+
 def test_a_python_that_is_too_old_is_a_sentence(set_up, monkeypatch):
     monkeypatch.setattr(set_up.sys, "version_info", (3, 9, 1))
     monkeypatch.setattr(set_up, "shutil", SimpleNamespace(which=lambda name: None))

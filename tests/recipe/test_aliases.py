@@ -486,6 +486,12 @@ def test_every_import_loads_and_names_every_key(program, more):
             assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), (path, text)
 
 
+def test_datasets_that_are_a_mapping_are_named_as_they_are_written(tmp_path):
+    data = {**FILES["Axolotl"], "datasets": {"activation_dtype": False}}
+    text, _ = imported(json.dumps(data), tmp_path)
+    assert re.search(r"[# ,]datasets\.activation_dtype\b", text), text
+
+
 def test_what_is_no_training_file_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(BASE)

@@ -367,7 +367,8 @@ def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
     entries = value if isinstance(value, list) else [value]
     datasets: list[tuple[str, str | dict[str, Any]]] = []
     for number, entry in enumerate(entries):
-        place = f"{name}[{number}]"
+        # A mapping where a list is usual has no number: its keys are named as they are written.
+        place = f"{name}[{number}]" if isinstance(value, list) else name
         if isinstance(entry, str | dict):
             datasets.append((place, entry))
         else:
