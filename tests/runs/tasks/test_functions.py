@@ -170,7 +170,7 @@ def test_a_prompt_begins_with_bos_unless_asked_not_to(loaded, sandbox, monkeypat
     decoder, tokenizer = loaded
     asked, task = (
         list[list[int]](),
-        Task("t", "functions", (replace(ITEM, prompt="def f(x):", asked=""),)),
+        Task("t", "functions", (replace(ITEM, prompt="def f(x):", question=""),)),
     )
     monkeypatch.setattr(
         items, "complete", lambda _d, _t, all_, **_: [asked.append(all_[0].ids) or ""]
@@ -182,7 +182,7 @@ def test_a_prompt_begins_with_bos_unless_asked_not_to(loaded, sandbox, monkeypat
 
 def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):
     decoder, tokenizer = loaded
-    item = replace(ITEM, prompt="def f(x):", asked="def f(x):")
+    item = replace(ITEM, prompt="def f(x):", question="def f(x):")
     task = Task("t", "functions", (item,))
     found = solve(
         decoder, tokenizer, task, Settings(run_code=True, samples=2, max_new_tokens=5, seed=1)
