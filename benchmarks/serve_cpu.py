@@ -13,22 +13,7 @@ import sys
 import threading
 import time
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "it",
-    "rains",
-    "in",
-    "Spain",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while it rains in Spain".split()
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ never next none of off on once one ones only open other others ours out outside 
 put read ready real room said same seen sent set short shown small so some still stored struck
 such taken that theirs them then there they this thus to told true under up used usual waited
 wanted what when which who whole whose why within without words written wrong yet
-""".split()  # noqa: SIM905
+""".split()
 )
 # Figures of nanochat (2026-07), litgpt (2026-06) and lingua (2025-06), by the same count.
 ANCHORS = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery import cli
+from small_words import SMALL_WORDS
 
 MODEL = """{family: llama, hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1,
         head_dim: 8, max_positions: 32}"""
@@ -96,27 +97,12 @@ def assert_clear(
 
 def write_workshop(folder: Path, *, documents: int = 30) -> Path:
     """A folder with a tiny recipe and its text; returns the recipe."""
-    words = (
-        "the",
-        "a",
-        "cat",
-        "dog",
-        "sat",
-        "ran",
-        "on",
-        "under",
-        "mat",
-        "tree",
-        "and",
-        "then",
-        "it",
-        "was",
-        "seen",
-    )
     text = folder / "text"
     text.mkdir(parents=True)
     for number in range(documents):
-        chosen = (words[(number * 7 + place * place) % len(words)] for place in range(60))
+        chosen = (
+            SMALL_WORDS[(number * 7 + place * place) % len(SMALL_WORDS)] for place in range(60)
+        )
         (text / f"{number}.txt").write_text(" ".join(chosen))
     (folder / "tiny.yaml").write_text(RECIPE)
     return folder / "tiny.yaml"

@@ -1,20 +1,6 @@
 """Text small enough to see through."""
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "box",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
 
 
 def sentences(count: int, length: int = 12, *, first: int = 0) -> list[str]:

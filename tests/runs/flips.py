@@ -28,6 +28,7 @@ from bloomery.runs import lifecycle as local
 from bloomery.runs.evaluate import evaluate, load_to_evaluate
 from bloomery.runs.supervisor import StageResult
 from bloomery.train.model_folder import find_model
+from small_words import SMALL_WORDS
 
 RECIPE = """
 data: {path: rows, sequence_length: 32, validation: 20%, prepared: prepared, num_proc: 0}
@@ -47,23 +48,6 @@ RECIPES = {
     "lora": RECIPE + FRESH + "adapter: {kind: lora, rank: 2}\n",
     "dpo": RECIPE + "model: {from: base}\nobjective: {kind: dpo}\n",
 }
-WORDS = (
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "and",
-    "then",
-    "it",
-    "was",
-    "seen",
-)
 RUN = Path("runs/one")
 STOP_AFTER = 2
 # Written by a run and read by nobody that decides anything; events.jsonl is the history and has tests of its own.
@@ -173,7 +157,7 @@ class World:
         self.folder, self.kind = folder, kind
         (folder / "rows").mkdir(parents=True)
         draw = random.Random(0)
-        text = lambda count: " ".join(draw.choice(WORDS) for _ in range(count))  # noqa: E731
+        text = lambda count: " ".join(draw.choice(SMALL_WORDS) for _ in range(count))  # noqa: E731
         if kind == "dpo":
             assert base is not None
             shutil.copytree(base, folder / "base")

@@ -22,6 +22,7 @@ import preloaded
 from bloomery import cli
 from bloomery.monitor.events import EvalDone, Event, StepDone, Tail, last_per_step, read_events
 from models_for_tests import make_model
+from small_words import SMALL_WORDS
 
 RECIPE = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2,
@@ -34,23 +35,6 @@ checkpoint: {every: 3 steps, keep: 2, async_save: true}
 eval: {every: 10 steps}
 logging: {every: 5 steps}
 """
-WORDS = (
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "and",
-    "then",
-    "it",
-    "was",
-    "seen",
-)
 PATIENCE_SECONDS = 120.0
 PR_SET_PTRACER = 0x59616D61  # linux/prctl.h
 CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
@@ -84,11 +68,13 @@ def write_workshop(folder: Path, kind: str = "pretrain") -> Path:
     draw = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for number in range(40):
-        (folder / f"text/{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(60)))
+        (folder / f"text/{number}.txt").write_text(
+            " ".join(draw.choice(SMALL_WORDS) for _ in range(60))
+        )
     if kind == "dpo":
         said = [
             {
-                role: " ".join(draw.choice(WORDS) for _ in range(6))
+                role: " ".join(draw.choice(SMALL_WORDS) for _ in range(6))
                 for role in ("prompt", "chosen", "rejected")
             }
             for _ in range(60)

@@ -1,5 +1,7 @@
 """A server over tiny models in this process, on a port of its own."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,13 @@ class Running:
     url: str
     engine: Engine
     models: list[Served]
+
+
+def serve_command(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """`bloomery serve` as users start it, on a port of its own; its stderr is a pipe."""
+    words = [sys.executable, "-m", "bloomery", "serve", str(folder), *options]
+    words += ["--port=0", "--template=chatml", "--devices=cpu"]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=folder.parent)
 
 
 @contextmanager

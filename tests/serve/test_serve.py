@@ -2,12 +2,9 @@
 
 import http.client
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from server_for_tests import LIMITS, Running, running
+from server_for_tests import LIMITS, Running, running, serve_command
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
@@ -543,22 +540,7 @@ def fuzzed(draw: random.Random) -> bytes:
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
 )
 def test_a_signal_ends_the_command_and_its_answers(folder: Path, number: int) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "bloomery",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--template",
-        "chatml",
-        "-d",
-        "cpu",
-    ]
-    child = subprocess.Popen(
-        words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ
-    )
+    child = serve_command(folder)
     try:
         seen = []
         for line in child.stderr:

@@ -2,11 +2,9 @@
 
 import http.client
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_for_tests import running
+from server_for_tests import running, serve_command
 from test_serve import fuzzed
 
 from models_for_tests import make_model
@@ -31,23 +29,7 @@ SMALL = ["--max-body", "20000", "--max-seconds", "60"]
 def child(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[psutil.Process, int]]:
     """The command on a port of its own, with small limits or the options of the test."""
     folder = make_model(tmp_path / "tiny")
-    words = [
-        sys.executable,
-        "-m",
-        "bloomery",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--template",
-        "chatml",
-        "-d",
-        "cpu",
-        *getattr(request, "param", SMALL),
-    ]
-    with subprocess.Popen(
-        words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ
-    ) as process:
+    with serve_command(folder, *getattr(request, "param", SMALL)) as process:
         try:
             line = next(line for line in process.stderr if line.startswith("serving"))
             yield psutil.Process(process.pid), int(line.split()[1].rstrip("/").rpartition(":")[2])
