@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bloomery.report.charts import Plot
     from bloomery.runs.evaluate import TextScores
     from bloomery.runs.generate import Model
-    from bloomery.runs.tasks.evaluate import TaskReport
+    from bloomery.runs.tasks.evaluate import Named, TaskReport
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
@@ -56,7 +56,7 @@ def load(
 
 def train(
     recipe: Recipe,
-    *words: str,
+    *overrides: str,
     run_dir: str | Path | None = None,
     devices: str | None = None,
     recover: bool = False,
@@ -66,7 +66,7 @@ def train(
 ) -> "Run":
     """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
 
-    `words` ("train.epochs=2") and `sections` (train={"epochs": 2}) override the recipe. `on_event` gets every event;
+    `overrides` ("train.epochs=2") and `sections` (train={"epochs": 2}) change the recipe. `on_event` gets every event;
     its exception ends the run. Returns when the run ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and
     stops. `quiet`: no progress.
 
@@ -77,11 +77,11 @@ def train(
 
     folder = None if run_dir is None else Path(run_dir)
     watch = _watch(on_event)
-    loaded = _loaded(recipe, words, sections)
-    ended = start(
-        loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch
+    loaded_recipe = _loaded_recipe(recipe, overrides, sections)
+    outcome = start(
+        loaded_recipe, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch
     )
-    return Run(ended.folder, ended.code)
+    return Run(outcome.folder, outcome.code)
 
 
 @final
@@ -122,7 +122,7 @@ class Run:
 
     def resume(
         self,
-        *words: str,
+        *overrides: str,
         step: int | None = None,
         quiet: bool = False,
         on_event: OnEvent | None = None,
@@ -137,11 +137,14 @@ class Run:
         """
         from bloomery.runs.lifecycle import resume
 
-        overrides = (*words, *_words_of_keys(sections))
-        ended = resume(
-            self.folder, step=step, overrides=overrides, quiet=quiet, watch=_watch(on_event)
+        outcome = resume(
+            self.folder,
+            step=step,
+            overrides=(*overrides, *_key_overrides(sections)),
+            quiet=quiet,
+            watch=_watch(on_event),
         )
-        return Run(ended.folder, ended.code)
+        return Run(outcome.folder, outcome.code)
 
 
 def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
@@ -150,7 +153,7 @@ def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
 
 def plan(
     recipe: Recipe,
-    *words: str,
+    *overrides: str,
     gpu: str | None = None,
     gpus: int | None = None,
     nodes: int = 1,
@@ -167,10 +170,9 @@ def plan(
     from bloomery.plan.resolve import local_plan
 
     names, gpus = named_gpus(() if gpu is None else (gpu,), gpus)
-    loaded = _loaded(recipe, words, sections)
-    return advise(
-        loaded, *local_plan(loaded, gpu=names[0] if names else None, gpus=gpus, nodes=nodes)
-    )
+    loaded_recipe = _loaded_recipe(recipe, overrides, sections)
+    gpu_name = names[0] if names else None
+    return advise(loaded_recipe, *local_plan(loaded_recipe, gpu=gpu_name, gpus=gpus, nodes=nodes))
 
 
 def evaluate(
@@ -222,17 +224,14 @@ def evaluate_task(
     max_new_tokens, stop, temperature, seed, samples, run_code. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
     from bloomery.runs.tasks.items import Settings
 
-    other = None if against is None else tasks.Named(str(against), model_path(str(against)))
-    chosen = Settings(template=template, bos=bos, **settings)
     return tasks.evaluate_task(
         tasks.Named(str(model), folder, step),
         Path(task),
-        chosen,
-        against=other,
+        Settings(template=template, bos=bos, **settings),
+        against=None if against is None else _named(against),
         use=use,
         on_load=on_load,
     )
@@ -257,15 +256,21 @@ def evaluate_harness(
     the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks.evaluate import Named, evaluate_harness
     from bloomery.runs.tasks.harness import HarnessSettings
 
-    other = None if against is None else Named(str(against), model_path(str(against)))
-    place = None if include_path is None else Path(include_path)
-    chosen = HarnessSettings(tasks=tuple(tasks), include_path=place, shots=shots, limit=limit)
+    settings = HarnessSettings(
+        tasks=tuple(tasks),
+        include_path=None if include_path is None else Path(include_path),
+        shots=shots,
+        limit=limit,
+    )
     return evaluate_harness(
-        Named(str(model), folder, step), chosen, against=other, use=use, on_load=on_load
+        Named(str(model), folder, step),
+        settings,
+        against=None if against is None else _named(against),
+        use=use,
+        on_load=on_load,
     )
 
 
@@ -285,14 +290,16 @@ def compare(
     a paired permutation test over documents. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
 
-    first = tasks.Named(str(model), folder, step)
-    second = tasks.Named(str(against), model_path(str(against)))
-    place = None if data is None else Path(data)
     return tasks.compare_on_texts(
-        first, second, place, bos=bos, template=template, use=use, on_load=on_load
+        tasks.Named(str(model), folder, step),
+        _named(against),
+        None if data is None else Path(data),
+        bos=bos,
+        template=template,
+        use=use,
+        on_load=on_load,
     )
 
 
@@ -313,8 +320,9 @@ def generate(
     `settings`: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed. To complete several
     prompts, use `load`.
     """
-    loaded = load(model, step=step, device=device, quantize=quantize, on_load=on_load)
-    return (loaded.chat if chat else loaded.generate)(prompt, stop=stop, **settings)
+    loaded_model = load(model, step=step, device=device, quantize=quantize, on_load=on_load)
+    complete = loaded_model.chat if chat else loaded_model.generate
+    return complete(prompt, stop=stop, **settings)
 
 
 def export(
@@ -336,23 +344,25 @@ def export(
     q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of BASE+ADAPTER+ADAPTER, merged (1 each
     by default). `verify`: read the export back, compare and run it.
     """
-    usual = "q8_0" if layout == "ollama" else "f16"
-    # of GGUF
-    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(
-        dtype or usual, dtype or usual
-    )
+    # A GGUF file has names of its own for the types that PyTorch has, too.
+    gguf_type = dtype or ("q8_0" if layout == "ollama" else "f16")
+    gguf_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(gguf_type, gguf_type)
+
+    # A layout that does not convert to the type is refused before anything is loaded.
     allowed: tuple[str, ...] = DTYPES if layout in ("hf", "merged") else ()
     if layout.startswith(("gguf", "ollama")):
         allowed = (*DTYPES, *GGUF_TYPES, *K_TYPES)
     if dtype is not None and dtype not in allowed:
         problem = f"--to {layout} does not convert weights" + (f" to {dtype}" if allowed else "")
-        other = "gguf" if dtype in (*GGUF_TYPES, *K_TYPES) else "hf or merged"
-        raise UserError(problem, where="--type", fix=f"remove --type, or use --to {other}", code=2)
+        layouts_of_type = "gguf" if dtype in (*GGUF_TYPES, *K_TYPES) else "hf or merged"
+        fix = f"remove --type, or use --to {layouts_of_type}"
+        raise UserError(problem, where="--type", fix=fix, code=2)
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.export.merge import export_several, is_several
     from bloomery.train.model_folder import find_model
 
+    # Several adapters are merged into one model; `weights` belong to them alone.
     if layout == "merged" and is_several(folder):
         return export_several(
             folder, Path(out), weights=weights, step=step, dtype=dtype, verify=verify, use=use
@@ -360,17 +370,18 @@ def export(
     if weights is not None:
         fix = "use --to merged with BASE+ADAPTER+ADAPTER, or `bloomery merge` for full models"
         raise UserError("--weights are of several adapters", where="--weights", fix=fix, code=2)
+
     files = find_model(folder, step)
     if layout == "ollama":
         from bloomery.export.ollama import export_ollama
 
-        return export_ollama(files, Path(out), kind=kind, verify=verify, use=use)
+        return export_ollama(files, Path(out), kind=gguf_type, verify=verify, use=use)
     if layout in ("gguf", "gguf-adapter"):
         from bloomery.export.gguf import export_gguf, export_gguf_adapter
 
         if layout == "gguf-adapter":
-            return export_gguf_adapter(files, Path(out), kind=kind)
-        return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)
+            return export_gguf_adapter(files, Path(out), kind=gguf_type)
+        return export_gguf(files, Path(out), kind=gguf_type, verify=verify, use=use)
     if layout == "vllm":
         return layouts.export_vllm(files, Path(out), verify=verify, use=use)
     if layout == "adapter":
@@ -403,9 +414,12 @@ def convert(
         bloomery.convert("llama-2-7b-hf", "llama-2-7b-chat", dtype="bfloat16", template="chatml")
     """
     gguf = layout == "gguf" or (layout is None and Path(out).suffix == ".gguf")
-    kinds = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-    names = {theirs: ours for ours, theirs in kinds.items()} if gguf else kinds
-    dtype = names.get(dtype or "", dtype)
+    torch_names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    if gguf:
+        gguf_names = {torch_name: gguf_name for gguf_name, torch_name in torch_names.items()}
+        dtype = gguf_names.get(dtype or "", dtype)
+    else:
+        dtype = torch_names.get(dtype or "", dtype)
     if not gguf and dtype not in (None, *DTYPES):
         problem = f"{dtype} is a type of GGUF files"
         fix = f"use one of {', '.join(DTYPES)}, or --to gguf"
@@ -445,7 +459,7 @@ def merge(
     from bloomery.runs.folder import chosen_use, model_path
 
     paths = [model_path(str(model)) for model in models]
-    own = None if base is None else model_path(str(base))
+    base_path = None if base is None else model_path(str(base))
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
     from bloomery.train.model_folder import find_model
@@ -454,7 +468,7 @@ def merge(
         [find_model(path) for path in paths],
         Path(out),
         method=method,
-        base=None if own is None else find_model(own),
+        base=None if base_path is None else find_model(base_path),
         weights=weights,
         density=density,
         dtype=dtype,
@@ -470,27 +484,38 @@ def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Pat
     return model_path(str(model)), chosen_use(device, quantize)
 
 
-def _words_of_keys(sections: Mapping[str, Any]) -> list[str]:
+def _named(model: str | Path) -> "Named":
+    """The model that another is compared with, under the name that the user gave."""
+    from bloomery.runs.folder import model_path
+    from bloomery.runs.tasks.evaluate import Named
+
+    return Named(str(model), model_path(str(model)))
+
+
+def _key_overrides(sections: Mapping[str, Any]) -> list[str]:
     """{"train": {"epochs": 2}} as ["train.epochs=2"]."""
-    words = []
+    overrides = []
     for section, keys in sections.items():
-        named = {section: keys}
         if isinstance(keys, Mapping):
-            named = {f"{section}.{key}": value for key, value in keys.items()}
-        words += [f"{name}={json.dumps(value, default=str)}" for name, value in named.items()]
-    return words
+            overrides += _section_overrides({f"{section}.{key}": keys[key] for key in keys})
+        else:
+            overrides += _section_overrides({section: keys})
+    return overrides
 
 
-def _loaded(recipe: Recipe, words: Sequence[str], sections: Mapping[str, Any]) -> "LoadedRecipe":
+def _section_overrides(values: Mapping[str, Any]) -> list[str]:
+    """{"train": {"epochs": 2}} as ['train={"epochs": 2}']: YAML contains JSON."""
+    return [f"{name}={json.dumps(value, default=str)}" for name, value in values.items()]
+
+
+def _loaded_recipe(
+    recipe: Recipe, overrides: Sequence[str], sections: Mapping[str, Any]
+) -> "LoadedRecipe":
     from bloomery.recipe.load import load_recipe, load_text
 
-    words = [
-        *words,
-        *(f"{key}={json.dumps(value, default=str)}" for key, value in sections.items()),
-    ]
-    if isinstance(recipe, Mapping):
-        text = json.dumps(dict(recipe), default=str)  # YAML contains JSON
-        return load_text(
-            text, name=str(recipe.get("name", "recipe")), source="the recipe", overrides=words
-        )
-    return load_recipe(recipe, words)
+    overrides = [*overrides, *_section_overrides(sections)]
+    if not isinstance(recipe, Mapping):
+        return load_recipe(recipe, overrides)
+    text = json.dumps(dict(recipe), default=str)  # YAML contains JSON
+    name = str(recipe.get("name", "recipe"))
+    return load_text(text, name=name, source="the recipe", overrides=overrides)
