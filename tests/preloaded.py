@@ -135,6 +135,7 @@ def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[s
         "environment": environment,
         "cwd": os.fspath(bound["cwd"] or Path.cwd()),
         "session": bool(bound["start_new_session"]),
+        "blocked_signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "passed": list(bound["pass_fds"]),
     }
 
@@ -298,8 +299,8 @@ def run(
 _kept: list[Any] = []
 
 
-def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int], set[int]]:
-    """Forks until the tests end. Returns in each forked process: what it is to be, its streams, its signal mask."""
+def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Forks until the tests end. Returns in each forked process: what it is to be, its streams."""
     wake, endings = select.poll(), dict[int, tuple[int, socket.socket]]()
     wake.register(talk, select.POLLIN)
     wake.register(0, select.POLLIN)
@@ -320,7 +321,7 @@ def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int], set[int]]:
             listener = socket.socket(fileno=given[0])
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             if not (number := os.fork()):
-                return json.loads(text.decode("utf-8", "surrogatepass")), given[1:], mask
+                return json.loads(text.decode("utf-8", "surrogatepass")), given[1:]
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             listener.send(str(number).encode())
             for descriptor in given[1:]:
@@ -341,11 +342,13 @@ def show(words: list[str], environment: dict[str, str]) -> None:
         ctypes.memmove(start, shown.ljust(size, b"\0"), size)
 
 
-def become(job: dict[str, Any], given: list[int], mask: set[int]) -> NoReturn:
+def become(job: dict[str, Any], given: list[int]) -> NoReturn:
     """Runs the module or code as a new interpreter would. What this process had open, handled, registered is no more.
 
-    `given`: its streams and what is passed on, which keeps its numbers. `mask`: the signals that stay blocked. Until
-    here all are, as between a fork and an exec: a handler of the parent would swallow those that come at once.
+    `given`: its streams and what is passed on, which keeps its numbers. All signals are blocked until here, as between
+    a fork and an exec: a handler of the parent would swallow those that come at once. From here on those are blocked
+    that are in the process that asked for it, and not those of the one that forks, which may have been started while a
+    signal was held back.
     """
     if job["session"]:
         os.setsid()
@@ -367,7 +370,7 @@ def become(job: dict[str, Any], given: list[int], mask: set[int]) -> NoReturn:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked_signals"])
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     show(job["words"], job["environment"])
@@ -449,7 +452,7 @@ def fork_children() -> None:
         if not self.pid:
             try:
                 subprocess.Popen._execute_child = start  # type: ignore[method-assign]
-                become(job, [*chosen, *job["passed"]], mask)
+                become(job, [*chosen, *job["passed"]])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -474,6 +477,6 @@ if __name__ == "__main__":
         __import__(module)
     gc.freeze()
     gc.enable()
-    job, given, mask = serve(connection)
+    job, given = serve(connection)
     fork_children()
-    become(job, given, mask)
+    become(job, given)

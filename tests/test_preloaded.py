@@ -11,6 +11,7 @@ import pytest
 
 import preloaded
 from bloomery.monitor.events import StepDone, read_events
+from bloomery.runs.signals import held_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 VERSION = [sys.executable, "-m", "bloomery", "--version"]
@@ -162,3 +163,20 @@ with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
 def test_a_signal_right_after_the_fork_does_not_reach_a_handler_of_the_parent(tmp_path):
     _, code, _, err = ended(preloaded.Popen, [sys.executable, "-c", SIGNALLED], tmp_path)
     assert code == signal.SIGTERM, err
+
+
+@pytest.mark.parametrize("blocked", [set(), {signal.SIGUSR2}])
+def test_signals_are_blocked_as_where_the_process_was_asked_for(tmp_path, monkeypatch, blocked):
+    """Not as where the first process of all was: that one may have been started with a signal held back."""
+    code = "import signal; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
+    monkeypatch.setattr(preloaded, "_server", None)
+    with held_back(signal.SIGUSR2):
+        server = preloaded.server()
+    previous_mask = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    try:
+        words = [sys.executable, "-c", code]
+        told = [ended(popen, words, tmp_path) for popen in (subprocess.Popen, preloaded.Popen)]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        server.end()
+    assert told[0][2] == told[1][2] == f"{sorted(map(int, blocked))}\n"

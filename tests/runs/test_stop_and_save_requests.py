@@ -15,6 +15,7 @@ from bloomery.cli.runs import runner_of, save_run, stop_run
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
 from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
+from bloomery.runs.worker import StopFlag
 from bloomery.train.model_folder import NOT_SAVED, damage, saved_steps
 
 TRAIN = (
@@ -205,3 +206,26 @@ def test_a_run_that_goes_back_answers_with_an_earlier_step(tmp_path: Path, deaf)
         Saved(step=1, path="x", bytes=1, seconds=1.0),
     )
     assert answered(tmp_path, deaf, back, asked) == asked
+
+
+def test_a_request_that_comes_while_the_last_one_is_read_is_kept() -> None:
+    class Flag:
+        """A signal arrives right after the flag was read for the first time."""
+
+        reads = 0
+        requested = False
+
+        @property
+        def save_asked(self) -> bool:
+            self.reads += 1
+            requested = self.requested
+            if self.reads == 1:
+                self.requested = True
+            return requested
+
+        @save_asked.setter
+        def save_asked(self, value: bool) -> None:
+            self.requested = value
+
+    flag = Flag()
+    assert [StopFlag.take_save(flag) for _ in range(3)] == [False, True, False]

@@ -117,9 +117,11 @@ class StopFlag:
 
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
-        save_asked = self.save_asked
+        if not self.save_asked:
+            return False
+        # Reset only what was seen: a signal between a test and a reset in any case would be lost.
         self.save_asked = False
-        return save_asked
+        return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
