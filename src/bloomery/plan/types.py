@@ -50,7 +50,7 @@ class Estimate(PlanPart):
         return self.model_copy(update=ends)
 
 
-# parts of memory that no tensor holds
+# The parts of memory that no tensor holds.
 NOT_TENSORS = ("fragmentation", "context", "runtime", "kernels", "collectives")
 
 
@@ -122,7 +122,7 @@ class ModelPlan(PlanPart):
     attention: str  # a backend of model.attention
     score_chunk: int  # tokens whose logits exist together
     scores: Literal["torch", "compiled"] = "torch"  # who computes log-probabilities from logits
-    # of added tokens: their embeddings start as the mean of the others
+    # The ids of added tokens, whose embeddings start as the mean of the others.
     new_ids: tuple[int, ...] = ()
 
 
@@ -162,7 +162,7 @@ class TrainPlan(PlanPart):
     tokens_per_step: PositiveInt
     micro_batch_size: PositiveInt
     accumulation: PositiveInt  # micro-batches per step
-    # per step: ranks without a sequence compute one of padding, of zero weight
+    # Sequences of padding per step, of zero weight: every rank computes one, also where the dataset has none for it.
     empty_sequences: NonNegativeInt = 0
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
@@ -215,7 +215,7 @@ class LoggingPlan(PlanPart):
     every_steps: PositiveInt
     trackers: tuple[str, ...]
     commands: tuple[str, ...]
-    # degrees Celsius; auto: each GPU's own limit
+    # The run pauses above so many degrees Celsius; auto: each GPU's own limit.
     max_gpu_temperature: float | Literal["auto"] | None = "auto"
     memory: bool = False
     profile_steps: tuple[int, int] | None = None  # the first and the last
@@ -282,11 +282,9 @@ class ParallelPlan(PlanPart):
         """What to know before training; "" where `bloomery train` alone does it."""
         if not self.trains:
             return "Planned only: this version trains no pipelines."
-        return (
-            "Several nodes: start the ranks with srun, torchrun or mpirun."
-            if self.nodes > 1
-            else ""
-        )
+        if self.nodes > 1:
+            return "Several nodes: start the ranks with srun, torchrun or mpirun."
+        return ""
 
 
 class RunPlan(PlanPart):
@@ -314,27 +312,30 @@ class RunPlan(PlanPart):
     lengths: Lengths | None = None
     dataset: DatasetFacts | None = None  # None: unknown
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
-    # keys that a fallback changed so that numbers differ, one entry for each time
+    # Keys that a fallback changed so that numbers differ, one entry for each time.
     recovered: tuple[str, ...] = ()
     parallel: ParallelPlan | None = None  # None: one device
 
     @property
     def seconds(self) -> Estimate | None:
         """Seconds of the run, at least those of `min_steps` for a wall-time run; None: device or length unknown."""
-        step = self.step_seconds
-        steps = self.train.steps
+        step_seconds = self.step_seconds
         wall_time = self.train.seconds
-        if wall_time is not None:
-            if step is None:
-                return Estimate(value=wall_time, low=wall_time, high=wall_time, origin="table")
-            shortest = step.scaled(self.train.min_steps or 1)
-            return Estimate(
-                value=max(wall_time, shortest.value),
-                low=max(wall_time, shortest.low),
-                high=max(wall_time, shortest.high),
-                origin="table",
-            )
-        return None if step is None or steps is None else step.scaled(steps)
+        if wall_time is None:
+            if step_seconds is None or self.train.steps is None:
+                return None
+            return step_seconds.scaled(self.train.steps)
+
+        # A wall-time run ends with its time, but takes its least number of steps even if they need longer.
+        if step_seconds is None:
+            return Estimate(value=wall_time, low=wall_time, high=wall_time, origin="table")
+        min_steps_seconds = step_seconds.scaled(self.train.min_steps or 1)
+        return Estimate(
+            value=max(wall_time, min_steps_seconds.value),
+            low=max(wall_time, min_steps_seconds.low),
+            high=max(wall_time, min_steps_seconds.high),
+            origin="table",
+        )
 
     @property
     def fits(self) -> bool:
@@ -343,15 +344,21 @@ class RunPlan(PlanPart):
     @property
     def epochs(self) -> float | None:
         """Epochs of the run; an estimate where dataset or steps are not counted yet. None where unknown."""
+        # Without a counted dataset only a length in epochs is known, the recipe's own.
         run_length = None if self.lengths is None else self.lengths.train
         if self.dataset is None or not self.dataset.sequences_per_epoch:
-            in_epochs = run_length is not None and run_length.unit == "epochs"
-            return run_length.amount if run_length is not None and in_epochs else None
+            if run_length is None or run_length.unit != "epochs":
+                return None
+            return run_length.amount
+
+        # The steps of a wall-time run are those that fit into its time.
         steps: float | None = self.train.steps
         if steps is None and self.train.seconds is not None and self.step_seconds is not None:
             steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)
-        sequences = self.train.tokens_per_step // self.data.sequence_length
-        return None if steps is None else steps * sequences / self.dataset.sequences_per_epoch
+        if steps is None:
+            return None
+        sequences_per_step = self.train.tokens_per_step // self.data.sequence_length
+        return steps * sequences_per_step / self.dataset.sequences_per_epoch
 
 
 class Suggestion(PlanPart):

@@ -115,7 +115,7 @@ Family = Literal[
     "phi3",
     "gpt2",
 ]
-# facts: OPTIMIZERS of plan/estimate/optimizers.py
+# The facts about each are OPTIMIZERS of plan/estimate/optimizers.py.
 OptimizerKind = Literal["adamw", "muon", "adafactor"]
 AttentionBackend = Literal[
     "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"
@@ -531,7 +531,7 @@ class OptimizerSection(Section):
     )
     paged: bool = key(False, "Another name for offload, as in paged_adamw.")
     offload: Annotated[
-        bool, AfterValidator(lambda asked, info: asked or info.data.get("paged", False))
+        bool, AfterValidator(lambda offload, info: offload or info.data.get("paged", False))
     ] = Field(
         False,
         validate_default=True,
@@ -555,13 +555,10 @@ class OptimizerSection(Section):
 
 def _with_one_length(value: Any) -> Any:
     """Another length replaces the default of one epoch."""
-    if (
-        isinstance(value, dict)
-        and "epochs" not in value
-        and any(value.get(key) is not None for key in LENGTHS)
-    ):
-        return value | {"epochs": None}
-    return value
+    if not isinstance(value, dict) or "epochs" in value:
+        return value
+    has_length = any(value.get(key) is not None for key in LENGTHS)
+    return value | {"epochs": None} if has_length else value
 
 
 class Train(Section):

@@ -135,14 +135,16 @@ class Saver:
         `best` marks the lowest validation loss. `weights_only`: `parts` has the model alone, for use and not to resume
         from. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
         """
-        # Everything that training changes is copied before this returns.
+        # Everything that training changes is copied before this returns; the state is copied by way of its JSON.
         self.drain()
         copied_parts = self._copied(step, parts)
-        state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
+        copied_state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         write_model = None if self._writer is None else self._writer()
         staged = _Staged(
-            step, copied_parts, write_model, state, best, weights_only, self._lineage(step)
+            step, copied_parts, write_model, copied_state, best, weights_only, self._lineage(step)
         )
+
+        # Written here, or by a thread while training continues.
         if not self.async_save:
             self._run(staged)
             self.poll()
@@ -201,17 +203,16 @@ class Saver:
         self.drain()
         if self._failure is None:
             return
+
+        # The run may continue from an older checkpoint: name it.
+        older_checkpoint = "there is no older checkpoint"
         try:
-            steps = saved_steps(self.folder)
-            newest = (
-                f"the newest checkpoint is of step {steps[-1]}"
-                if steps
-                else "there is no older checkpoint"
-            )
+            if steps := saved_steps(self.folder):
+                older_checkpoint = f"the newest checkpoint is of step {steps[-1]}"
         except UserError as error:
-            newest = error.problem
+            older_checkpoint = error.problem
         raise UserError(
-            f"cannot write the checkpoint: {self._failure}; {newest}",
+            f"cannot write the checkpoint: {self._failure}; {older_checkpoint}",
             where=str(self.folder),
             fix="free disk space or fix the folder's permissions, then continue with `bloomery resume`",
         )
@@ -264,6 +265,7 @@ class Saver:
 
     def _commit(self, staged: _Staged) -> None:
         """Write, seal and rename. Raises OSError after deleting the draft."""
+        # A step that is saved twice with the same state is written once.
         target = self._target(staged)
         is_saved = target.exists() and damage(target) is None and read_state(target) == staged.state
         if not is_saved:
@@ -271,11 +273,14 @@ class Saver:
             draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
             try:
                 self._write(staged, draft)
-                put_in_place(draft, target)  # of a damaged one, or one from before a rewind
+                # The target may hold a damaged checkpoint, or one from before a rewind.
+                put_in_place(draft, target)
             finally:
                 if draft.exists():
                     shutil.rmtree(draft)
             flush_to_disk(self.folder)
+
+        # Only what is on the disk is noted as the best, and followed by the next checkpoint.
         if staged.best:
             note_best(self.folder, staged.step)
         if not staged.weights_only:
@@ -293,9 +298,11 @@ class Saver:
             )
 
     def _write(self, staged: _Staged, draft: Path) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < staged.bytes + SLACK:
-            raise OSError(errno.ENOSPC, f"only {format_bytes(free)} are free on the disk")
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes < staged.bytes + SLACK:
+            raise OSError(errno.ENOSPC, f"only {format_bytes(free_bytes)} are free on the disk")
+
+        # The model in the format of transformers or PEFT, every other part as safetensors, then the rest as JSON.
         draft.mkdir()
         for name, tensors in staged.parts.items():
             with _system_errors():
@@ -307,11 +314,13 @@ class Saver:
         (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")
         if self.tokenizer is not None:
             copy_tokenizer(self.tokenizer, draft)
+        # Last, because the manifest has the hash of every other file.
         seal(draft, staged.lineage)
 
     def _prune(self, *, keep: int) -> bool:
-        """Delete all but the newest `keep`, the best, and the best as of each that is kept, to which a resume from it
-        returns. True if any was deleted. With a damaged best.json, none.
+        """Whether any checkpoint was deleted: none is where best.json is damaged.
+
+        The newest `keep` stay, the best, and the best as of each of them, to which a resume from it returns.
         """
         try:
             steps = saved_steps(self.folder)

@@ -73,7 +73,7 @@ def forward(
 ) -> Output:
     """The output for a batch on the model's device, with document masking unless the backend is `sdpa`.
 
-    hidden_BTD: what the stage before gave, for a model that is a later stage of a pipeline.
+    hidden_BTD: the output of the previous stage, for a model that is a later stage of a pipeline.
     """
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):

@@ -31,7 +31,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    # float16: the loss is finite, the scaled gradients are not; the loss scale was lowered
+    # In float16: the loss is finite and the scaled gradients are not, so that the loss scale was lowered.
     overflowed: bool = False
     loss_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # finite means over the step

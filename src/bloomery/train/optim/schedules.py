@@ -42,8 +42,10 @@ def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
     if shape == "constant":
         return 1.0
     progress = min(1.0, max(0.0, progress))
-    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
-    return min_lr_ratio + (1.0 - min_lr_ratio) * left
+    remaining_share = 1.0 - progress
+    if shape == "cosine":
+        remaining_share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * remaining_share
 
 
 def planned_lr_scale(step: int, plan: RunPlan, *, fraction_done: float) -> float:
@@ -59,24 +61,29 @@ def planned_lr_scale(step: int, plan: RunPlan, *, fraction_done: float) -> float
             min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
         )
+
+    # Warmup of a wall-time run: the scale rises by its share of the time, or step by step.
     assert plan.lengths is not None, "a wall-time run has the lengths of its recipe"
     warmup = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
+    warmup_scale = 1.0
     if warmup is None:
         # How much of the run a warmup in steps takes is unknown: the decay begins with the run.
         decay_start = 0.0
-        rising = (step + 1) / optimizer.warmup_steps if optimizer.warmup_steps else 1.0
+        if optimizer.warmup_steps:
+            warmup_scale = (step + 1) / optimizer.warmup_steps
     else:
         decay_start = warmup
-        rising = 1.0
         if warmup > 0.0:
-            rising = min(fraction_done / warmup, (step + 1) / FEWEST_WARMUP_STEPS)
+            warmup_scale = min(fraction_done / warmup, (step + 1) / FEWEST_WARMUP_STEPS)
+
+    # Decay: from the end of the warmup, but over the last part of the run alone for wsd.
     if shape == "wsd":
         assert plan.lengths.decay is not None, "wsd has a decay"
         decay = fraction_of_run(plan.lengths.decay, plan.train.seconds)
         assert decay is not None, "the planner refuses a decay in steps of a wall-time run"
         decay_start = max(decay_start, 1.0 - decay)
     progress = (fraction_done - decay_start) / (1.0 - decay_start) if decay_start < 1.0 else 0.0
-    return min(1.0, rising, _fallen(progress, shape, min_lr_ratio))
+    return min(1.0, warmup_scale, _fallen(progress, shape, min_lr_ratio))
 
 
 def _shape(optimizer: OptimizerPlan) -> tuple[Shape, float]:
