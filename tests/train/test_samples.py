@@ -73,7 +73,7 @@ def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):
     theirs = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
     tokenizer = load_tokenizer(talks)
     prompts = open_prompts(plan_of(talks), tokenizer)
-    assert prompts.asked == ((ASKED, list(theirs["input_ids"])),) and prompts.answers
+    assert prompts.texts_and_ids == ((ASKED, list(theirs["input_ids"])),) and prompts.answers
     assert prompts.ends == (tokenizer.id_of("<|im_end|>"),)
 
 
@@ -85,7 +85,7 @@ def test_an_answer_ends_at_the_token_that_ends_turns(talks):
         ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), plan=plan)
         return text
 
-    ids = list(sample_tokens(model, prompts.asked[0][1], DRAWN))
+    ids = list(sample_tokens(model, prompts.texts_and_ids[0][1], DRAWN))
     assert drawn() == tokenizer.decode(ids) and len(set(ids)) == len(ids) == 8, (
         "none of these ends an answer"
     )
@@ -99,7 +99,7 @@ def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
     tokenizer = load_tokenizer(prepared)
     plan = plan_of(prepared, Pretrain() if rows is TALKS else None)
     prompts = open_prompts(plan, tokenizer)
-    assert not prompts.answers and prompts.asked == (
+    assert not prompts.answers and prompts.texts_and_ids == (
         (ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),
     )
     model = fresh_decoder(plan.model.config, seed=0).eval()

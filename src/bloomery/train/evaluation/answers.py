@@ -19,7 +19,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
 
 CHARACTERS_SHOWN = 2000
-# greedy decoding repeats itself in small models
+# Sampled, because greedy decoding repeats itself in small models.
 DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)
 
 
@@ -39,49 +39,52 @@ class Completion:
     ended: bool
 
 
-def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
-    """At most `most`, spread over the validation set: with chosen responses of pairs, with desirable ones of KTO data.
+def validation_prompts(prepared: Path, max_prompts: int) -> list[PromptAndResponse]:
+    """Prompts spread over the validation set, with chosen responses of pairs and desirable ones of KTO data.
+
     Empty for plain text. Raises UserError.
     """
     split = open_split(prepared, "validation")
     if split.loss_mask is None:
         return []
-    numbers = range(0, len(split), DOCUMENTS_PER_UNIT[split.kind])
-    usable = [
-        n
-        for n in numbers
-        if (split.kto_labels is None or split.kto_labels[n]) and not split.is_plain(n)
-    ]
-    chosen = (
-        [usable[place * len(usable) // most] for place in range(most)]
-        if len(usable) > most
-        else usable
-    )
-    items = [_prompt_and_response(split, number) for number in chosen]
+
+    # Of a pair only the chosen response is shown, which is its first document; of KTO data only desirable ones.
+    documents = list[int]()
+    for document in range(0, len(split), DOCUMENTS_PER_UNIT[split.kind]):
+        is_desirable = split.kto_labels is None or split.kto_labels[document]
+        if is_desirable and not split.is_plain(document):
+            documents.append(document)
+    if len(documents) > max_prompts:
+        num_documents = len(documents)
+        documents = [documents[i * num_documents // max_prompts] for i in range(max_prompts)]
+
+    items = [_prompt_and_response(split, document) for document in documents]
     return [item for item in items if item.prompt and item.reference]
 
 
 def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
+    """The first run of loss tokens is the response, the tokens before it are the prompt."""
     ids = split.document(number)
     assert split.loss_mask is not None
-    learned = split.loss_mask[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(
-        bool
-    )
-    starts = np.flatnonzero(learned)
-    if not len(starts):
+    bounds = slice(int(split.bounds[number]), int(split.bounds[number + 1]))
+    loss_mask = split.loss_mask[bounds].astype(bool)
+    loss_positions = np.flatnonzero(loss_mask)
+    if not len(loss_positions):
         return PromptAndResponse([], [])
-    ends = np.flatnonzero(~learned[starts[0] :])
-    end = int(starts[0] + ends[0]) if len(ends) else len(ids)
-    return PromptAndResponse(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
+    start = loss_positions[0]
+    masked_offsets = np.flatnonzero(~loss_mask[start:])
+    end = int(start + masked_offsets[0]) if len(masked_offsets) else len(ids)
+    return PromptAndResponse(ids[:start].tolist(), ids[start:end].tolist())
 
 
 def answer(
     decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, max_new_tokens: int
 ) -> Completion:
     """Sample with DRAWN up to the end token of the reference or of the tokenizer, at most `max_new_tokens`."""
-    last = item.reference[-1]
-    ends = [last] if tokenizer.token_bytes()[last] == 0 else []
-    stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
+    # A reference that was truncated ends with a token of text, which ends nothing.
+    last_token = item.reference[-1]
+    end_tokens = [last_token] if tokenizer.token_bytes()[last_token] == 0 else []
+    stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *end_tokens)
     limit = min(max_new_tokens, decoder.config.max_positions - len(item.prompt))
     sampling = replace(DRAWN, max_new_tokens=limit, stop_ids=stop_ids)
     ids = list(sample_tokens(decoder, item.prompt, sampling))
@@ -90,17 +93,16 @@ def answer(
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The ids as text, without special tokens and those of a padded vocabulary."""
-    sizes = tokenizer.token_bytes()
-    return tokenizer.decode(
-        [token for token in ids if token < len(sizes) and sizes[token]]
-    ).strip()[:CHARACTERS_SHOWN]
+    token_bytes = tokenizer.token_bytes()
+    text_ids = [token for token in ids if token < len(token_bytes) and token_bytes[token]]
+    return tokenizer.decode(text_ids).strip()[:CHARACTERS_SHOWN]
 
 
 @dataclass(frozen=True)
 class Prompts:
     """`sample.prompts` with their ids; `ends`, `stops`: tokens and texts that end a completion; `answers`: a chat."""
 
-    asked: tuple[tuple[str, list[int]], ...]
+    texts_and_ids: tuple[tuple[str, list[int]], ...]
     ends: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     answers: bool = False
@@ -113,12 +115,14 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
     """
     prompts = plan.sample.prompts
     if not prompts or plan.objective.spec.reads_text or not read_manifest(plan.data.prepared).turns:
-        put = continuation(tokenizer)
-        return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
+        encode = continuation(tokenizer)
+        return Prompts(tuple((prompt, encode([Message("user", prompt)])) for prompt in prompts))
     try:
         with chat_format(tokenizer, None) as form:
-            asked = tuple((prompt, form.encode([Message("user", prompt)])) for prompt in prompts)
-            return Prompts(asked, form.stop_ids, form.stop_strings, answers=True)
+            questions = tuple(
+                (prompt, form.encode([Message("user", prompt)])) for prompt in prompts
+            )
+            return Prompts(questions, form.stop_ids, form.stop_strings, answers=True)
     except UserError as error:
         fix = "set sample.prompts to questions that the template accepts, or to []"
         raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error
@@ -143,18 +147,13 @@ def samples(
         seed=plan.train.seed,
         stop_ids=known_ids(tokenizer.eos_id, model.config.eos_token_id, *prompts.ends),
     )
+    agree = mesh.broadcast_float if mesh.world > 1 else None
     # Compiled, each new length would be recompiled.
     eager = torch.compiler.set_stance("force_eager")
     with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
-        for prompt, ids in prompts.asked:
-            text = tokenizer.decode(
-                list(
-                    sample_tokens(
-                        model, ids, sampling, agree=mesh.broadcast_float if mesh.world > 1 else None
-                    )
-                )
-            )
-            yield prompt, cut(text, prompts.stops)
+        for prompt, ids in prompts.texts_and_ids:
+            completion = list(sample_tokens(model, ids, sampling, agree=agree))
+            yield prompt, cut(tokenizer.decode(completion), prompts.stops)
 
 
 def cut(text: str, stops: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,29 +85,38 @@ def evaluate(
 
     `token_bytes`: int32 [vocabulary], bytes of text per token. `limit`: sequences at most, of all ranks together.
     """
-    begun = time.perf_counter()
+    # Sums of this rank: the loss, what it counts (tokens, pairs), loss tokens, the bytes of their text, metrics.
+    start_time = time.perf_counter()
     device = next(model.parameters()).device
     total = 0.0
     count = 0
-    tokens = 0
-    size = 0
-    sums: dict[str, Tensor] = {}
+    loss_tokens = 0
+    text_bytes = 0
+    metric_sums: dict[str, Tensor] = {}
     batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch_size, limit=limit)
     with eval_mode(model):
         for batch in complete_batches(model, batches, objective):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
             total += float(parts.total)
             count += round(float(parts.count))
-            sums = added(sums, parts.metrics)
-            tokens += int((batch.loss_mask > 0).sum())
-            size += int(token_bytes[batch.labels[batch.loss_mask > 0].numpy()].sum())
-    total, *counts = mesh.all_reduce_sum(total, count, tokens, size)
-    count, tokens, size = (round(number) for number in counts)
-    sums = {name: mesh.all_reduce(some) for name, some in sums.items()}
+            metric_sums = added(metric_sums, parts.metrics)
+            has_loss = batch.loss_mask > 0
+            loss_tokens += int(has_loss.sum())
+            text_bytes += int(token_bytes[batch.labels[has_loss].numpy()].sum())
+
+    # Sums over all ranks; a loss per pair or response has no bytes that it could be compared to.
+    total, *counts = mesh.all_reduce_sum(total, count, loss_tokens, text_bytes)
+    count, loss_tokens, text_bytes = (round(number) for number in counts)
+    metric_sums = {name: mesh.all_reduce(sums) for name, sums in metric_sums.items()}
     if count == 0:
         return None
-    scored = size if objective.loss_unit == "token" else None
-    return EvalResult(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
+    return EvalResult(
+        loss=total / count,
+        tokens=loss_tokens,
+        bytes=text_bytes if objective.loss_unit == "token" else None,
+        seconds=time.perf_counter() - start_time,
+        metrics=means(metric_sums),
+    )
 
 
 def complete_batches(
@@ -120,11 +129,11 @@ def complete_batches(
     if objective.before is None:
         yield from batches
         return
-    parts: Iterable[Sequence[Batch]] = (
-        [list(batches)] if objective.together else ([batch] for batch in batches)
-    )
-    for part in parts:
-        yield from objective.before(model, part)
+    if objective.together:
+        yield from objective.before(model, list(batches))
+        return
+    for batch in batches:
+        yield from objective.before(model, [batch])
 
 
 def evaluate_and_sample(context: RunContext) -> None:
@@ -135,9 +144,10 @@ def evaluate_and_sample(context: RunContext) -> None:
     if context.last_eval_step == context.step or context.plan.eval.every_steps is None:
         return
     step = context.step
+    # A stop restores this progress, in which the evaluation is still due.
     progress_before = replace(context.state.progress, eval_due=True)
 
-    def draw() -> None:
+    def emit_samples() -> None:
         for prompt, text in samples(
             context.model, context.tokenizer, context.prompts, plan=context.plan, mesh=context.mesh
         ):
@@ -146,21 +156,23 @@ def evaluate_and_sample(context: RunContext) -> None:
             )
 
     try:
+        # The validation loss, which decides whether these weights are the best.
         with interruptible(context), context.state.averaged():
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
-                first = context.state.progress.best_step is None
+                is_first = context.state.progress.best_step is None
                 context.best_due = context.state.progress.note_evaluation(result.loss)
                 context.emit(result.event(step))
-                warn_of_few_tokens(context, result, first=first and context.best_due)
+                warn_of_few_tokens(context, result, is_first=is_first and context.best_due)
+
+        # Samples are for the reader alone: a run goes on without them.
         with interruptible(context), context.state.averaged():
-            failure = attempt(draw, context.state)
+            failure = attempt(emit_samples, context.state)
             if isinstance(failure, AllocationFailed):
                 moment = f"while sampling after step {step}; samples are missing"
                 context.emit(Warned(step=step, reason=failure.problem(moment)))
-    except (
-        NotFinite
-    ) as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
+    except NotFinite as error:
+        # The losses of the next steps are non-finite, too: what to do about it is decided there.
         context.emit(Warned(step=step, reason=f"no samples after step {step}: {error.problem}"))
     except Stopped:
         context.state.progress = progress_before
@@ -170,22 +182,29 @@ def evaluate_and_sample(context: RunContext) -> None:
     context.state.progress.eval_due = False
 
 
-def warn_of_few_tokens(context: RunContext, result: EvalResult, *, first: bool) -> None:
-    """Report an early stop, and at the `first` evaluation and at an early stop, that too few tokens decide."""
+def warn_of_few_tokens(context: RunContext, result: EvalResult, *, is_first: bool) -> None:
+    """Report an early stop, and at the first evaluation and at an early stop, that too few tokens decide."""
     progress = context.state.progress
-    few = ""
+    shortage = ""
     if result.tokens < MEASURABLE_TOKENS:
-        few = f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
+        shortage = (
+            f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
+        )
+
     if context.stops_early:
         reason = (
             f"early stopping: {progress.evaluations_since_best} evaluations without a lower loss"
         )
-        reason += "" if progress.best_step is None else f" than that of step {progress.best_step:,}"
-        context.emit(
-            Warned(step=context.step, reason=f"{reason}; {few}: it may be noise" if few else reason)
+        if progress.best_step is not None:
+            reason += f" than that of step {progress.best_step:,}"
+        if shortage:
+            reason += f"; {shortage}: it may be noise"
+        context.emit(Warned(step=context.step, reason=reason))
+    elif is_first and shortage:
+        reason = (
+            f"{shortage}: which checkpoint is the best may be noise;"
+            " set data.validation to a larger share"
         )
-    elif first and few:
-        reason = f"{few}: which checkpoint is the best may be noise; set data.validation to a larger share"
         context.emit(Warned(step=context.step, reason=reason))
 
 
@@ -193,11 +212,11 @@ def warn_of_few_tokens(context: RunContext, result: EvalResult, *, first: bool) 
 def interruptible(context: RunContext) -> Iterator[None]:
     """Inside the block, check for a stop before each forward: each batch, each token. Raises Stopped."""
 
-    def ask(*_: object) -> None:
+    def raise_if_stopped(*_: object) -> None:
         if context.stop():
             raise Stopped
 
-    hook = context.model.register_forward_pre_hook(ask)
+    hook = context.model.register_forward_pre_hook(raise_if_stopped)
     try:
         yield
     finally:
@@ -211,7 +230,7 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
     """
     if context.validation is None:
         return None
-    where = f"in the evaluation after step {context.step}"
+    moment = f"the evaluation after step {context.step}"
     while True:
         plan = context.plan
         work = partial(
@@ -225,13 +244,13 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             limit=limit,
             mesh=context.mesh,
         )
-        listing = partial(
-            context.recorder.record_out_of_memory, plan, context.step, where.removeprefix("in ")
-        )
-        result = attempt(work, context.state, listing)
+        list_memory = partial(context.recorder.record_out_of_memory, plan, context.step, moment)
+        result = attempt(work, context.state, list_memory)
         if not isinstance(result, AllocationFailed):
             return result
-        problem = result.problem(where)
+
+        # Out of memory: half the micro-batch gives the same loss, down to one sequence.
+        problem = result.problem(f"in {moment}")
         fallback = smaller_evaluation(plan, f"{problem} with {plan.eval.micro_batch_size}")
         if fallback is None:
             reason = f"{problem}, micro-batch 1: no validation loss"

@@ -55,19 +55,21 @@ def score_documents(
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     for group in _groups(documents):
-        nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
-        pieces = [
-            piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)
-        ]
+        losses = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
+        pieces = list[Window]()
+        for document, tokens in enumerate(group):
+            pieces += windows(len(tokens), context, document)
+
+        # The longest windows first, since a batch is padded to its first one.
         pieces.sort(key=lambda piece: piece.start - piece.end)
-        begin = 0
-        while begin < len(pieces):  # the longest first: a batch is padded to its first
-            rows = max(_TOKENS_A_FORWARD // (pieces[begin].end - pieces[begin].start), 1)
-            batch = pieces[begin : begin + rows]
-            begin += rows
+        position = 0
+        while position < len(pieces):
+            width = pieces[position].end - pieces[position].start
+            batch = pieces[position : position + max(_TOKENS_A_FORWARD // width, 1)]
+            position += len(batch)
             for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
-                nats[piece.document][piece.scored - 1 : piece.end - 1] = scores
-        yield from nats
+                losses[piece.document][piece.scored - 1 : piece.end - 1] = scores
+        yield from losses
 
 
 def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
@@ -95,7 +97,8 @@ def _score(
     loss_mask_BT = torch.zeros(len(batch), width)
     for row, piece in enumerate(batch):
         ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
-        tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        tokens_BT[row, : len(ids) - 1] = ids[:-1]
+        labels_BT[row, : len(ids) - 1] = ids[1:]
         loss_mask_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     with eval_mode(decoder):
@@ -112,7 +115,7 @@ def _score(
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of a continuation: its log-probability in nats, and whether greedy decoding would write it."""
+    """A continuation's log-probability in nats, and whether greedy decoding would write it."""
 
     logprob: float
     greedy: bool
@@ -120,25 +123,24 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class _ScoresAt:
-    """float32 [2, N]: the log-probability of label n at place n of B * T, and 1 where no token is likelier."""
+    """A head that scores label n at position n of B * T alone, so that no other logits are computed."""
 
-    places_N: Tensor
+    positions_N: Tensor
     labels_N: Tensor
     chunk: int
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         """[2, N]: log-probabilities of the labels, and 1 where a label is the likeliest token."""
-        hidden_ND = hidden_BTD.flatten(0, 1)[self.places_N]
-        found = []
-        for hidden_CD, labels_C in zip(
-            hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True
-        ):
+        hidden_ND = hidden_BTD.flatten(0, 1)[self.positions_N]
+        hidden_chunks = hidden_ND.split(self.chunk)
+        label_chunks = self.labels_N.split(self.chunk)
+        score_chunks = []
+        for hidden_CD, labels_C in zip(hidden_chunks, label_chunks, strict=True):
             scores_CV = capped(widened(output(hidden_CD)), softcap).log_softmax(-1)
             scores_C = scores_CV.gather(1, labels_C[:, None]).squeeze(1)
-            found.append(
-                torch.stack([scores_C, (scores_CV.argmax(-1) == labels_C).to(scores_C.dtype)])
-            )
-        return torch.cat(found, 1)
+            is_likeliest_C = (scores_CV.argmax(-1) == labels_C).to(scores_C.dtype)
+            score_chunks.append(torch.stack([scores_C, is_likeliest_C]))
+        return torch.cat(score_chunks, 1)
 
 
 def score_continuations(
@@ -149,45 +151,55 @@ def score_continuations(
     Contexts are truncated at their start. Choices of one token after one context share a row. Raises UserError for a
     continuation longer than the model's context.
     """
-    most = decoder.config.max_positions
-    device = next(decoder.parameters()).device
-    rows: dict[tuple[int, ...], list[int]] = {}  # the input of a row, and the pairs that it scores
-    for number, (context, continuation) in enumerate(pairs):
-        if len(continuation) > most:
-            problem = f"a continuation of {len(continuation):,} tokens is longer than the context of {most:,}"
+    # Pairs by their input, which lacks the last token: choices of one token after one context have the same.
+    max_positions = decoder.config.max_positions
+    pairs_by_input: dict[tuple[int, ...], list[int]] = {}
+    for pair, (context, continuation) in enumerate(pairs):
+        if len(continuation) > max_positions:
             raise UserError(
-                problem, where="the task", fix="remove it, or use a model with a longer context"
+                f"a continuation of {len(continuation):,} tokens is longer than the context"
+                f" of {max_positions:,}",
+                where="the task",
+                fix="remove it, or use a model with a longer context",
             )
-        rows.setdefault((*context, *continuation)[-most - 1 : -1], []).append(number)
-    order = sorted(rows, key=len, reverse=True)
-    begin = 0
+        input_ids = (*context, *continuation)[-max_positions - 1 : -1]
+        pairs_by_input.setdefault(input_ids, []).append(pair)
+
+    # Batches of the longest inputs first; padding is at the end, outside causal attention.
+    inputs = sorted(pairs_by_input, key=len, reverse=True)
+    device = next(decoder.parameters()).device
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
-    scores = [Likelihood(0.0, False)] * len(pairs)
+    likelihoods = [Likelihood(0.0, False)] * len(pairs)
+    position = 0
     with eval_mode(decoder):
-        while begin < len(order):  # longest first; padding is at the end, outside causal attention
-            width = len(order[begin])
-            batch = order[begin : begin + max(_TOKENS_A_FORWARD // width, 1)]
-            begin += len(batch)
+        while position < len(inputs):
+            width = len(inputs[position])
+            batch = inputs[position : position + max(_TOKENS_A_FORWARD // width, 1)]
+            position += len(batch)
             tokens_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in batch])
-            numbers = [(row, number) for row, ids in enumerate(batch) for number in rows[ids]]
-            sizes = [len(pairs[number][1]) for _, number in numbers]
-            places = [
-                row * width + len(batch[row]) - size + place
-                for (row, _), size in zip(numbers, sizes, strict=True)
-                for place in range(size)
-            ]
-            labels = [token for _, number in numbers for token in pairs[number][1]]
+
+            # Each continuation is scored at the last positions of its row, one for each of its tokens.
+            batch_pairs = list[int]()
+            sizes = list[int]()
+            positions = list[int]()
+            labels = list[int]()
+            for row, ids in enumerate(batch):
+                row_end = row * width + len(ids)
+                for pair in pairs_by_input[ids]:
+                    continuation = pairs[pair][1]
+                    batch_pairs.append(pair)
+                    sizes.append(len(continuation))
+                    positions += range(row_end - len(continuation), row_end)
+                    labels += continuation
             head = _ScoresAt(
-                torch.tensor(places, device=device), torch.tensor(labels, device=device), chunk
+                torch.tensor(positions, device=device), torch.tensor(labels, device=device), chunk
             )
             output: Output = decoder(tokens_BT.to(device), head=head)
-            for (_, number), each_2C in zip(
-                numbers, output.head.float().cpu().split(sizes, 1), strict=True
-            ):
-                scores[number] = Likelihood(
-                    float(each_2C[0].double().sum()), bool(each_2C[1].all())
-                )
-    return scores
+            pair_scores = output.head.float().cpu().split(sizes, 1)
+            for pair, scores_2C in zip(batch_pairs, pair_scores, strict=True):
+                logprob = float(scores_2C[0].double().sum())
+                likelihoods[pair] = Likelihood(logprob, greedy=bool(scores_2C[1].all()))
+    return likelihoods
 
 
 @dataclass(frozen=True)
@@ -205,10 +217,10 @@ class PairMetrics:
 
 
 def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics:
-    """Of at least one pair; texts 2i and 2i + 1 are prompt and chosen, prompt and rejected response."""
+    """The metrics of at least one pair; texts 2i and 2i + 1 are prompt and chosen, prompt and rejected response."""
     values_1S = values_of(decoder, texts).double()[None]
     parts = reward_loss(values_1S, torch.arange(len(texts))[None])
-    means = {name: float(some[0] / some[1]) for name, some in parts.metrics.items()}
+    means = {name: float(sums[0] / sums[1]) for name, sums in parts.metrics.items()}
     return PairMetrics(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
 
 
@@ -216,12 +228,14 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """float32 [texts], on the host: the value at the last token of each."""
     values = torch.zeros(len(texts))
     device = next(decoder.parameters()).device
+    # Batches of the longest texts first; padding is at the end, outside causal attention.
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-    begin = 0
+    position = 0
     with eval_mode(decoder):
-        while begin < len(order):  # longest first; padding is at the end, outside causal attention
-            length = len(texts[order[begin]])
-            numbers = order[begin : begin + max(_TOKENS_A_FORWARD // length, 1)]
+        while position < len(order):
+            length = len(texts[order[position]])
+            numbers = order[position : position + max(_TOKENS_A_FORWARD // length, 1)]
+            position += len(numbers)
             tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
             for row, number in enumerate(numbers):
                 tokens_BT[row, : len(texts[number])] = torch.tensor(
@@ -230,5 +244,4 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
             values_BT: Tensor = decoder(tokens_BT.to(device), head=Values()).head
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
             values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
-            begin += len(numbers)
     return values
