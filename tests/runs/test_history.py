@@ -27,7 +27,7 @@ def keep_lines(bloomery: Bloomery, kept) -> None:
 def test_a_whole_history_has_no_problem(undisturbed: Bloomery) -> None:
     found = read_history(undisturbed.run_dir)
     assert (found.problem, found.last_step) == (None, LAST)
-    assert found.ended is not None and found.ended.status == "done"
+    assert found.end is not None and found.end.status == "done"
 
 
 def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
@@ -72,7 +72,7 @@ def test_a_history_that_is_gone_is_said(copied: Bloomery, how: str) -> None:
     assert report.returncode == 1
     assert f"events.jsonl has no event of steps 1 to {LAST}" in " ".join(report.stderr.split())
     found = read_history(copied.run_dir)
-    assert found.problem is not None and found.missing == (range(1, LAST + 1),)
+    assert found.problem is not None and found.missing_steps == (range(1, LAST + 1),)
 
 
 def test_a_changed_line_is_counted(copied: Bloomery) -> None:

@@ -26,7 +26,7 @@ def rates(plan: RunPlan, steps: int) -> list[float]:
 
 def test_the_clock_continues_from_the_checkpoint():
     now = 5.0
-    timer = Timer(began=2.0, clock=lambda: now, before=40.0)
+    timer = Timer(began=2.0, clock=lambda: now, restored=40.0)
     assert timer.elapsed == 43.0
 
 

@@ -12,13 +12,13 @@ from test_out_of_memory import Allocator, run_short_of_memory
 from bloomery.monitor.events import Phase, Recovered
 from bloomery.train.diagnostics import profiler as profile
 from bloomery.train.diagnostics.profiler import (
-    KEPT,
+    SAVED,
     SAVED_TENSORS_READABLE,
     Live,
     live_tensors,
     page,
 )
-from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
+from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, requested_steps
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
 
@@ -76,7 +76,7 @@ def test_checkpointed_blocks_are_not_computed_for_the_list(plan, tmp_path):
     assert not [
         line
         for line in text.splitlines()
-        if KEPT in line and f" x {CONFIG.intermediate_size} f" in line
+        if SAVED in line and f" x {CONFIG.intermediate_size} f" in line
     ]
     assert_same_tensors(seen.tensors(4), plain.tensors(4))
 
@@ -91,7 +91,7 @@ def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     line = next(line for line in text.splitlines() if line.startswith("weights "))
     assert f"{weights / 1024:.1f} KiB" in line
     assert any(line.startswith("optimizer ") for line in text.splitlines())
-    assert any(line.startswith(KEPT) for line in text.splitlines()) == SAVED_TENSORS_READABLE
+    assert any(line.startswith(SAVED) for line in text.splitlines()) == SAVED_TENSORS_READABLE
     assert SAVED_TENSORS_READABLE or "not available" in text
 
 
@@ -104,7 +104,7 @@ def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_pa
     kept = [
         live
         for live in live_tensors(state.model_and_optimizer)
-        if live.shape == (64, 64) and live.purpose == KEPT
+        if live.shape == (64, 64) and live.purpose == SAVED
     ]
     # the other factor and both results of exp, of which names hold two as well
     assert len(kept) == 3
@@ -113,7 +113,7 @@ def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_pa
     left = [
         live
         for live in live_tensors(state.model_and_optimizer)
-        if live.shape == (64, 64) and live.purpose == KEPT
+        if live.shape == (64, 64) and live.purpose == SAVED
     ]
     assert left == []
 
@@ -143,7 +143,7 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
         }
     )
     others = any(
-        live.purpose == KEPT for live in live_tensors(build_state(plan).model_and_optimizer)
+        live.purpose == SAVED for live in live_tensors(build_state(plan).model_and_optimizer)
     )  # of earlier tests
     short = run_short_of_memory(plan, tmp_path, Allocator(place, rows=4, times=1))
     (told,) = short.of(Recovered)
@@ -153,7 +153,7 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     text = (tmp_path / name).read_text()
     where = "the evaluation after step 2" if place == "evaluation" else "step 1"
     assert text.startswith(f"tensors in memory when {where} ran out of memory")
-    kept = any(line.startswith(KEPT) for line in text.splitlines())
+    kept = any(line.startswith(SAVED) for line in text.splitlines())
     # the forward failed at its first tensor
     assert others or kept == (SAVED_TENSORS_READABLE and place == "backward")
 
@@ -192,12 +192,12 @@ def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
 )
 def test_a_wish_that_makes_no_sense_is_none(tmp_path, text, steps):
     (tmp_path / "wish").write_text(text)
-    assert asked_steps(tmp_path / "wish") == steps
-    assert asked_steps(tmp_path / "nothing") == 0
+    assert requested_steps(tmp_path / "wish") == steps
+    assert requested_steps(tmp_path / "nothing") == 0
 
 
 def test_equal_tensors_are_one_line():
-    found = [Live(KEPT, (2, 3), "float32", "cpu", 2**20)] * 3 + [
+    found = [Live(SAVED, (2, 3), "float32", "cpu", 2**20)] * 3 + [
         Live("weights", (), "float32", "cpu", 4)
     ]
     lines = page(found, "title", "cpu").splitlines()
@@ -219,7 +219,7 @@ def test_a_graph_from_a_real_step_holds_its_activations(plan):
     parts = compute_loss(
         state.model_and_optimizer.model, batch, build_objective(plan), precision="float32"
     )
-    kept = [live for live in live_tensors(state.model_and_optimizer) if live.purpose == KEPT]
+    kept = [live for live in live_tensors(state.model_and_optimizer) if live.purpose == SAVED]
     wide = [live for live in kept if live.shape[-1:] == (CONFIG.intermediate_size,)]
     assert len(wide) >= 2 * CONFIG.num_layers  # gate and up of each layer at least
     del parts

@@ -58,10 +58,10 @@ def test_labels_are_looked_for_in_their_own_document_only():
     facts = label_facts(
         [batch_of([1, 2, 3, 9, 8], [2, 3, 4, 8, 7], documents=[0, 0, 0, 1, 1])], OBJECTIVE
     )
-    assert (facts.own, facts.next, facts.after) == (0.0, 1.0, 0.0)
+    assert (facts.own_share, facts.next_share, facts.after_next_share) == (0.0, 1.0, 0.0)
     masked = batch_of([1, 2, 3, 4], [1, 3, 4, 4], loss_mask=[1.0, 0.0, 0.0, 1.0])
-    assert label_facts([masked], OBJECTIVE).own == 1.0
-    assert label_facts([masked], OBJECTIVE).next == 0.0
+    assert label_facts([masked], OBJECTIVE).own_share == 1.0
+    assert label_facts([masked], OBJECTIVE).next_share == 0.0
 
 
 def test_pairs_of_a_text_repeat_and_those_of_chance_do_not():

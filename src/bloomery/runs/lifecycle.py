@@ -175,7 +175,7 @@ def resume(
         read_sealed(folder.recipe)
         loaded_recipe = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
-        reported_done = history.ended is not None and history.ended.status == "done"
+        reported_done = history.end is not None and history.end.status == "done"
         is_finished = reported_done and is_done(folder.path)
         if step is None and not overrides and is_finished:
             if launch is not None:

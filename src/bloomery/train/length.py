@@ -22,15 +22,15 @@ Repeated = Literal["evaluation", "checkpoint"]
 @final
 @dataclass
 class Timer:
-    """The clock of a run. `began`: when this process did; `before`: seconds of the run up to its checkpoint."""
+    """The clock of a run. `began`: when this process did; `restored`: seconds of the run up to its checkpoint."""
 
     began: float
     clock: Callable[[], float] = time.perf_counter
-    before: float = 0.0
+    restored: float = 0.0
 
     @property
     def elapsed(self) -> float:
-        return self.before + self.clock() - self.began
+        return self.restored + self.clock() - self.began
 
 
 def fraction_done(train: TrainPlan, *, step: int, seconds: float) -> float:
@@ -39,10 +39,9 @@ def fraction_done(train: TrainPlan, *, step: int, seconds: float) -> float:
     A wall-time run takes at least one step, or `min_steps`, even if they take longer.
     """
     if train.seconds is not None:
-        elapsed = round(
-            seconds / train.seconds, 9
-        )  # a sum of seconds misses the end by a rounding error
-        return min(1.0, elapsed, step / (train.min_steps or 1))
+        # Rounded, because a sum of seconds misses the end by a rounding error.
+        elapsed_fraction = round(seconds / train.seconds, 9)
+        return min(1.0, elapsed_fraction, step / (train.min_steps or 1))
     assert train.steps is not None, "a run has a number of steps or a time"
     return min(1.0, step / train.steps)
 
@@ -72,9 +71,9 @@ def due(
     return passed(interval, fraction_before, fraction)
 
 
-def passed(interval: float, before: float, now: float) -> bool:
-    """Whether a multiple of `interval` lies after `before`, and not after `now`."""
-    return int(now / interval + _EPSILON) > int(before / interval + _EPSILON)
+def passed(interval: float, start: float, end: float) -> bool:
+    """Whether a multiple of `interval` lies after `start`, and not after `end`."""
+    return int(end / interval + _EPSILON) > int(start / interval + _EPSILON)
 
 
 def _interval(repeated: Repeated, plan: RunPlan) -> float | int:

@@ -60,11 +60,11 @@ def run(
         return "stopped"
     context.before_save = before_save
     context.timer = timer
-    timer.before = context.state.progress.seconds
+    timer.restored = context.state.progress.seconds
     if plan.train.seconds is not None:
         # What became due after the checkpoint, while the run was stopped, is due after the first step.
         context.checked_fraction = fraction_done(
-            plan.train, step=context.step, seconds=timer.before
+            plan.train, step=context.step, seconds=timer.restored
         )
 
     # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.

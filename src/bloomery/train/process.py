@@ -19,7 +19,7 @@ from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
 from bloomery.plan.types import RunPlan
 
-# of Python and PyTorch, mapped by a training process on a CPU; a part of the plan's runtime
+# The files of Python and PyTorch that a training process on a CPU maps; a part of the plan's runtime.
 LIBRARIES = 120 * MIB
 
 
@@ -31,8 +31,8 @@ def set_up_process(plan: RunPlan) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated
     if plan.train.device == "cuda":
         # Out of memory in a ROCm driver can hang the machine; PyTorch's limit raises an error instead.
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / total_bytes))
 
 
 def build_kernels(plan: RunPlan) -> float:
@@ -71,8 +71,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def training_device(machine: Path) -> tuple[int, str]:
     """Index and name of the accelerator that training uses, from the run's machine.json."""
-    used = build_profile(read_machine(machine)).accelerator if machine.is_file() else None
-    return (0, "") if used is None else (used.index, used.name)
+    accelerator = build_profile(read_machine(machine)).accelerator if machine.is_file() else None
+    return (0, "") if accelerator is None else (accelerator.index, accelerator.name)
 
 
 def allocator_sample(
@@ -80,15 +80,15 @@ def allocator_sample(
 ) -> DeviceStats:
     """The state of PyTorch's allocator. `stats`: `torch.cuda.memory_stats()`."""
     reserved = stats.get("reserved_bytes.all.current", 0)
-    # a segment with a live tensor cannot be freed
-    between = stats.get("inactive_split_bytes.all.current", 0)
+    # Free blocks next to a live tensor cannot be returned: their segment is in use.
+    unusable = stats.get("inactive_split_bytes.all.current", 0)
     return DeviceStats(
         step=step,
         device=device[0],
         name=device[1],
         allocated_gib=round(stats.get("allocated_bytes.all.current", 0) / GIB, 3),
         reserved_gib=round(reserved / GIB, 3),
-        fragmentation=round(between / reserved, 3) if reserved else 0.0,
+        fragmentation=round(unusable / reserved, 3) if reserved else 0.0,
         alloc_retries=stats.get("num_alloc_retries", 0),
     )
 
@@ -112,9 +112,9 @@ def peak_memory_gib(device: str) -> float:
     status = Path("/proc/self/status")
     if status.is_file():  # not ru_maxrss, which on Linux starts at the parent's memory
         text = status.read_text()
-        peak, of_files = (
+        peak_bytes, file_bytes = (
             int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("VmHWM", "RssFile")
         )
-        return (peak - max(0, of_files - LIBRARIES)) / GIB
+        return (peak_bytes - max(0, file_bytes - LIBRARIES)) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -34,13 +34,13 @@ class Unsound(UserError):
     """A kernel computes wrong numbers."""
 
 
-def asked_steps(request: Path) -> int:
+def requested_steps(request: Path) -> int:
     """The number of steps in the request file; 0 without a valid one."""
     try:
-        words = read_whole(request, most=100).decode()
+        text = read_whole(request, most=100).decode()
     except (OSError, ValueError, UserError):
         return 0
-    return min(int(words), LONGEST_PROFILE) if words.isdecimal() else 0
+    return min(int(text), LONGEST_PROFILE) if text.isdecimal() else 0
 
 
 def name_of(folder: Path) -> str:
@@ -50,24 +50,29 @@ def name_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """`missing`: ranges of steps without an event, before a later step or checkpoint."""
+    """What events.jsonl holds. `missing_steps`: those without an event, before a later step or checkpoint.
 
-    missing: tuple[range, ...]
+    `last_step`: the last one with an event. `end`: the event of the run's end, unless the run continued.
+    """
+
+    missing_steps: tuple[range, ...]
     unreadable_lines: int
-    last_step: int  # with an event
-    ended: RunEnded | None  # unless the run continued
+    last_step: int
+    end: RunEnded | None
 
     @property
     def problem(self) -> str | None:
         """One sentence; None when every event is present."""
         parts = []
-        if self.missing:
+        if self.missing_steps:
             spans = [
-                f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}"
-                for run in self.missing
+                f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
+                for steps in self.missing_steps
             ]
-            more = f" and {len(spans) - 5:,} more ranges" if len(spans) > 5 else ""
-            parts.append(f"events.jsonl has no event of steps {', '.join(spans[:5])}{more}")
+            shown_spans = ", ".join(spans[:5])
+            if len(spans) > 5:
+                shown_spans += f" and {len(spans) - 5:,} more ranges"
+            parts.append(f"events.jsonl has no event of steps {shown_spans}")
         if self.unreadable_lines:
             lines = "1 line" if self.unreadable_lines == 1 else f"{self.unreadable_lines:,} lines"
             parts.append(f"{lines} of {'it' if parts else 'events.jsonl'} cannot be read")
@@ -79,26 +84,29 @@ class History:
 def read_history(run_dir: Path) -> History:
     """Raises UserError when events or checkpoints cannot be read."""
     tail = Tail(run_dir / "events.jsonl")
-    steps = set[int]()
-    ended = None
+    recorded_steps = set[int]()
+    end = None
     for event in tail.read(whole=True):
         if isinstance(event, StepDone):
-            steps.add(event.step)
+            recorded_steps.add(event.step)
+        # Whatever comes after an end says that the run continued.
         if isinstance(event, RunEnded | RunStarted | Resumed | StepDone):
-            ended = event if isinstance(event, RunEnded) else None
-    reached = max([*steps, *saved_steps(run_dir / "checkpoints")], default=0)
-    return History(_gaps(steps, reached), tail.unknown_lines, max(steps, default=0), ended)
+            end = event if isinstance(event, RunEnded) else None
+    last_step = max([*recorded_steps, *saved_steps(run_dir / "checkpoints")], default=0)
+    return History(
+        _gaps(recorded_steps, last_step), tail.unknown_lines, max(recorded_steps, default=0), end
+    )
 
 
-def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
-    """The runs of steps between 1 and `reached` that are missing."""
-    found = []
-    before = 0
-    for step in sorted({step for step in steps if 0 < step <= reached} | {reached + 1}):
-        if step > before + 1:
-            found.append(range(before + 1, step))
-        before = step
-    return tuple(found)
+def _gaps(steps: Iterable[int], last_step: int) -> tuple[range, ...]:
+    """The ranges of steps between 1 and `last_step` that are missing."""
+    gaps = []
+    previous_step = 0
+    for step in sorted({step for step in steps if 0 < step <= last_step} | {last_step + 1}):
+        if step > previous_step + 1:
+            gaps.append(range(previous_step + 1, step))
+        previous_step = step
+    return tuple(gaps)
 
 
 def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
@@ -107,29 +115,25 @@ def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
     return _integer(plan, "train", "steps"), _integer(plan, "eval", "early_stopping_patience")
 
 
-def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
+def contradicted(run_dir: Path, end: RunEnded | None, step: int) -> bool:
     """Whether RunEnded reports "done" before the planned steps, without early stopping."""
-    planned, patience = planned_end(run_dir)
-    return (
-        ended is not None
-        and ended.status == "done"
-        and planned is not None
-        and patience is None
-        and step < planned
-    )
+    if end is None or end.status != "done":
+        return False
+    planned_steps, patience = planned_end(run_dir)
+    return planned_steps is not None and patience is None and step < planned_steps
 
 
 def is_done(run_dir: Path) -> bool:
     """Whether the newest checkpoint is of the last planned step, or of the step of early stopping."""
-    planned, patience = planned_end(run_dir)
+    planned_steps, patience = planned_end(run_dir)
     steps = saved_steps(run_dir / "checkpoints")
-    if not steps or planned is None:
+    if not steps or planned_steps is None:
         return False
-    if steps[-1] >= planned:
+    if steps[-1] >= planned_steps:
         return True
     state = _json(step_folder(run_dir / "checkpoints", steps[-1]) / "state.json")
-    waited = _integer(state, "progress", "evaluations_since_best")
-    return patience is not None and waited is not None and waited >= patience
+    evaluations = _integer(state, "progress", "evaluations_since_best")
+    return patience is not None and evaluations is not None and evaluations >= patience
 
 
 def _json(path: Path) -> Any:
@@ -140,6 +144,6 @@ def _json(path: Path) -> Any:
 
 
 def _integer(content: Any, section: str, key: str) -> int | None:
-    held = content.get(section) if isinstance(content, dict) else None
-    value = held.get(key) if isinstance(held, dict) else None
+    values = content.get(section) if isinstance(content, dict) else None
+    value = values.get(key) if isinstance(values, dict) else None
     return value if isinstance(value, int) else None

@@ -22,10 +22,10 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.losses import LossParts
 from bloomery.train.objectives import Objective
 from bloomery.train.process import resident_gib
-from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
+from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, requested_steps
 from bloomery.train.step import ModelAndOptimizer
 
-KEPT = "saved for backward"
+SAVED = "saved for backward"
 OTHERS = "everything else"
 GROUPS = 40  # of equal tensors in a list
 SAVED_TENSORS_READABLE = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
@@ -46,16 +46,17 @@ class Live:
 
 def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
     """Each storage once. Activations are found through the autograd graphs of reachable tensors."""
-    seen: set[int] = set()
-    found = list(_new(_named(model_and_optimizer), seen))
+    # What the model and the optimizer hold has a name; it is counted under that name alone.
+    listed_storages: set[int] = set()
+    tensors = list(_unlisted(_named(model_and_optimizer), listed_storages))
+
+    # What is left of the reachable tensors is saved for backward, or held by something else.
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
-    found += (
-        _new(((KEPT, tensor) for tensor in _kept(reachable)), seen)
-        if SAVED_TENSORS_READABLE
-        else ()
-    )
-    found += _new(((OTHERS, tensor) for tensor in reachable), seen)
-    return found
+    if SAVED_TENSORS_READABLE:
+        saved = ((SAVED, tensor) for tensor in _saved_in_graphs(reachable))
+        tensors += _unlisted(saved, listed_storages)
+    tensors += _unlisted(((OTHERS, tensor) for tensor in reachable), listed_storages)
+    return tensors
 
 
 def _is_tensor(thing: object) -> bool:
@@ -66,7 +67,7 @@ def _is_tensor(thing: object) -> bool:
 def _named(model_and_optimizer: ModelAndOptimizer) -> Iterator[tuple[str, Tensor]]:
     parameters = list(model_and_optimizer.model.parameters())
     yield from (("weights", parameter) for parameter in parameters)
-    # quantized weights
+    # Quantized weights are buffers.
     yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())
     yield from (
         ("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None
@@ -76,62 +77,62 @@ def _named(model_and_optimizer: ModelAndOptimizer) -> Iterator[tuple[str, Tensor
     )
 
 
-def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
-    for purpose, tensor in named:
+def _unlisted(
+    purposes_and_tensors: Iterable[tuple[str, Tensor]], listed_storages: set[int]
+) -> Iterator[Live]:
+    """The tensors whose storage is not listed yet; it is added to `listed_storages`."""
+    for purpose, tensor in purposes_and_tensors:
         if not _is_tensor(tensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue
         storage = tensor.untyped_storage()
         try:
-            place = storage.data_ptr()
+            address = storage.data_ptr()
         except RuntimeError:  # a fake tensor
             continue
-        if place and place not in seen:
-            seen.add(place)
+        if address and address not in listed_storages:
+            listed_storages.add(address)
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield Live(purpose, tuple(tensor.shape), dtype, str(tensor.device), storage.nbytes())
 
 
-def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
+def _saved_in_graphs(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
     """The tensors that autograd saved in every node of these tensors' graphs."""
-    waiting = [node for tensor in reachable if (node := tensor.grad_fn) is not None]
-    visited = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield from _saved(node)
-        above = [
-            other for other, _ in node.next_functions if other is not None and other not in visited
+    queue = [node for tensor in reachable if (node := tensor.grad_fn) is not None]
+    visited = set(queue)
+    while queue:
+        node = queue.pop()
+        yield from _saved_in_node(node)
+        next_nodes = [
+            next_node
+            for next_node, _ in node.next_functions
+            if next_node is not None and next_node not in visited
         ]
-        visited.update(above)
-        waiting += above
+        visited.update(next_nodes)
+        queue += next_nodes
 
 
-def _saved(node: Any) -> Iterator[Tensor]:
-    """Without the saved-tensor hooks, which would recompute a checkpointed block."""
+def _saved_in_node(node: Any) -> Iterator[Tensor]:
+    """A node's saved tensors, read without the saved-tensor hooks, which would recompute a checkpointed block."""
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue
         try:
             value = getattr(node, name)
-            raw = [
-                one.data
-                for one in (value if isinstance(value, tuple | list) else (value,))
-                if one is not None
-            ]
+            saved_values = value if isinstance(value, tuple | list) else (value,)
+            contents = [saved.data for saved in saved_values if saved is not None]
         except RuntimeError:  # freed by backward
             continue
-        yield from (one for one in raw if isinstance(one, Tensor))
+        yield from (content for content in contents if isinstance(content, Tensor))
 
 
 def page(tensors: list[Live], title: str, device: str) -> str:
     """A table of memory by purpose, then the largest groups of equal tensors."""
-    unknown = f"unknown     tensors {KEPT}: not available in PyTorch {torch.__version__}"
-    lines = [
-        title,
-        *_totals(device),
-        *([] if SAVED_TENSORS_READABLE else [unknown]),
-        "",
-        f"{'purpose':<{NAME}}{'tensors':>9}{'memory':>13}",
-    ]
+    lines = [title, *_totals(device)]
+    if not SAVED_TENSORS_READABLE:
+        lines.append(f"unknown     tensors {SAVED}: not available in PyTorch {torch.__version__}")
+
+    # By purpose, the largest first.
+    lines += ["", f"{'purpose':<{NAME}}{'tensors':>9}{'memory':>13}"]
     purposes = list(dict.fromkeys(live.purpose for live in tensors))
     for purpose in sorted(purposes, key=lambda purpose: -_bytes(tensors, purpose)):
         count = sum(live.purpose == purpose for live in tensors)
@@ -139,19 +140,21 @@ def page(tensors: list[Live], title: str, device: str) -> str:
     lines.append(
         f"{'total':<{NAME}}{len(tensors):>9,}{format_bytes(sum(live.bytes for live in tensors)):>13}"
     )
-    ordered = sorted(Counter(tensors).items(), key=lambda pair: -pair[0].bytes * pair[1])
+
+    # Tensors of one purpose, shape and type are one row: a model has many layers of one kind.
+    groups = sorted(Counter(tensors).items(), key=lambda group: -group[0].bytes * group[1])
     lines += [
         "",
         f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}",
     ]
-    for live, count in ordered[:GROUPS]:
+    for live, count in groups[:GROUPS]:
         name = f"{live.purpose}: {' x '.join(map(str, live.shape)) or 'scalar'} {live.dtype}"
         name += "" if live.device.startswith(device) else f", {live.device}"
         lines.append(
             f"{name:<{NAME}}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}"
         )
-    if len(ordered) > GROUPS:
-        lines.append(f"and {len(ordered) - GROUPS:,} smaller groups")
+    if len(groups) > GROUPS:
+        lines.append(f"and {len(groups) - GROUPS:,} smaller groups")
     return "\n".join(lines) + "\n"
 
 
@@ -217,17 +220,18 @@ class Recorder:
     @contextmanager
     def around(self, plan: RunPlan, step: int) -> Iterator[None]:
         """Wraps a step; records it if planned or requested."""
-        planned = plan.logging.profile_steps
+        # A request comes before the plan; the plan's steps may have begun before a resume.
+        planned_steps = plan.logging.profile_steps
         if self._open is None and self._writes:
-            steps = asked_steps(self._request) or (
-                planned[1] - step + 1 if planned and step >= planned[0] else 0
-            )
+            steps = requested_steps(self._request)
+            if steps == 0 and planned_steps and step >= planned_steps[0]:
+                steps = planned_steps[1] - step + 1
             if steps > 0:
                 self._request.unlink(missing_ok=True)
                 self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
                 self._open = _Recording(plan, step, step + steps - 1)
         yield
-        if self._open is not None and step >= self._open.last:
+        if self._open is not None and step >= self._open.last_step:
             self.close()
 
     def objective(self, objective: Objective) -> Objective:
@@ -241,24 +245,22 @@ class Recorder:
             parts = objective.loss(output, batch)
             if not recording.listed:
                 recording.listed = True
-                moment = (
-                    f"step {recording.first}, between forward and backward of its first micro-batch"
-                )
-                self._list(f"{self._name(recording.first)}", moment, recording.device)
+                step = recording.first_step
+                moment = f"step {step}, between forward and backward of its first micro-batch"
+                self._list(self._name(step), moment, recording.device)
             return parts
 
         return replace(objective, loss=loss)
 
-    def record_out_of_memory(self, plan: RunPlan, step: int, where: str) -> str:
+    def record_out_of_memory(self, plan: RunPlan, step: int, moment: str) -> str:
         """List the tensors before they are freed; the file's name in the run folder, "" without one."""
         self._lists += 1
         if self._lists > MOST_LISTS:
             return ""
         name = f"{self._name(step)}-full-{self._lists}"
-        written = self._list(
-            name, f"tensors in memory when {where} ran out of memory", plan.train.device
-        )
-        return f"{PROFILE}/{name}.memory.txt" if written else ""
+        title = f"tensors in memory when {moment} ran out of memory"
+        is_written = self._list(name, title, plan.train.device)
+        return f"{PROFILE}/{name}.memory.txt" if is_written else ""
 
     def close(self) -> None:
         """End and write the current recording, if any."""
@@ -266,32 +268,28 @@ class Recorder:
         self._open = None
         if recording is None:
             return
-        name = self._name(recording.first)
+        last_step = recording.last_step
         try:
-            recording.write(self._folder, name)
+            recording.write(self._folder, self._name(recording.first_step))
         except (OSError, RuntimeError) as error:
-            self._warn(recording.last, error)
+            self._warn(last_step, error)
             return
-        steps = recording.last - recording.first + 1
-        self._emit(Phase(step=recording.last, name="profile", done=steps, total=steps))
+        steps = last_step - recording.first_step + 1
+        self._emit(Phase(step=last_step, name="profile", done=steps, total=steps))
 
-    def _list(self, name: str, moment: str, device: str) -> bool:
+    def _list(self, name: str, title: str, device: str) -> bool:
         """Whether the list was written: a failure is a warning, and training continues."""
         try:
-            write_memory(self._model_and_optimizer, self._folder / name, moment, device=device)
+            write_memory(self._model_and_optimizer, self._folder / name, title, device=device)
         except (OSError, RuntimeError, MemoryError) as error:
             self._warn(0, error)
             return False
         return True
 
     def _warn(self, step: int, error: BaseException) -> None:
-        why = error.strerror if isinstance(error, OSError) else None
-        self._emit(
-            Warned(
-                step=step,
-                reason=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}",
-            )
-        )
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = reason or str(error).strip() or type(error).__name__
+        self._emit(Warned(step=step, reason=f"{NOT_RECORDED}: {reason}"))
 
     @staticmethod
     def _name(step: int) -> str:
@@ -302,59 +300,57 @@ class Recorder:
 class _Recording:
     """torch.profiler from the first step to the last."""
 
-    def __init__(self, plan: RunPlan, first: int, last: int) -> None:
-        self.first = first
-        self.last = last
+    def __init__(self, plan: RunPlan, first_step: int, last_step: int) -> None:
+        self.first_step = first_step
+        self.last_step = last_step
         self.device = plan.train.device
         self.listed = False
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
+        activities = [ProfilerActivity.CPU]
         if self.device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(
                 context="alloc", stacks="python", max_entries=100_000
             )
-        self._profile = profile(activities=kinds, profile_memory=True)
-        self._began = time.perf_counter()
+        self._profile = profile(activities=activities, profile_memory=True)
+        self._start_time = time.perf_counter()
         self._profile.start()
 
     def write(self, folder: Path, name: str) -> None:
         """Write the trace (Chrome, Perfetto) and a table of operators. Raises OSError."""
+        # The kernels of the last step may still be running.
         if self.device == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._start_time
         self._profile.stop()
         if self.device == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
+
         folder.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-        steps = (
-            f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
-        )
-        text = table(
-            list(self._profile.key_averages()),
-            f"{steps}, {seconds:.2f} s including profiling",
-            self.device,
-        )
+        steps = f"step {self.first_step}"
+        if self.last_step > self.first_step:
+            steps = f"steps {self.first_step} to {self.last_step}"
+        title = f"{steps}, {seconds:.2f} s including profiling"
+        text = table(list(self._profile.key_averages()), title, self.device)
         (folder / f"{name}.operators.txt").write_text(text, encoding="utf-8")
 
 
 def table(operators: list[Any], title: str, device: str) -> str:
     """Operators by self time; `operators`: torch's FunctionEventAvg."""
 
-    def own(operator: Any) -> float:
-        return (
-            float(
-                operator.self_device_time_total
-                if device == "cuda"
-                else operator.self_cpu_time_total
-            )
-            / 1e6
+    def self_seconds(operator: Any) -> float:
+        on_device = device == "cuda"
+        microseconds = (
+            operator.self_device_time_total if on_device else operator.self_cpu_time_total
         )
+        return float(microseconds) / 1e6
 
-    whole = sum(map(own, operators)) or 1.0
+    total_seconds = sum(map(self_seconds, operators)) or 1.0
     lines = [title, "", f"{'operator':<56}{'calls':>8}{'seconds':>10}{'share':>7}"]
-    for operator in sorted(operators, key=own, reverse=True)[:OPERATORS]:
+    for operator in sorted(operators, key=self_seconds, reverse=True)[:OPERATORS]:
         name = operator.key if len(operator.key) < 56 else operator.key[:52] + "..."
+        seconds = self_seconds(operator)
         lines.append(
-            f"{name:<56}{operator.count:>8,}{own(operator):>10.3f}{own(operator) / whole:>7.0%}"
+            f"{name:<56}{operator.count:>8,}{seconds:>10.3f}{seconds / total_seconds:>7.0%}"
         )
     return "\n".join(lines) + "\n"

@@ -51,12 +51,12 @@ class HealthCheck:
         self._parameters = dict(parameters)
         self._is_adapter = is_adapter
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
-        self._all = max(1, sum(self._sizes.values()))
-        # by tensor: norms of the change and of the previous value
-        self._moved: list[tuple[float, float]] = []
-        self._without: float | None = None  # fraction of parameters without a gradient
-        self._since = time.monotonic()
-        self._waited = core_wait_seconds()
+        self._num_elements = max(1, sum(self._sizes.values()))
+        # Of each parameter the norms of its change and of its previous value.
+        self._change_and_size: list[tuple[float, float]] = []
+        self._no_gradient_share: float | None = None
+        self._last_report = time.monotonic()
+        self._last_core_wait = core_wait_seconds()
 
     def due(self, step: int, every: int) -> bool:
         """Whether to measure this step."""
@@ -65,67 +65,83 @@ class HealthCheck:
     @contextmanager
     def watching(self, *, gradients: bool = True) -> Iterator[None]:
         """Wraps the update. `gradients`: they still exist, so count those that are None or zero."""
-        self._without = None
-        if gradients:
-            some = {
-                name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None
-            }
-            most = list(torch._foreach_norm(list(some.values()), math.inf)) if some else []
-            zero = dict(zip(some, (torch.stack(most) == 0).tolist(), strict=True)) if most else {}
-            self._without = (
-                sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
-            )
-        before = [_sampled(p).clone() for p in self._parameters.values()]
+        self._no_gradient_share = self._zero_gradient_share() if gradients else None
+
+        # The change of a sample of each parameter, next to its size before the update.
+        old_samples = [_sampled(p).clone() for p in self._parameters.values()]
         yield
-        changes = torch._foreach_sub([_sampled(p) for p in self._parameters.values()], before)
+        new_samples = [_sampled(p) for p in self._parameters.values()]
+        changes = torch._foreach_sub(new_samples, old_samples)
         norms = [
-            torch.stack(list(torch._foreach_norm(x, 2, dtype=torch.float32)))
-            for x in (changes, before)
+            torch.stack(list(torch._foreach_norm(samples, 2, dtype=torch.float32)))
+            for samples in (changes, old_samples)
         ]
-        self._moved = list(zip(*torch.stack(norms).tolist(), strict=True))
+        self._change_and_size = list(zip(*torch.stack(norms).tolist(), strict=True))
+
+    def _zero_gradient_share(self) -> float:
+        """The fraction of elements whose parameter has no gradient, or one of zeros alone."""
+        gradients = {
+            name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None
+        }
+        is_zero = dict[str, bool]()
+        if gradients:
+            largest = torch.stack(list(torch._foreach_norm(list(gradients.values()), math.inf)))
+            is_zero = dict(zip(gradients, (largest == 0).tolist(), strict=True))
+        num_zero = sum(size for name, size in self._sizes.items() if is_zero.get(name, True))
+        return num_zero / self._num_elements
 
     def report(
         self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool
     ) -> StepHealth:
         """The measurements of a step on `batches`; of its labels alone if no update was made."""
-        ratios = [
-            change / size
-            for parameter, (change, size) in zip(
-                self._parameters.values(), self._moved, strict=False
-            )
-            if parameter.ndim > 1 and size > 0 and math.isfinite(change)
-        ]
-        still = [
-            name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0
-        ]
-        now = time.monotonic()
-        waited = core_wait_seconds()
+        # The update: by how much matrices changed, and which parameters did not. Without an update the list is empty.
+        update_ratios = list[float]()
+        unchanged_names = list[str]()
+        for (name, parameter), (change, size) in zip(
+            self._parameters.items(), self._change_and_size, strict=False
+        ):
+            if parameter.ndim > 1 and size > 0 and math.isfinite(change):
+                update_ratios.append(change / size)
+            if change == 0:
+                unchanged_names.append(name)
+        unchanged_share = None
+        if self._change_and_size:
+            num_unchanged = sum(self._sizes[name] for name in unchanged_names)
+            unchanged_share = num_unchanged / self._num_elements
+
+        # The process: its time since the last report, how long it waited for a core, its compiled graphs.
+        time_now = time.monotonic()
+        core_wait = core_wait_seconds()
+        core_wait_since = None
+        if core_wait is not None and self._last_core_wait is not None:
+            core_wait_since = core_wait - self._last_core_wait
+        graphs = None
+        dynamo_utils = sys.modules.get("torch._dynamo.utils")
+        if compiled and dynamo_utils is not None:
+            graphs = int(dynamo_utils.counters["stats"]["unique_graphs"])
+
         labels = label_facts(batches, objective)
-        utils = sys.modules.get("torch._dynamo.utils")  # counts compiled graphs
+        has_ratio = bool(update_ratios) and not self._is_adapter
         health = StepHealth(
             step=step,
-            update_ratio=median(ratios) if ratios and not self._is_adapter else None,
-            unchanged_share=sum(self._sizes[name] for name in still) / self._all
-            if self._moved
-            else None,
-            unchanged=max(still, key=lambda name: self._sizes[name], default=""),
-            no_gradient_share=self._without if self._moved else None,
-            labels_next=labels.next,
-            labels_own=labels.own,
-            labels_after=labels.after,
+            update_ratio=median(update_ratios) if has_ratio else None,
+            unchanged_share=unchanged_share,
+            unchanged=max(unchanged_names, key=lambda name: self._sizes[name], default=""),
+            no_gradient_share=self._no_gradient_share if self._change_and_size else None,
+            labels_next=labels.next_share,
+            labels_own=labels.own_share,
+            labels_after=labels.after_next_share,
             pair_excess=labels.pair_excess,
-            seconds=now - self._since,
-            core_wait_seconds=None
-            if waited is None or self._waited is None
-            else waited - self._waited,
-            graphs=int(utils.counters["stats"]["unique_graphs"])
-            if compiled and utils is not None
-            else None,
+            seconds=time_now - self._last_report,
+            core_wait_seconds=core_wait_since,
+            graphs=graphs,
         )
-        self._moved = []
-        self._without = None
-        self._since = now
-        self._waited = waited
+
+        # The next report begins here.
+        self._change_and_size = []
+        self._no_gradient_share = None
+        self._last_report = time_now
+        self._last_core_wait = core_wait
         return health
 
 
@@ -137,54 +153,59 @@ def _sampled(parameter: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelFacts:
-    """Fractions of the loss tokens; None without tokens to compare."""
+    """Fractions of the labels that equal a token of the input; None without tokens to compare."""
 
-    own: float | None = None  # equal to the token at their position
-    next: float | None = None
-    after: float | None = None  # equal to the token after the next
+    own_share: float | None = None  # the token at their position
+    next_share: float | None = None
+    after_next_share: float | None = None
     pair_excess: float | None = None
 
 
 def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     """Whether labels are the next tokens, and whether the order of tokens is random."""
-    taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
+    # Some batches, and some of their rows, are enough. An objective without labels has nothing to compare.
+    checked_batches = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
     heads = [
-        head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)
+        head
+        for head in map(objective.head, checked_batches)
+        if isinstance(head, LabelScores | Divergence)
     ]
-    if len(heads) < len(taken):  # an objective without labels
+    if len(heads) < len(checked_batches):
         return LabelFacts()
     rows = slice(max(1, POSITIONS // batches[0].tokens.shape[1]))
-    tokens: Ints = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
+    tokens: Ints = torch.cat([batch.tokens for batch in checked_batches]).numpy()[rows]
     labels: Ints = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
-    documents: Ints = torch.cat([batch.documents for batch in taken]).numpy()[rows]
+    documents: Ints = torch.cat([batch.documents for batch in checked_batches]).numpy()[rows]
     scored: Bools = torch.cat([head.loss_mask_BT != 0 for head in heads]).numpy()[rows]
+
+    # The share of labels that equal the token so many positions later in their document: it should be 1 for one.
     shares: list[float | None] = []
-    # fraction of labels equal to the token `ahead` positions later in the document
-    for ahead in range(3):
-        end = tokens.shape[1] - ahead
-        inside = scored[:, :end] & (documents[:, :end] == documents[:, ahead:])
-        same = labels[:, :end] == tokens[:, ahead:]
-        shares.append(float(same[inside].mean()) if inside.any() else None)
-    own, following, after = shares
-    return LabelFacts(own, following, after, pair_excess(tokens[scored], labels[scored]))
+    for distance in range(3):
+        end = tokens.shape[1] - distance
+        in_document = scored[:, :end] & (documents[:, :end] == documents[:, distance:])
+        is_equal = labels[:, :end] == tokens[:, distance:]
+        shares.append(float(is_equal[in_document].mean()) if in_document.any() else None)
+    own_share, next_share, after_next_share = shares
+    excess = pair_excess(tokens[scored], labels[scored])
+    return LabelFacts(own_share, next_share, after_next_share, excess)
 
 
-def pair_excess(first: Ints, second: Ints) -> float | None:
-    """How many times as often two (first, second) pairs coincide as for independent tokens.
+def pair_excess(tokens: Ints, labels: Ints) -> float | None:
+    """How many times as often two (token, label) pairs coincide as for independent tokens.
 
-    The rate of equal pairs over the product of the rates of equal firsts and seconds: 1 for shuffled text, more for
+    The rate of equal pairs over the product of the rates of equal tokens and labels: 1 for shuffled text, more for
     real text. None where chance alone gives less than one coincidence.
     """
-    count = len(first)
-    pairs = first.astype(np.int64) * 2**32 + second
-    # Ordered pairs of positions with equal values.
-    counts = [
-        np.unique(values, return_counts=True)[1].astype(np.float64)
-        for values in (pairs, first, second)
-    ]
-    both, left, right = (float((n * (n - 1)).sum()) for n in counts)
-    expected = left * right / max(1.0, count * (count - 1.0))
-    return both / expected if expected >= 1 else None
+    count = len(tokens)
+    pairs = tokens.astype(np.int64) * 2**32 + labels
+
+    def coincidences(values: Ints) -> float:
+        """The number of ordered pairs of positions with equal values."""
+        counts = np.unique(values, return_counts=True)[1].astype(np.float64)
+        return float((counts * (counts - 1)).sum())
+
+    expected = coincidences(tokens) * coincidences(labels) / max(1.0, count * (count - 1.0))
+    return coincidences(pairs) / expected if expected >= 1 else None
 
 
 def core_wait_seconds() -> float | None:
@@ -204,26 +225,31 @@ SLOW_STEPS = 50
 
 @final
 class Stragglers:
-    """Each rank is named once."""
+    """Finds the ranks that are slow in many of the last steps, and names each of them once."""
 
     def __init__(self) -> None:
-        self._last = deque[tuple[float, ...]](maxlen=STEPS)
-        self._named = set[int]()
+        # Of each of the last steps, by rank: its seconds relative to the median of the ranks.
+        self._slowness = deque[tuple[float, ...]](maxlen=STEPS)
+        self._named_ranks = set[int]()
 
     def note(self, seconds: Sequence[float]) -> dict[int, float]:
         """`seconds` of one step that each rank worked, without waiting for others.
 
         The ranks to name now, and how many times the median their work takes.
         """
-        median = statistics.median_low(seconds)
-        self._last.append(tuple(each / median if median else 1.0 for each in seconds))
-        found = dict[int, float]()
+        median_seconds = statistics.median_low(seconds)
+        self._slowness.append(
+            tuple(
+                rank_seconds / median_seconds if median_seconds else 1.0 for rank_seconds in seconds
+            )
+        )
+        stragglers = dict[int, float]()
         for rank in range(len(seconds)):
-            slow = [times[rank] for times in self._last if times[rank] > TIMES]
-            if len(slow) >= SLOW_STEPS and rank not in self._named:
-                self._named.add(rank)
-                found[rank] = statistics.median(slow)
-        return found
+            slow_steps = [step[rank] for step in self._slowness if step[rank] > TIMES]
+            if len(slow_steps) >= SLOW_STEPS and rank not in self._named_ranks:
+                self._named_ranks.add(rank)
+                stragglers[rank] = statistics.median(slow_steps)
+        return stragglers
 
 
 TOKENS = 128
@@ -238,26 +264,26 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
     Raises Unsound when they differ by more than rounding or are non-finite; UserError for transformers' layers.
     """
     limit = TOLERANCE[plan.train.precision]
-    packed = plan.data.layout == "packed"
     if plan.model.config.transformers_backend is not None:
         with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
             check_head(model, limit)
-            check_rows(model, limit, packed=packed)
+            check_rows(model, limit, packed=plan.data.layout == "packed")
         return
     if plan.model.attention == "math":
         return
-    parts = [part for part in model.modules() if isinstance(part, Attention)]
-    kinds = {(part.window, part.scale) for part in parts}
-    for window, scale in sorted(kinds, key=str):
+
+    # Layers of one window and scale call the same kernel.
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    kernels = {(layer.window, layer.scale) for layer in layers}
+    for window, scale in sorted(kernels, key=str):
         error = difference(plan, window=window, scale=scale)
         if not error <= limit:
-            what = (
-                f"error {error:.2g}, at most {limit:.2g} is rounding"
-                if error == error
-                else "non-finite output"
-            )
+            finding = "non-finite output"
+            if not math.isnan(error):
+                finding = f"error {error:.2g}, at most {limit:.2g} is rounding"
             raise Unsound(
-                f"wrong results of {plan.model.attention} attention in {plan.train.precision} on this device: {what}",
+                f"wrong results of {plan.model.attention} attention in {plan.train.precision}"
+                f" on this device: {finding}",
                 where=f"the check before the first step, PyTorch {torch.__version__}",
                 fix="run `bloomery doctor --probe`; or set train.attention=blockwise, which needs no such kernel",
             )
@@ -268,24 +294,27 @@ def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
     config = plan.model.config
     device = torch.device(plan.train.device)
     length = min(TOKENS, plan.data.sequence_length)
-    draw = torch.Generator().manual_seed(0)
+
+    # Queries, keys, values and the gradient of the output, of two documents; `sdpa` has one document per sequence.
+    generator = torch.Generator().manual_seed(0)
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
-    q, k, v, upstream = (
-        torch.randn(2, length, n, config.head_dim, generator=draw).transpose(1, 2) for n in heads
+    q, k, v, output_gradient = (
+        torch.randn(2, length, n, config.head_dim, generator=generator).transpose(1, 2)
+        for n in heads
     )
     documents = torch.arange(length).ge(length // 3).long().expand(2, length)
-    alone = plan.model.attention == "sdpa"  # one document per sequence
+    one_document = plan.model.attention == "sdpa"
 
-    def results(backend: str, where: torch.device, precision: str) -> list[Tensor]:
-        kind = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-        inputs = [x.to(where, kind).requires_grad_() for x in (q, k, v)]
-        to_q, to_k, to_v = inputs
-        layout = layout_of(None if alone else documents.to(where), backend=backend)
-        with precision_context(precision, where.type):
-            out = attend(
-                to_q,
-                to_k,
-                to_v,
+    def output_and_gradients(backend: str, device: torch.device, precision: str) -> list[Tensor]:
+        dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
+        queries, keys, values = inputs
+        layout = layout_of(None if one_document else documents.to(device), backend=backend)
+        with precision_context(precision, device.type):
+            output = attend(
+                queries,
+                keys,
+                values,
                 layout,
                 backend=backend,
                 window=window,
@@ -293,12 +322,14 @@ def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
                 scale=scale,
                 dropout=0.0,
             )
-        return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(where, out.dtype))]
+        gradients = torch.autograd.grad(output, inputs, output_gradient.to(device, output.dtype))
+        return [output.detach(), *gradients]
 
-    actual = results(plan.model.attention, device, plan.train.precision)
-    exact = results("math", torch.device("cpu"), "float32")
-    shares = [
-        (a.float().cpu() - b).abs().max() / b.abs().max()
-        for a, b in zip(actual, exact, strict=True)
+    actual = output_and_gradients(plan.model.attention, device, plan.train.precision)
+    exact = output_and_gradients("math", torch.device("cpu"), "float32")
+    errors = [
+        (actual_tensor.float().cpu() - exact_tensor).abs().max() / exact_tensor.abs().max()
+        for actual_tensor, exact_tensor in zip(actual, exact, strict=True)
     ]
-    return float(torch.stack(shares).max())  # NaN wins
+    # The maximum is NaN where any error is.
+    return float(torch.stack(errors).max())

@@ -11,12 +11,13 @@ from bloomery.core.errors import UserError
 
 
 def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
-    """Of its trainable parameters; None without a decay."""
+    """The average of the model's trainable parameters; None without a decay."""
     if decay is None:
         return None
-    return WeightAverage(
-        {name: each for name, each in model.named_parameters() if each.requires_grad}, decay
-    )
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    return WeightAverage(parameters, decay)
 
 
 @final
@@ -42,7 +43,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Move the averages towards the weights, after a step of the optimizer."""
         self.updates += 1
         decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for name, average in self._averages.items():
@@ -61,7 +62,7 @@ class WeightAverage:
     def _swap(self) -> None:
         for name, average in self._averages.items():
             parameter = self._parameters[name].detach()
-            # one at a time: in place, so that no view of a parameter changes
+            # In place, so that no view of a parameter changes; one at a time, so that one copy is in memory.
             trained = parameter.clone()
             parameter.copy_(average)
             average.copy_(trained)
@@ -78,11 +79,10 @@ class WeightAverage:
         if trained is None:
             return
         if trained.keys() != self._averages.keys():
-            fix = "resume with the recipe of the run, or start a new run"
             raise UserError(
                 "the checkpoint has other averaged weights than this model",
                 where="ema.safetensors",
-                fix=fix,
+                fix="resume with the recipe of the run, or start a new run",
             )
         for name, tensor in trained.items():
             self._parameters[name].detach().copy_(tensor)
