@@ -217,7 +217,7 @@ def test_a_server_plans_the_longest_context_that_fits(prepared, base, tmp_path, 
     heads = config.num_layers * config.num_kv_heads * config.head_dim
     token = 4 * 2 * heads * decoder.model.embed_tokens.weight.itemsize
     monkeypatch.setattr(module, "WORKSPACE", 0)
-    monkeypatch.setattr(module, "LEAST_CONTEXT", 8)
+    monkeypatch.setattr(module, "MIN_CONTEXT", 8)
     # Four slots take half of what is free beside the weights; two models a quarter each.
     for parts, wanted in ((1, 24), (2, 8)):
         monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 2 * 24 * token + 10)

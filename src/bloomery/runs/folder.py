@@ -430,4 +430,4 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
     apply_environment(machine)
     from bloomery.train.use import Use
 
-    return Use.of(profile, quantize, machine=machine, asked=devices)
+    return Use.of(profile, quantize, machine=machine, requested_device=devices)

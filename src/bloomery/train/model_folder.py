@@ -66,10 +66,13 @@ def damage(folder: Path) -> str | None:
         case {"format": int(version), "files": dict(files)} if version == FORMAT:
             if (stray := added_to(folder, [MANIFEST, *files])) is not None:
                 return f"{stray.name} was added"
-            wrongs = (_file_damage(folder / name, entry) for name, entry in files.items())
-            return next((wrong for wrong in wrongs if wrong is not None), None)
+            for name, entry in files.items():
+                if (problem := _file_damage(folder / name, entry)) is not None:
+                    return problem
+            return None
         case {"format": int(version)}:
-            return f"{'a newer' if version > FORMAT else 'an older'} Bloomery wrote it (format {version})"
+            age = "a newer" if version > FORMAT else "an older"
+            return f"{age} Bloomery wrote it (format {version})"
     return f"{MANIFEST} is damaged"
 
 
@@ -77,13 +80,15 @@ def refuse_other_run(folder: Path) -> None:
     """Raises UserError for a valid checkpoint of another run, or of another history of this one."""
     checkpoints = folder.parent
     manifest = unstamped(folder / MANIFEST)
-    head = read_identity(checkpoints.parent)
-    if head is None:
+    identity = read_identity(checkpoints.parent)
+    if identity is None:
         return
+
+    # Of another run, of a plan of no history of this run, or after another checkpoint than the one that is here.
     problem = None
-    if manifest["run"] != head.run:
+    if manifest["run"] != identity.run:
         problem = "the checkpoint is from another run"
-    elif manifest["plan"] not in head.plans:
+    elif manifest["plan"] not in identity.plans:
         problem = "the checkpoint was saved with a plan that this run never had"
     elif manifest["before"] is not None:
         step, stamp = manifest["before"]
@@ -105,25 +110,24 @@ def seal_of(folder: Path) -> str | None:
 def before_of(folder: Path) -> tuple[int, str] | None:
     """Step and seal of the checkpoint before this one; None for the first, and where its manifest cannot be read."""
     try:
-        before = unstamped(folder / MANIFEST)["before"]
+        previous = unstamped(folder / MANIFEST)["before"]
     except (FileNotFoundError, ValueError, KeyError):
         return None
-    return None if before is None else (int(before[0]), str(before[1]))
+    return None if previous is None else (int(previous[0]), str(previous[1]))
 
 
 def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
+    """The problem with one file, compared with its entry in the manifest; None where it is as written."""
     try:
-        found = path.stat()
-        size = found.st_size
-        if not S_ISREG(found.st_mode):
+        file_stat = path.stat()
+        size = file_stat.st_size
+        if not S_ISREG(file_stat.st_mode):
             return f"{path.name} is not a regular file"
         if size != entry["bytes"]:
             return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
-        return (
-            None
-            if _digest(path) == entry["sha256"]
-            else f"{path.name} has changed since it was written"
-        )
+        if _digest(path) != entry["sha256"]:
+            return f"{path.name} has changed since it was written"
+        return None
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -184,11 +188,11 @@ def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path
     """The newest valid checkpoint, or None. Calls `on_damage` for newer, damaged ones. Raises as `refuse_other_run`."""
     for step in reversed(saved_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
-        wrong = damage(folder)
-        if wrong is None:
+        problem = damage(folder)
+        if problem is None:
             refuse_other_run(folder)
             return folder
-        on_damage(f"checkpoint {folder.name} is damaged and ignored: {wrong}")
+        on_damage(f"checkpoint {folder.name} is damaged and ignored: {problem}")
     return None
 
 
@@ -235,7 +239,7 @@ def restore_best(checkpoints: Path, *, step: int, best: int | None) -> bool:
 
 def remove_folder(folder: Path) -> None:
     """Delete a sealed folder, renamed first: a kill never leaves a damaged checkpoint. Of a symlink, only the link."""
-    remove(_aside(folder, "gone"))
+    remove(_renamed_aside(folder, "gone"))
 
 
 def put_in_place(draft: Path, folder: Path) -> None:
@@ -243,21 +247,21 @@ def put_in_place(draft: Path, folder: Path) -> None:
 
     A kill between the two renames leaves the old content to `clear_drafts`, which puts it back.
     """
-    old = _aside(folder, "before") if folder.exists() else None
+    old_folder = _renamed_aside(folder, "before") if folder.exists() else None
     draft.rename(folder)
-    if old is not None:
+    if old_folder is not None:
         flush_to_disk(folder.parent)
-        remove(old)
+        remove(old_folder)
 
 
-def _aside(folder: Path, why: str) -> Path:
-    aside = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-{why}")
+def _renamed_aside(folder: Path, suffix: str) -> Path:
+    aside = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-{suffix}")
     folder.rename(aside)
     return aside
 
 
 def clear_drafts(checkpoints: Path) -> None:
-    """Delete the remains of killed saves, but put a checkpoint back that had no follower yet. Needs the run's lock."""
+    """Delete the remains of killed saves, but put back a checkpoint that was not replaced yet. Needs the run's lock."""
     for path in checkpoints.glob(".tmp-*"):
         replaced = re.fullmatch(r"\.tmp-(.+)-\d+-before", path.name)
         if replaced and not (checkpoints / replaced[1]).exists():
@@ -297,13 +301,14 @@ def find_model(model: Path, step: str = "best") -> ModelFiles:
             fix = "name the folder of an adapter, or a run that trained one, after the +"
             raise UserError(f"not an adapter: {adapter.name}", where=str(adapter), fix=fix)
         return ModelFiles(weights, None, weights, _trained(weights))
-    base = base_folder(weights) if base is None else model_folder(base)
-    own = any((weights / name).is_file() for name in TOKENIZERS)
-    return ModelFiles(weights, base, weights if own else base, _trained(weights))
+    base_weights = base_folder(weights) if base is None else model_folder(base)
+    has_tokenizer = any((weights / name).is_file() for name in TOKENIZERS)
+    tokenizer = weights if has_tokenizer else base_weights
+    return ModelFiles(weights, base_weights, tokenizer, _trained(weights))
 
 
 def _trained(weights: Path) -> Trained | None:
-    """From the plan.json of the checkpoint's run."""
+    """How the run of a checkpoint trained, by its plan.json; None for other folders."""
     path = weights.parent.parent / "plan.json"
     if weights.parent.name != "checkpoints" or not path.is_file():
         return None
@@ -316,13 +321,14 @@ def _trained(weights: Path) -> Trained | None:
 
 def split(model: Path) -> tuple[Path | None, Path]:
     """(BASE, ADAPTER) where both are folders, else (None, model): a folder's name may contain a +."""
+    if model.exists():
+        return None, model
     text = str(model)
-    if not model.exists():
-        for place in (number for number, letter in enumerate(text) if letter == "+"):
-            base = Path(text[:place])
-            adapter = Path(text[place + 1 :])
-            if base.is_dir() and adapter.is_dir():
-                return base, adapter
+    for position, letter in enumerate(text):
+        base = Path(text[:position])
+        adapter = Path(text[position + 1 :])
+        if letter == "+" and base.is_dir() and adapter.is_dir():
+            return base, adapter
     return None, model
 
 
@@ -338,7 +344,8 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
             where=str(run_or_folder),
             fix="name a run or a model folder",
         )
-    checkpoints = run_or_folder / "checkpoints"
+
+    # A folder of a model, which may be a checkpoint that was copied out of its run.
     if (run_or_folder / "config.json").is_file() or is_adapter_folder(run_or_folder):
         if step not in ("best", "last"):
             problem = f"not a run, so --step {step} does not apply"
@@ -349,6 +356,9 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
                 f"name another folder; delete {MANIFEST} if you changed the files yourself",
             )
         return run_or_folder
+
+    # A run with checkpoints, or with none yet.
+    checkpoints = run_or_folder / "checkpoints"
     steps = sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)})
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
         raise UserError(
@@ -362,26 +372,31 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
             where=str(checkpoints),
             fix="wait for the first checkpoint, or continue with `bloomery resume`",
         )
+
+    # A step that was named is the one, or an error.
     if step not in ("best", "last"):
-        kept = ", ".join(str(number) for number in steps)
+        choices = ", ".join(str(number) for number in steps)
         if not step.isdecimal() or int(step) not in steps:
             raise UserError(
                 f"no such checkpoint: {step[:40]!r}",
                 where=str(checkpoints),
                 code=2,
-                fix=f"choose best, last or one of {kept}",
+                fix=f"choose best, last or one of {choices}",
             )
         folder = folder_of_step(checkpoints, int(step))
-        _refuse_unsound(folder, f"choose another of {kept}")
+        _refuse_unsound(folder, f"choose another of {choices}")
         return folder
+
+    # The best, else the newest that is not damaged.
     best = best_step(checkpoints) if step == "best" else None
     if best is not None:
         folder = folder_of_step(checkpoints, best)
-        if (wrong := damage(folder)) is None:
+        best_damage = damage(folder)
+        if best_damage is None:
             refuse_other_run(folder)
             return folder
         print(
-            f"warning: best checkpoint {folder.name} is damaged, using the last: {wrong}",
+            f"warning: best checkpoint {folder.name} is damaged, using the last: {best_damage}",
             file=sys.stderr,
         )
     newest = newest_valid(
@@ -398,6 +413,6 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
 
 def _refuse_unsound(folder: Path, fix: str) -> None:
     """Raises UserError for a checkpoint that is damaged or from another run."""
-    if wrong := damage(folder):
-        raise UserError(f"damaged checkpoint: {wrong}", where=str(folder), fix=fix)
+    if problem := damage(folder):
+        raise UserError(f"damaged checkpoint: {problem}", where=str(folder), fix=fix)
     refuse_other_run(folder)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
@@ -23,8 +23,8 @@ from bloomery.train.forward import autocast_forward, prepare_weights
 from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
-LEAST_CONTEXT = 512  # tokens: a server with less serves nobody
-# of the memory beside the weights, for a cache whose size nobody asked for
+MIN_CONTEXT = 512  # tokens: a server with less is of no use
+# The share of the memory next to the weights that a cache takes whose size the user has not set.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 WORKSPACE = 256 * 2**20  # bytes of a forward in addition to weights and KV cache
 OnText = Callable[[str], None]
@@ -33,7 +33,7 @@ OnText = Callable[[str], None]
 @final
 @dataclass(frozen=True)
 class Use:
-    """`device`: "cpu" or "cuda". `quantize`: None: as in the run that trained the model.
+    """Where and how a model is used. `device`: "cpu" or "cuda". `quantize`: None: as in the run that trained it.
 
     `bfloat16`: supported in hardware. `machine`: with its stored probes.
     """
@@ -45,26 +45,29 @@ class Use:
 
     @staticmethod
     def local() -> "Use":
-        """The GPU if available."""
-        gpu = torch.cuda.is_available()
-        return Use(
-            "cuda" if gpu else "cpu",
-            bfloat16=gpu and torch.cuda.is_bf16_supported(including_emulation=False),
-        )
+        """This machine's GPU if available, else its CPU."""
+        if not torch.cuda.is_available():
+            return Use("cpu")
+        return Use("cuda", bfloat16=torch.cuda.is_bf16_supported(including_emulation=False))
 
     @staticmethod
-    def of(profile: Profile, quantize: str | None, *, machine: Machine, asked: str) -> "Use":
+    def of(
+        profile: Profile, quantize: str | None, *, machine: Machine, requested_device: str
+    ) -> "Use":
         """The device that training would use. Raises UserError for a requested one that cannot be used."""
-        gpu = profile.accelerator is not None
+        has_gpu = profile.accelerator is not None
         reason = profile.device.reason
-        if gpu and not torch.cuda.is_available():
-            gpu = False
+        if has_gpu and not torch.cuda.is_available():
+            has_gpu = False
             reason = "this PyTorch cannot use it (torch.cuda.is_available() is False)"
-        if not gpu and asked not in ("auto", "cpu"):
-            fix = "run `bloomery doctor --probe`, or pass --devices cpu"
-            raise UserError(f"device {asked} cannot be used: {reason}", where="--devices", fix=fix)
+        if not has_gpu and requested_device not in ("auto", "cpu"):
+            raise UserError(
+                f"device {requested_device} cannot be used: {reason}",
+                where="--devices",
+                fix="run `bloomery doctor --probe`, or pass --devices cpu",
+            )
         kind = cast(Literal["none", "nf4", "int8"] | None, quantize)
-        return Use("cuda" if gpu else "cpu", kind, profile.dtype.value == "bfloat16", machine)
+        return Use("cuda" if has_gpu else "cpu", kind, profile.dtype.value == "bfloat16", machine)
 
     @property
     def name(self) -> str:
@@ -115,41 +118,44 @@ def _load(
     cached: tuple[int, int | None],
     parts: int = 1,
 ) -> tuple[Decoder, int]:
+    # Quantization: as requested, else as the run trained.
     trained = files.trained
-    kept = trained.quantize if trained is not None else Quantize()
-    quantize = (
-        kept if use.quantize is None or use.quantize == kept.kind else Quantize(kind=use.quantize)
-    )
-    method = (
+    quantize = trained.quantize if trained is not None else Quantize()
+    if use.quantize is not None and use.quantize != quantize.kind:
+        quantize = Quantize(kind=use.quantize)
+    is_peft_method = (
         is_adapter_folder(files.weights) and read_settings(files.weights)["peft_type"] != "LORA"
     )
-    if method and quantize.kind != "none":
+    if is_peft_method and quantize.kind != "none":
         problem = "not supported: a quantized base under a PEFT method other than LoRA"
         raise UserError(problem, where="--quantize", fix="leave out --quantize", code=2)
-    # The run's precision; None without a run or where the device lacks it. A CPU run's precision works on a CPU.
-    precision = None if trained is None else trained.precision
-    if trained is not None and precision != "float32" and not use.device == trained.device == "cpu":
-        able = use.device == "cuda" if precision == "float16" else use.bfloat16
-        precision = precision if able else None
     reader: Dequantizer = "torch"
     if quantize.kind != "none" and use.device != "cpu" and use.machine is not None:
         reader = dequantizer(use.machine, quantize.kind, device=use.device, compiled=False).value
+    precision = _precision_of_run(files, use)
+
+    # Results that differ from the run's are explained before they appear.
     if trained is not None and quantize.kind != trained.quantize.kind:
-        bases = {"none": "weights that are not quantized"}
-        then, now = (
-            bases.get(base, f"{base} weights") for base in (trained.quantize.kind, quantize.kind)
+        descriptions = {"none": "weights that are not quantized"}
+        run_base, this_base = (
+            descriptions.get(kind, f"{kind} weights")
+            for kind in (trained.quantize.kind, quantize.kind)
         )
-        on_load(f"the run trained over {then}, this base has {now}: results differ from the run's")
+        on_load(
+            f"the run trained over {run_base}, this base has {this_base}:"
+            " results differ from the run's"
+        )
     if trained is not None and precision is None:
         on_load(
             f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding"
         )
 
+    # The memory is checked once the decoder has its shapes, before its weights are read.
     context = 0
 
     def arrange(decoder: Decoder) -> None:
         """Freezes, quantizes and casts as training did. Raises UserError where the memory is too small."""
-        _freeze(decoder, whole=files.base is None)
+        _freeze(decoder, is_full_model=files.base is None)
         if quantize.kind != "none":
             quantize_model(decoder, quantize, reader=reader)
         if precision is not None:
@@ -175,14 +181,29 @@ def _load(
     return decoder, context
 
 
-def _freeze(decoder: Decoder, *, whole: bool) -> None:
+def _precision_of_run(files: ModelFiles, use: Use) -> str | None:
+    """The precision of the run that trained the model; None without a run, and where the device lacks it."""
+    trained = files.trained
+    if trained is None:
+        return None
+    # The precision of a run on a CPU works on every CPU.
+    if trained.precision == "float32" or use.device == trained.device == "cpu":
+        return trained.precision
+    is_supported = use.device == "cuda" if trained.precision == "float16" else use.bfloat16
+    return trained.precision if is_supported else None
+
+
+def _freeze(decoder: Decoder, *, is_full_model: bool) -> None:
     """Freeze as training did; of a full model the matrices of layers and head, so that they take the matmul dtype."""
-    if not whole and all(parameter.requires_grad for parameter in decoder.parameters()):
-        decoder.requires_grad_(False)  # a PEFT method is added once the base is read
-    for name, module in decoder.named_modules() if whole else ():
+    if not is_full_model:
+        # Without LoRA matrices nothing is frozen yet: a PEFT method is added once the base is read.
+        if all(parameter.requires_grad for parameter in decoder.parameters()):
+            decoder.requires_grad_(False)
+        return
+    for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and name != "score":
-            tied = module.weight is decoder.model.embed_tokens.weight
-            module.requires_grad_(tied)
+            is_tied = module.weight is decoder.model.embed_tokens.weight
+            module.requires_grad_(is_tied)
 
 
 def _refuse_full(
@@ -194,76 +215,90 @@ def _refuse_full(
     cached: tuple[int, int],
 ) -> None:
     """Report the memory needed. Raises UserError with a command when it exceeds the free memory."""
-    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    # Weights, KV cache, the largest matrix dequantized, and a forward's workspace.
+    weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     config = decoder.config
-    item = decoder.model.embed_tokens.weight.itemsize
-    # KV cache, the largest matrix dequantized, and a forward's workspace.
+    itemsize = decoder.model.embed_tokens.weight.itemsize
     slots, context = cached
-    cache = slots * _cache_bytes(config, min(config.max_positions, context), item)
-    needed = weights + cache + _working_bytes(decoder, item)
-    free = use.free_bytes()
-    kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
-    if needed <= free:
-        total = f"{format_bytes(weights)}, {format_bytes(needed)} with KV cache and workspace"
-        on_load(f"{kind}: {total}; {use.name} has {format_bytes(free)} free")
+    cache_bytes = slots * _cache_bytes(config, min(config.max_positions, context), itemsize)
+    needed_bytes = weight_bytes + cache_bytes + _working_bytes(decoder, itemsize)
+
+    free_bytes = use.free_bytes()
+    if needed_bytes <= free_bytes:
+        kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
+        on_load(
+            f"{kind}: {format_bytes(weight_bytes)}, {format_bytes(needed_bytes)} with KV cache and"
+            f" workspace; {use.name} has {format_bytes(free_bytes)} free"
+        )
         return
-    smaller = _smaller(decoder, quantize, use, needed, free)
-    if slots > 1 and needed - cache + cache // slots <= free:
-        smaller = "decode fewer requests at once (--max-requests), or shorter ones (--max-context)"
+
+    # What fits instead: of a server fewer requests before another model.
+    fix = _fix_of_memory(decoder, quantize, use, needed_bytes, free_bytes)
+    if slots > 1 and needed_bytes - cache_bytes + cache_bytes // slots <= free_bytes:
+        fix = "decode fewer requests at once (--max-requests), or shorter ones (--max-context)"
     raise UserError(
-        f"the model does not fit: it needs {format_bytes(needed)}, {use.name} has {format_bytes(free)} free",
+        f"the model does not fit: it needs {format_bytes(needed_bytes)},"
+        f" {use.name} has {format_bytes(free_bytes)} free",
         where=where,
-        fix=smaller,
+        fix=fix,
     )
 
 
-def _cache_bytes(config: ModelConfig, tokens: int, item: int) -> int:
+def _cache_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """Keys and values of one text of so many tokens; a layer with a window keeps no more."""
-    kept = sum(min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers))
-    return 2 * config.num_kv_heads * config.head_dim * item * kept
+    cached_tokens = sum(
+        min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers)
+    )
+    return 2 * config.num_kv_heads * config.head_dim * itemsize * cached_tokens
 
 
-def _working_bytes(decoder: Decoder, item: int) -> int:
+def _working_bytes(decoder: Decoder, itemsize: int) -> int:
     """The largest matrix dequantized, and a forward's workspace."""
-    largest = max((each.outputs * each.inputs for _, each in quantized_weights(decoder)), default=0)
-    return largest * (item + PIECE_BYTES) + WORKSPACE
+    sizes = (weight.outputs * weight.inputs for _, weight in quantized_weights(decoder))
+    return max(sizes, default=0) * (itemsize + PIECE_BYTES) + WORKSPACE
 
 
 def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
     """The tokens of each slot: the model's context, or the largest that leaves memory to other programs."""
     config = decoder.config
-    item = decoder.model.embed_tokens.weight.itemsize
-    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    room = (use.free_bytes() - weights - _working_bytes(decoder, item)) * CACHE_SHARE[use.device]
-    if slots * _cache_bytes(config, config.max_positions, item) <= room:
+    itemsize = decoder.model.embed_tokens.weight.itemsize
+    weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    free_bytes = use.free_bytes() - weight_bytes - _working_bytes(decoder, itemsize)
+    max_cache_bytes = free_bytes * CACHE_SHARE[use.device]
+
+    def cache_bytes(tokens: int) -> int:
+        return slots * _cache_bytes(config, tokens, itemsize)
+
+    # The whole context, or the largest multiple of the smallest one that fits.
+    if cache_bytes(config.max_positions) <= max_cache_bytes:
         return config.max_positions
-    least = min(LEAST_CONTEXT, config.max_positions)
-    sizes = range(least, config.max_positions, least)
-    fitting = bisect_right(
-        sizes, room, key=lambda tokens: slots * _cache_bytes(config, tokens, item)
-    )
-    return sizes[max(0, fitting - 1)] if len(sizes) else least
+    min_context = min(MIN_CONTEXT, config.max_positions)
+    contexts = range(min_context, config.max_positions, min_context)
+    if not contexts:
+        return min_context
+    num_fitting = bisect_right(contexts, max_cache_bytes, key=cache_bytes)
+    return contexts[max(0, num_fitting - 1)]
 
 
-def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: int) -> str:
-    """The command that fits, if any."""
-    inside = (
-        [
+def _fix_of_memory(
+    decoder: Decoder, quantize: Quantize, use: Use, needed_bytes: int, free_bytes: int
+) -> str:
+    """The command that fits into the memory, if any: quantized layers, or the host's memory."""
+    layer_weights = list[Tensor]()
+    if quantize.kind == "none":
+        layer_weights = [
             module.weight
             for name, module in decoder.named_modules()
             if name.startswith("model.layers.")
             and isinstance(module, nn.Linear)
             and module.weight is not None
         ]
-        if quantize.kind == "none"
-        else []
-    )
-    for base in ("int8", "nf4"):
-        saved = sum(
-            weight.nbytes - storage_bytes(tuple(weight.shape), base, True) for weight in inside
-        )
-        if inside and needed - saved <= free:
-            return f"pass --quantize {base}, which needs {format_bytes(needed - saved)}"
-    if use.device == "cuda" and needed <= use.host_free_bytes:
+    for kind in ("int8", "nf4"):
+        quantized_bytes = needed_bytes
+        for weight in layer_weights:
+            quantized_bytes -= weight.nbytes - storage_bytes(tuple(weight.shape), kind, True)
+        if layer_weights and quantized_bytes <= free_bytes:
+            return f"pass --quantize {kind}, which needs {format_bytes(quantized_bytes)}"
+    if use.device == "cuda" and needed_bytes <= use.host_free_bytes:
         return "end other processes on this GPU, or pass --devices cpu"
     return "end other processes, or use a smaller model"
