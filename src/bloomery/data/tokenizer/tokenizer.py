@@ -56,9 +56,8 @@ def read_json(path: Path) -> Json:
 
 def canonical(description: Json) -> str:
     """The JSON of a tokenizer with sorted keys, without padding and truncation, which are settings of its use."""
-    return json.dumps(
-        {**description, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True
-    )
+    without_settings = {**description, "padding": None, "truncation": None}
+    return json.dumps(without_settings, ensure_ascii=False, sort_keys=True)
 
 
 def check_ids(description: Json, where: str) -> None:
@@ -69,22 +68,26 @@ def check_ids(description: Json, where: str) -> None:
     vocab = model["vocab"]
     if not vocab:
         raise UserError("not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
+    # BPE and WordPiece map tokens to ids; Unigram lists (token, score), and the place is the id.
     try:
-        ids = (
-            dict(vocab)
-            if isinstance(vocab, dict)
-            else {entry[0]: index for index, entry in enumerate(vocab)}
-        )
+        ids: dict[str, Any] = {}
+        if isinstance(vocab, dict):
+            ids.update(vocab)
+        else:
+            ids.update((entry[0], index) for index, entry in enumerate(vocab))
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
         problem = "not a valid tokenizer: the vocabulary is malformed"
         raise UserError(problem, where=where, fix=_ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
         raise UserError("the vocabulary holds a token twice", where=where, fix=_ANOTHER)
+    # An added token may repeat one of the vocabulary, but only under the same id.
     for token, index in added.items():
         if ids.setdefault(token, index) != index:
             problem = f"token {token!r} has two ids, {ids[token]} and {index}"
             raise UserError(problem, where=where, fix=_ANOTHER)
+    # The embedding has a row for every id up to the largest: a huge id would allocate memory for
+    # rows that no token uses.
     owners: dict[int, str] = {}
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
@@ -113,22 +116,25 @@ def _growth(step: object) -> float:
     """The factor of Replace and Prepend, which write text of the file; other steps normalize Unicode."""
     if not isinstance(step, dict):
         return 1.0
-    nested = (step.get(key) for key in ("normalizers", "decoders"))
-    parts = [part for steps in nested if isinstance(steps, list) for part in steps]
     factor = 1.0
     if step.get("type") == "Replace":
-        pattern = step.get("pattern")
-        content = step.get("content")
-        plain = pattern.get("String") if isinstance(pattern, dict) else None
-        content_length = len(content) if isinstance(content, str) else 0
-        factor = (
-            max(1.0, content_length / len(plain))
-            if plain and isinstance(plain, str)
-            else max(1.0, content_length + _matches_nothing(pattern))
-        )
+        factor = _replacement_growth(step.get("pattern"), step.get("content"))
     elif step.get("type") == "Prepend":
         factor = max(1.0, len(str(step.get("prepend"))) / _MOST_PREPENDED)
-    return factor * math.prod(map(_growth, parts))
+    # The steps of a sequence follow each other, so that their factors multiply.
+    nested = (step.get(key) for key in ("normalizers", "decoders"))
+    inner_steps = [inner for steps in nested if isinstance(steps, list) for inner in steps]
+    return factor * math.prod(map(_growth, inner_steps))
+
+
+def _replacement_growth(pattern: object, content: object) -> float:
+    """The factor of Replace: of a text that consists of matches alone."""
+    content_length = len(content) if isinstance(content, str) else 0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if literal and isinstance(literal, str):
+        return max(1.0, content_length / len(literal))
+    # A match of an expression may have a single character or, between two characters, none.
+    return max(1.0, content_length + _matches_nothing(pattern))
 
 
 def _matches_nothing(pattern: object) -> float:
@@ -149,10 +155,13 @@ def roles(description: Json, config: Json) -> dict[str, str | None]:
     present = {str(entry.get("content")) for entry in entries if isinstance(entry, dict)}
     tokens: dict[str, str | None] = {}
     for role, usual_names in _ROLES.items():
-        token = config.get(role)
-        token = token.get("content") if isinstance(token, dict) else token
-        default = next((name for name in usual_names if name in present), None)
-        tokens[role] = (token if isinstance(token, str) else None) if role in config else default
+        # A role that the configuration sets to null has no token, whatever names are present.
+        if role not in config:
+            tokens[role] = next((name for name in usual_names if name in present), None)
+            continue
+        setting = config[role]
+        token = setting.get("content") if isinstance(setting, dict) else setting
+        tokens[role] = token if isinstance(token, str) else None
     return tokens
 
 
@@ -160,22 +169,26 @@ def configuration(folder: Path) -> Json:
     """tokenizer_config.json, merged with special_tokens_map.json of older folders and with chat templates in separate
     files; empty without any.
     """
+    # null says nothing, except for a role: that it has no token.
     merged: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            merged |= {
-                key: value
-                for key, value in read_json(folder / name).items()
-                if value is not None or key in _ROLES
-            }
-    files = templates.templates_in(folder)
-    own_templates = {**templates.own_templates(merged), **files}
-    if files:  # they take precedence over the configuration, as in transformers
-        merged[templates.KEY] = (
-            own_templates["default"]
-            if list(own_templates) == ["default"]
-            else [{"name": name, "template": own_templates[name]} for name in own_templates]
-        )
+        if not (folder / name).is_file():
+            continue
+        for key, value in read_json(folder / name).items():
+            if value is not None or key in _ROLES:
+                merged[key] = value
+    template_files = templates.templates_in(folder)
+    if not template_files:
+        return merged
+    # Files take precedence over the configuration, as in transformers. One template is a text,
+    # several are a list.
+    all_templates = {**templates.own_templates(merged), **template_files}
+    if list(all_templates) == ["default"]:
+        merged[templates.KEY] = all_templates["default"]
+    else:
+        merged[templates.KEY] = [
+            {"name": name, "template": text} for name, text in all_templates.items()
+        ]
     return merged
 
 
@@ -223,12 +236,13 @@ class JsonBackend:
         self._where = where
         self.growth = check_growth(description, where)
         self._text = canonical(description)
+        # BOS, EOS, padding and unknown are never matched in a text; every other added token is,
+        # special or not.
         added = description.get("added_tokens") or []
-        # BOS, EOS, padding and unknown are never matched in a text; every other added token is, special or not
         demoted = [{**entry, "special": entry["content"] in control} for entry in added]
-        plain = {**description, "added_tokens": demoted}
-        text = canonical(plain) if plain != description else self._text
-        self._plain = self._loaded(text)
+        plain_description = {**description, "added_tokens": demoted}
+        same = plain_description == description
+        self._plain = self._loaded(self._text if same else canonical(plain_description))
         self._plain.encode_special_tokens = True
 
     def _loaded(self, text: str) -> Any:
@@ -269,10 +283,8 @@ class JsonBackend:
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
         call = getattr(library, "encode_batch_fast", library.encode_batch)
-        return [
-            encoding.ids
-            for encoding in self._guarded(lambda: call(texts, add_special_tokens=False))
-        ]
+        encodings = self._guarded(lambda: call(texts, add_special_tokens=False))
+        return [encoding.ids for encoding in encodings]
 
     def merge(self, word: str) -> list[int]:
         """Ids of one word, without normalizing or splitting it."""
@@ -286,18 +298,21 @@ class JsonBackend:
     def token_bytes(self) -> list[int]:
         vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
-        byte_level = '"ByteLevel"' in json.dumps(
-            [self.description.get(key) for key in ("pre_tokenizer", "decoder")]
-        )
+        steps = [self.description.get(key) for key in ("pre_tokenizer", "decoder")]
+        byte_level = '"ByteLevel"' in json.dumps(steps)
         sizes = [0] * (max(vocab.values()) + 1)
         for token, index in vocab.items():
             entry = added.get(index)
-            if entry is None:
-                raw = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-                spelt = 1 if raw else len(token.replace("▁", " ").encode())
-                sizes[index] = len(token) if byte_level else spelt
-            elif not entry.get("special"):
-                sizes[index] = len(token.encode())
+            if entry is not None:
+                # A special token stands for no text; any other added token is written as it is.
+                sizes[index] = 0 if entry.get("special") else len(token.encode())
+            elif byte_level:
+                # Each byte is one character of GPT-2's alphabet.
+                sizes[index] = len(token)
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                sizes[index] = 1
+            else:
+                sizes[index] = len(token.replace("▁", " ").encode())
         return sizes
 
     def id_of(self, token: str) -> int | None:
@@ -333,10 +348,8 @@ class Tokenizer:
         self.eos_id = ids["eos_token"]
         self.pad_id = ids["pad_token"]
         self.unk_id = ids["unk_token"]
-        self.config: Json = {
-            **config,
-            **{role: name for role, name in names.items() if ids[role] is not None},
-        }
+        present_roles = {role: name for role, name in names.items() if ids[role] is not None}
+        self.config: Json = {**config, **present_roles}
         self._token_bytes = np.array(backend.token_bytes(), dtype=np.int32)
         self.hash = backend.fingerprint()
 
@@ -348,9 +361,8 @@ class Tokenizer:
     @property
     def normalizes(self) -> bool:
         """Whether texts change before they are split; SentencePiece has its own rules."""
-        return (
-            not self._backend.description or self._backend.description.get("normalizer") is not None
-        )
+        description = self._backend.description
+        return not description or description.get("normalizer") is not None
 
     @property
     def vocab_size(self) -> int:
@@ -371,11 +383,14 @@ class Tokenizer:
     def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         if all(map(self._short, texts)):
             return self._backend.encode_batch(texts, special=special)
-        cut = (
-            [self._piece(piece, special=special) for piece in words.pieces(text, self._ends)]
-            for text in texts
-        )
-        return [list(chain.from_iterable(parts)) for parts in cut]
+        # The library's memory grows with the text: a long one is encoded in pieces that end where
+        # words do.
+        ids_of_texts = []
+        for text in texts:
+            pieces = words.pieces(text, self._ends)
+            ids = chain.from_iterable(self._piece(piece, special=special) for piece in pieces)
+            ids_of_texts.append(list(ids))
+        return ids_of_texts
 
     def _piece(self, text: str, *, special: bool = False) -> list[int]:
         words.refuse_long(self._size(text))
@@ -397,15 +412,13 @@ class Tokenizer:
         # A character has at most four bytes.
         if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:
             return None
+        # The fast encoder takes ASCII word by word, so that only its longest word needs memory.
         try:
+            fast = None if special else self._fast
             for piece in words.pieces(text, self._ends):
                 size = self._size(piece)
-                fast = None if special else self._fast
-                size = (
-                    fast.longest(piece)
-                    if fast and size > words.LONGEST_PIECE and piece.isascii()
-                    else size
-                )
+                if fast and size > words.LONGEST_PIECE and piece.isascii():
+                    size = fast.longest(piece)
                 words.refuse_long(size)
         except UserError as error:
             return error
@@ -500,18 +513,14 @@ class Tokenizer:
     def _fast(self) -> words.WordEncoder | None:
         description = self._backend.description
         pattern = words.word_pattern(description)
-        if (
-            pattern is None
-            or not words.plain_added(description)
-            or isinstance(self._backend, SentencePiece)
-        ):
+        if pattern is None or not words.plain_added(description):
             return None
+        if isinstance(self._backend, SentencePiece):
+            return None
+        # As `encode` does: BOS, EOS, padding and unknown are characters, other added tokens match.
         control = set(roles(description, self._config).values())
-        added = [
-            entry["content"]
-            for entry in description.get("added_tokens") or []
-            if entry["content"] not in control
-        ]
+        entries = description.get("added_tokens") or []
+        added = [entry["content"] for entry in entries if entry["content"] not in control]
         try:
             return words.WordEncoder(pattern, added, self.encode, self._backend.merge, self.dtype)
         except ValueError:  # the pattern has no ASCII form
@@ -526,9 +535,8 @@ class Tokenizer:
 
     def with_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
         """This tokenizer with the missing special tokens added, whose ids follow. Raises UserError."""
-        missing_tokens = [
-            token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None
-        ]
+        distinct_tokens = dict.fromkeys(tokens)
+        missing_tokens = [token for token in distinct_tokens if self.id_of(token) is None]
         if not missing_tokens:
             return self
         if not self._backend.description:
@@ -537,26 +545,28 @@ class Tokenizer:
                 where="tokenizer.additional_special_tokens",
                 fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
             )
-        entries: list[Json] = [
-            {"id": self.vocab_size + n, "content": token, **EXACT}
-            for n, token in enumerate(missing_tokens)
+        # No id of the file changes: the new ones follow the largest.
+        new_entries: list[Json] = [
+            {"id": index, "content": token, **EXACT}
+            for index, token in enumerate(missing_tokens, start=self.vocab_size)
         ]
-        description = self._backend.description
+        earlier_entries = self._backend.description.get("added_tokens") or []
         description = {
-            **description,
-            "added_tokens": [*(description.get("added_tokens") or []), *entries],
+            **self._backend.description,
+            "added_tokens": [*earlier_entries, *new_entries],
         }
-        config = dict(self._config)
         # transformers reads both files, so the new tokens must stand in both.
-        if isinstance(decoder_entries := config.get("added_tokens_decoder"), dict):
-            new_entries = {
-                str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries
-            }
-            config["added_tokens_decoder"] = {**decoder_entries, **new_entries}
+        config = dict(self._config)
+        decoder_entries = config.get("added_tokens_decoder")
+        if isinstance(decoder_entries, dict):
+            by_id = dict(decoder_entries)
+            for new_entry in new_entries:
+                settings = {key: value for key, value in new_entry.items() if key != "id"}
+                by_id[str(new_entry["id"])] = settings
+            config["added_tokens_decoder"] = by_id
         control = {name for name in roles(description, config).values() if name}
-        return Tokenizer(
-            JsonBackend(description, "tokenizer.additional_special_tokens", control), config
-        )
+        backend = JsonBackend(description, "tokenizer.additional_special_tokens", control)
+        return Tokenizer(backend, config)
 
     def save(self, folder: Path) -> None:
         """Write files that transformers' AutoTokenizer opens. The tokenizer appears last, by rename: with it the folder
@@ -578,28 +588,33 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when it is missing or invalid."""
+    """The tokenizer of a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when it is missing or
+    invalid.
+    """
     config = configuration(path if path.is_dir() else path.parent)
-    if path.is_dir():
-        names = (
-            [MODEL_FILE]
-            if config.get(MADE_BY) == MODEL_FILE
-            else [*TOKENIZER_FILES, "spiece.model"]
-        )
-        files = [path / name for name in names if (path / name).is_file()] or sorted(
-            path.glob("*.model")
-        )
-        if not files:
-            problem = "no tokenizer.json or SentencePiece .model in it"
-            fix = "set tokenizer.from to the file or another folder"
-            raise UserError(problem, where=str(path), fix=fix)
-        path = files[0]
-    if path.suffix == ".model":
-        backend = SentencePiece(path)
+    file = _tokenizer_file(path, config) if path.is_dir() else path
+    if file.suffix == ".model":
+        backend = SentencePiece(file)
         return Tokenizer(backend, {**backend.roles(), **config, MADE_BY: MODEL_FILE})
-    description = read_json(path)
+    description = read_json(file)
     control = {name for name in roles(description, config).values() if name}
-    return Tokenizer(JsonBackend(description, str(path), control), config)
+    return Tokenizer(JsonBackend(description, str(file), control), config)
+
+
+def _tokenizer_file(folder: Path, config: Json) -> Path:
+    """The file of a folder to load. Raises UserError when there is none."""
+    # A folder saved from a .model may also have the conversion to tokenizer.json, for other
+    # programs.
+    names = [*TOKENIZER_FILES, "spiece.model"]
+    if config.get(MADE_BY) == MODEL_FILE:
+        names = [MODEL_FILE]
+    files = [folder / name for name in names if (folder / name).is_file()]
+    files = files or sorted(folder.glob("*.model"))
+    if not files:
+        problem = "no tokenizer.json or SentencePiece .model in it"
+        fix = "set tokenizer.from to the file or another folder"
+        raise UserError(problem, where=str(folder), fix=fix)
+    return files[0]
 
 
 def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
@@ -608,7 +623,10 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
     if section.from_ and section.train:
         problem = "the recipe has both tokenizer.from and tokenizer.train"
         raise UserError(problem, where="tokenizer", fix="remove tokenizer.from or tokenizer.train")
-    name = section.from_ or (None if section.train else "same" if recipe.model.from_ else None)
+    # A pretrained model keeps its own tokenizer, unless the recipe says how to train another.
+    name = section.from_
+    if not name and not section.train and recipe.model.from_:
+        name = "same"
     if name == "same":
         if not recipe.model.from_:
             problem = "tokenizer.from=same needs model.from"
@@ -617,22 +635,21 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
             )
         name = recipe.model.from_
     if name:
-        added_tokens = section.additional_special_tokens
-        return (
-            {"from": name, "additional_special_tokens": added_tokens}
-            if added_tokens
-            else {"from": name}
-        )
-    train = section.train or TrainTokenizer(
-        vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size
-    )
-    special_tokens = [*train.special_tokens]
-    special_tokens += [
-        token for token in section.additional_special_tokens if token not in special_tokens
+        # The key is absent without tokens: the spec is part of the identity of a prepared folder.
+        spec: dict[str, Any] = {"from": name}
+        if section.additional_special_tokens:
+            spec["additional_special_tokens"] = section.additional_special_tokens
+        return spec
+    # A new tokenizer has all tokens from the start: those of both lists.
+    train = section.train
+    if train is None:
+        train = TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
+    missing_tokens = [
+        token for token in section.additional_special_tokens if token not in train.special_tokens
     ]
-    return {
-        "train": train.model_copy(update={"special_tokens": special_tokens}).model_dump(mode="json")
-    }
+    special_tokens = [*train.special_tokens, *missing_tokens]
+    complete_train = train.model_copy(update={"special_tokens": special_tokens})
+    return {"train": complete_train.model_dump(mode="json")}
 
 
 def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
@@ -640,47 +657,38 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
     spec = tokenizer_spec(recipe)
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
-    name = spec["from"]
-    return load_tokenizer(fetch_tokenizer(name)).with_tokens(
-        spec.get("additional_special_tokens", [])
-    )
+    tokenizer = load_tokenizer(fetch_tokenizer(spec["from"]))
+    return tokenizer.with_tokens(spec.get("additional_special_tokens", []))
 
 
 def new_tokens(recipe: Recipe) -> int:
     """How many of `additional_special_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
-    requested_tokens = (
-        set(recipe.tokenizer.additional_special_tokens)
-        if "from" in tokenizer_spec(recipe)
-        else set()
-    )
-    return (
-        len(requested_tokens)
-        if requested_tokens and _grown(recipe) is None
-        else len(new_ids(recipe))
-    )
+    requested_tokens = set[str]()
+    if "from" in tokenizer_spec(recipe):
+        requested_tokens.update(recipe.tokenizer.additional_special_tokens)
+    if requested_tokens and _tokenizer_to_extend(recipe) is None:
+        return len(requested_tokens)
+    return len(new_ids(recipe))
 
 
 def new_ids(recipe: Recipe) -> tuple[int, ...]:
     """The ids of `additional_special_tokens` that the named tokenizer lacks; none where it is not on this disk."""
-    tokenizer = _grown(recipe)
-    requested_tokens = recipe.tokenizer.additional_special_tokens
-    return (
-        ()
-        if tokenizer is None
-        else tuple(range(tokenizer.vocab_size, tokenizer.with_tokens(requested_tokens).vocab_size))
-    )
+    tokenizer = _tokenizer_to_extend(recipe)
+    if tokenizer is None:
+        return ()
+    extended = tokenizer.with_tokens(recipe.tokenizer.additional_special_tokens)
+    return tuple(range(tokenizer.vocab_size, extended.vocab_size))
 
 
-def _grown(recipe: Recipe) -> Tokenizer | None:
+def _tokenizer_to_extend(recipe: Recipe) -> Tokenizer | None:
     """The tokenizer that tokens are added to, if there are any and it is on this disk."""
     spec = tokenizer_spec(recipe)
-    folder = (
-        cached_model(spec["from"])
-        if spec.get("additional_special_tokens") and "from" in spec
-        else None
-    )
-    if folder is None or (
-        folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)
-    ):
+    if "from" not in spec or not spec.get("additional_special_tokens"):
+        return None
+    folder = cached_model(spec["from"])
+    if folder is None:
+        return None
+    # The weights of a model may be on this disk without its tokenizer.
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return load_tokenizer(folder)
