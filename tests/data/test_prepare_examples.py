@@ -125,7 +125,7 @@ def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
             )
             for d in range(len(split))
         ]
-        assert split.first.tolist() == firsts
+        assert split.first_loss_tokens.tolist() == firsts
     assert sorted(found) == sorted(units)
     assert len(read_manifest(tmp_path / "p").train.loss_mask) > 1
 
@@ -391,7 +391,7 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
         open_split(tmp_path / "p", "train"),
     )
     sizes = np.diff(np.asarray(split.bounds).astype(np.int64))
-    assert facts.left_out == sum(split.first >= 40)
+    assert facts.left_out == sum(split.first_loss_tokens >= 40)
     assert facts.left_out + facts.cut_short == sum(sizes > 40)
     assert facts.left_out
     assert facts.cut_short
@@ -418,4 +418,4 @@ def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
     assert manifest.formats == ("stdlib-chat",)
     assert manifest.train.documents + manifest.validation.documents == 30
     assert texts_of(few[0])[0] == "Write 0."
-    assert np.all(np.asarray(open_split(tmp_path / "p", "train").first) > 0)
+    assert np.all(np.asarray(open_split(tmp_path / "p", "train").first_loss_tokens) > 0)

@@ -88,7 +88,7 @@ class Loader:
         indices = range(cursor.consumed + self._data_rank, cursor.consumed + size, self._data_world)
         return self._stacked(
             [
-                self._packing.read(*self.locate(index)) if index < end else self._packing.empty()
+                self._packing.read(*self.locate(index)) if index < end else self._packing.padding()
                 for index in indices
             ]
         )
@@ -118,7 +118,7 @@ class Loader:
                 [
                     self._read_in_order(index * self.sequences // count)
                     if index < count
-                    else self._packing.empty()
+                    else self._packing.padding()
                     for index in indices
                 ]
             )
@@ -147,7 +147,7 @@ class Loader:
                     source_start = int(ends[source - 1]) if source else 0
                     sequences_read.append(self._packing.read(source, index - source_start))
                 else:
-                    sequences_read.append(self._packing.empty())
+                    sequences_read.append(self._packing.padding())
             yield (
                 self._stacked(sequences_read),
                 _stack(sequence.label_indices for sequence in sequences_read),

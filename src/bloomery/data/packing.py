@@ -42,13 +42,15 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
     `lengths`: each from 1 to `capacity`.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= capacity
-    # How many free positions a sequence has: each number once, sorted, with the sequences that have it.
+    # How many free positions a sequence has: each number once, sorted, with the sequences that have
+    # it. The best fit is then one search.
     free_sizes = list[int]()
     sequences_by_free: dict[int, list[int]] = defaultdict(list)
     count = 0
     sequence_of_text = np.zeros(len(lengths), np.int64)
     longest_first = np.argsort(-lengths, kind="stable")
-    for text, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+    sorted_lengths = lengths[longest_first].tolist()
+    for text, length in zip(longest_first.tolist(), sorted_lengths, strict=True):
         smallest_fit = bisect_left(free_sizes, length)
         if smallest_fit == len(free_sizes):
             sequence = count
@@ -98,29 +100,31 @@ def pack_source(
     # Of each text: its tokens, and the index of its first loss token.
     bounds = np.asarray(split.bounds[first_document : last_document + 1]).astype(np.int64)
     full_lengths = (bounds[1:] - bounds[:-1]).reshape(-1, texts_per_unit)
-    first_loss_tokens = (
-        np.zeros(last_document - first_document, np.int64)
-        if split.first is None
-        else np.asarray(split.first[first_document:last_document], np.int64)
-    ).reshape(-1, texts_per_unit)
-    # A unit is packed when every text of it has a loss token in the part that fits.
+    if split.first_loss_tokens is None:
+        first_by_text = np.zeros(last_document - first_document, np.int64)
+    else:
+        of_part = split.first_loss_tokens[first_document:last_document]
+        first_by_text = np.asarray(of_part, np.int64)
+    first_loss_tokens = first_by_text.reshape(-1, texts_per_unit)
+    # A unit is packed when every text of it has a loss token in the part that fits: a pair with one
+    # masked side has no margin to train on.
     lengths = truncated_lengths(full_lengths, sequence_length)
     trainable = (first_loss_tokens < full_lengths).all(1)
     packed_units = np.flatnonzero((first_loss_tokens < lengths).all(1))
-    is_shorter = lengths[packed_units] < full_lengths[packed_units]
-    sequence_of_unit = (
-        best_fit(lengths[packed_units].sum(1), sequence_length)
-        if layout == "packed"
-        else np.arange(len(packed_units))
-    )
+    cut_tokens = full_lengths[packed_units] - lengths[packed_units]
+    # Sequences are numbered as they were opened; within one, units keep the order of the source.
+    if layout == "packed":
+        sequence_of_unit = best_fit(lengths[packed_units].sum(1), sequence_length)
+    else:
+        sequence_of_unit = np.arange(len(packed_units))
     by_sequence = np.argsort(sequence_of_unit, kind="stable")
     count = int(sequence_of_unit.max()) + 1 if len(sequence_of_unit) else 0
     return PackedSource(
         units=packed_units[by_sequence],
         starts=np.searchsorted(sequence_of_unit[by_sequence], np.arange(count + 1)),
         lengths=lengths,
-        truncated=int(is_shorter.any(1).sum()),
-        cut=int((full_lengths[packed_units] - lengths[packed_units]).sum()),
+        truncated=int((cut_tokens > 0).any(1).sum()),
+        cut=int(cut_tokens.sum()),
         dropped=int(trainable.sum()) - len(packed_units),
         all_masked=int((~trainable).sum()),
     )
@@ -156,7 +160,9 @@ def count_plain_sequences(
     tokens: int, documents: int, *, sequence_length: int, layout: Layout
 ) -> int:
     """Sequences of one source of plain text. The last token has no label, so that it takes no position of its own."""
-    return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
+    if layout == "padded":
+        return documents
+    return -(-max(tokens - 1, 0) // sequence_length)
 
 
 def pairs_need_packing() -> UserError:
@@ -176,7 +182,7 @@ class SequenceCounts:
 def count_sequences(
     folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout
 ) -> SequenceCounts:
-    """Of the train split. Raises UserError as PackedSequences does."""
+    """The sequences of the train split. Raises UserError as PackedSequences does."""
     if manifest.kind != "text":
         split = Split(folder, manifest, "train")
         sequences = PackedSequences(
@@ -206,25 +212,25 @@ class PackedSequences:
         self._length = sequence_length
         self._layout = layout
         self._pad_id = pad_id or 0
-        parts = split.record.parts
         if layout == "fixed" and DOCUMENTS_PER_UNIT[split.kind] > 1:
             raise pairs_need_packing()
+        # Conversations and pairs are placed now, as only that tells how many sequences they fill.
+        # Plain text is cut every T tokens, so that its sequences are found when they are read.
         self._packed_sources: dict[int, PackedSource] = {}
-        if layout != "fixed" and split.kind != "text":
-            for number, part in enumerate(parts):
-                if not part.plain:
-                    self._packed_sources[number] = pack_source(
-                        split, number, sequence_length=sequence_length, layout=layout
-                    )
+        self.counts = list[int]()
+        for number, part in enumerate(split.record.parts):
+            if layout == "fixed" or split.kind == "text" or part.plain:
+                count = count_plain_sequences(
+                    part.tokens, part.documents, sequence_length=sequence_length, layout=layout
+                )
+            else:
+                packed_source = pack_source(
+                    split, number, sequence_length=sequence_length, layout=layout
+                )
+                self._packed_sources[number] = packed_source
+                count = packed_source.sequences
+            self.counts.append(count)
         self.packed = list(self._packed_sources.values())
-        self.counts = [
-            self._packed_sources[number].sequences
-            if number in self._packed_sources
-            else count_plain_sequences(
-                part.tokens, part.documents, sequence_length=sequence_length, layout=layout
-            )
-            for number, part in enumerate(parts)
-        ]
 
     def read(self, part: int, index: int) -> PackedSequence:
         assert 0 <= index < self.counts[part]
@@ -232,25 +238,29 @@ class PackedSequences:
             return self._read_packed(part, index)
         return self._read_plain(part, index)
 
-    def empty(self) -> PackedSequence:
-        """A sequence of padding."""
-        no_units = np.zeros(0, np.int64)
-        extras = {"kto_labels": no_units} if self._split.kind == "kto" else {}
-        return self._padded(no_units, no_units, no_units, no_units, extras=extras)
+    def padding(self) -> PackedSequence:
+        """A sequence of padding alone."""
+        no_tokens = np.zeros(0, np.int64)
+        extras = {"kto_labels": no_tokens} if self._split.kind == "kto" else {}
+        return self._padded(no_tokens, no_tokens, no_tokens, no_tokens, extras=extras)
 
     def _read_plain(self, part: int, index: int) -> PackedSequence:
         split = self._split
+        # Padded, a sequence is one document; else the next T tokens of the source.
         (first_token, first_document) = split.part_starts[part]
-        (end, _) = split.part_starts[part + 1]
-        start = first_token + index * self._length
         if self._layout == "padded":
             document = first_document + index
             start, end = (int(bound) for bound in split.bounds[document : document + 2])
+        else:
+            start = first_token + index * self._length
+            (end, _) = split.part_starts[part + 1]
         # One token more than positions: the label of the last one.
         stop = min(start + self._length + 1, end)
-        documents = begins = np.zeros(stop - start, np.int64)
+        # Only the packed layout separates the documents of a sequence.
         if self._layout == "packed":
             documents, begins = self._documents(start, stop - start)
+        else:
+            documents = begins = np.zeros(stop - start, np.int64)
         trained = None if split.loss_mask is None else split.loss_mask[start:stop] > 0
         return self._padded(
             split.tokens[start:stop], documents, begins, np.arange(start, stop), trained
@@ -321,12 +331,13 @@ class PackedSequences:
             filled[:count] = values[:count]
             return filled
 
-        # A label counts where it continues the document of its position.
+        # A label counts where it continues the document of its position, and is trained on.
         same_document = documents[1 : count + 1] == documents[:count]
+        has_loss = same_document
+        if trained is not None:
+            has_loss = same_document & trained[1 : count + 1]
         loss_mask = np.zeros(length, np.float32)
-        loss_mask[:count] = (
-            same_document if trained is None else same_document & trained[1 : count + 1]
-        )
+        loss_mask[:count] = has_loss
         return PackedSequence(
             tokens=padded(tokens, self._pad_id),
             labels=padded(tokens[1:], self._pad_id),

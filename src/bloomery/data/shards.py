@@ -82,7 +82,7 @@ class SplitRecord(ManifestRecord):
             *self.shards,
             self.bounds,
             *self.loss_mask,
-            *(file for file in (self.first, self.kto_labels) if file),
+            *(file for file in (self.first, self.kto_labels) if file is not None),
         )
 
 
@@ -143,9 +143,7 @@ class Manifest(ManifestRecord):
     @property
     def tokens_digest(self) -> str:
         """The digest of all that training reads. The date and the place of the source files do not change it."""
-        records = [record for split in (self.train, self.validation) for record in split.files] + [
-            *self.files
-        ]
+        records = [*self.train.files, *self.validation.files, *self.files]
         return digest_of("".join(record.model_dump_json() for record in records).encode())
 
     @property
@@ -156,57 +154,67 @@ class Manifest(ManifestRecord):
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """List every file of the folder. `read_manifest` refuses a file that is added later."""
-    listed = {
-        record.name for split in (manifest.train, manifest.validation) for record in split.files
-    }
-    listed |= {MANIFEST, JOURNAL, *([manifest.snapshot.name] if manifest.snapshot else [])}
-    files = list[FileRecord]()
-    while (path := added_to(folder, listed)) is not None:
-        files.append(file_record(path))
-        listed.add(path.name)
-    manifest = manifest.model_copy(update={"files": tuple(files)})
-    body = manifest.model_dump(mode="json", exclude={"sha256"})
+    listed_names = {record.name for record in (*manifest.train.files, *manifest.validation.files)}
+    listed_names |= {MANIFEST, JOURNAL}
+    if manifest.snapshot is not None:
+        listed_names.add(manifest.snapshot.name)
+    # What is left is the tokenizer's, whose files differ from one tokenizer to the next.
+    other_files = list[FileRecord]()
+    while (path := added_to(folder, listed_names)) is not None:
+        other_files.append(file_record(path))
+        listed_names.add(path.name)
+    complete = manifest.model_copy(update={"files": tuple(other_files)})
+    body = complete.model_dump(mode="json", exclude={"sha256"})
     write_durably(folder / MANIFEST, stamped(body))
-    return manifest.model_copy(update={"sha256": stamp_of(body)})
+    return complete.model_copy(update={"sha256": stamp_of(body)})
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises UserError when the folder is not prepared, a file is missing, short or added, or one other than the
     shards has changed. Shards are checked block by block as they are read.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
+    manifest_path = folder / MANIFEST
+    if not manifest_path.is_file():
         raise UserError(
             "the folder has no prepared dataset",
             where=str(folder),
             fix="run: bloomery prepare RECIPE",
         )
     try:
-        manifest = Manifest.model_validate(unstamped(path))
+        manifest = Manifest.model_validate(unstamped(manifest_path))
     except (OSError, ValueError) as error:
         problem = "the manifest is damaged, or another version wrote it"
-        raise UserError(problem, where=str(path), fix=prepare_again(folder)) from error
-    records = [record for split in (manifest.train, manifest.validation) for record in split.files]
-    listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
-    for record in records:
-        path = folder / record.name
-        size = (
-            path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
-        )
-        if size != record.bytes:
-            instead = f"file has {size:,} bytes instead of the {record.bytes:,} in the manifest"
-            raise UserError(
-                "file is missing" if size < 0 else instead,
-                where=str(path),
-                fix=prepare_again(folder),
-            )
+        raise UserError(problem, where=str(manifest_path), fix=prepare_again(folder)) from error
+    # Shards may be terabytes: only their sizes are compared here. The tokenizer is small, and is
+    # read whole.
+    split_records = [*manifest.train.files, *manifest.validation.files]
+    for record in split_records:
+        _check_size(folder, record)
     for record in manifest.files:
-        check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
-    stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
-    if stray is not None:
+        check_record(folder, record)
+    # A file that somebody added may be a shard of another dataset, or a tokenizer that is read
+    # instead of this one.
+    listed_names = {record.name for record in (*split_records, *manifest.files)}
+    if manifest.snapshot is not None:
+        listed_names.add(manifest.snapshot.name)
+    added_file = added_to(folder, {MANIFEST, JOURNAL, *listed_names})
+    if added_file is not None:
         fix = f"move it elsewhere, or {prepare_again(folder)}"
-        raise UserError("the file was added to a prepared folder", where=str(stray), fix=fix)
+        raise UserError("the file was added to a prepared folder", where=str(added_file), fix=fix)
     return manifest
+
+
+def _check_size(folder: Path, record: FileRecord) -> None:
+    """Raises UserError for a file that is missing, of another size, or outside the folder."""
+    path = folder / record.name
+    where = str(path)
+    is_inside = Path(record.name).name == record.name
+    if not path.is_file() or not is_inside:
+        raise UserError("file is missing", where=where, fix=prepare_again(folder))
+    size = path.stat().st_size
+    if size != record.bytes:
+        problem = f"file has {size:,} bytes instead of the {record.bytes:,} in the manifest"
+        raise UserError(problem, where=where, fix=prepare_again(folder))
 
 
 def prepare_again(folder: Path) -> str:
@@ -226,7 +234,7 @@ def check_record(folder: Path, record: FileRecord) -> None:
 
 def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
     """Check all shards at once, which reading checks block by block. `report`: bytes done, total. Raises UserError."""
-    records = [record for split in (manifest.train, manifest.validation) for record in split.files]
+    records = [*manifest.train.files, *manifest.validation.files]
     total = sum(record.bytes for record in records)
     bytes_done = 0
 
@@ -292,7 +300,8 @@ def _column(folder: Path, file: FileRecord, dtype: str) -> Array:
 class Split:
     """Documents of a split. `bounds`, uint64 [documents + 1]: where each begins, and where the last ends.
 
-    `loss_mask`, `first` and `kto_labels`: see SplitRecord; None where it has none.
+    `loss_mask`, `first_loss_tokens` (`first` of SplitRecord) and `kto_labels`: see SplitRecord; None
+    where the split has none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, name: SplitName) -> None:
@@ -309,7 +318,7 @@ class Split:
         self.tokens = shards(record.shards, manifest.dtype)
         self.bounds = _column(folder, record.bounds, "uint64")
         self.loss_mask = shards(record.loss_mask, "uint8") if record.loss_mask else None
-        self.first = column(record.first, "uint32")
+        self.first_loss_tokens = column(record.first, "uint32")
         self.kto_labels = column(record.kto_labels, "uint8")
 
     def __len__(self) -> int:
@@ -325,17 +334,15 @@ class Split:
 
     def is_plain(self, index: int) -> bool:
         """Whether a document is plain text next to conversations."""
-        return any(
-            first_document <= index < end_document for first_document, end_document in self._plain
-        )
+        return any(index in documents for documents in self._plain_documents)
 
     @cached_property
-    def _plain(self) -> list[tuple[int, int]]:
-        """Documents [first, last) of each such source."""
-        ends = zip(self.record.parts, self.part_starts, self.part_starts[1:], strict=False)
+    def _plain_documents(self) -> list[range]:
+        """The documents of each source of plain text next to conversations."""
+        first_documents = [document for _, document in self.part_starts]
         return [
-            (first_document, end_document)
-            for part, (_, first_document), (_, end_document) in ends
+            range(first_documents[number], first_documents[number + 1])
+            for number, part in enumerate(self.record.parts)
             if part.plain
         ]
 
@@ -403,8 +410,10 @@ class SplitWriter:
         self.progress = progress.model_copy(deep=True)
         self._tokens = progress.tokens
         self._documents = progress.documents
+        # A column is one file with an entry per document.
         for column, dtype in self._columns.items():
             _cut(self._path(column), dtype.itemsize * self._documents)
+        # Tokens fill shards: some are full, one is begun, and those after it are removed.
         num_full, rest = divmod(self._tokens, self._shard_tokens)
         for stored_column, dtype in self._sharded.items():
             for number in range(num_full):
@@ -435,6 +444,7 @@ class SplitWriter:
             "documents": starts + np.uint64(self._tokens),
             "kto-labels": kto_labels,
         }
+        # Shards first: `_append` places the tokens after those that are counted so far.
         if loss_mask is not None:
             columns["first"] = first_loss_tokens(loss_mask, starts, lengths)
             self.progress.loss_tokens += int(loss_mask.sum())
@@ -444,7 +454,8 @@ class SplitWriter:
             values = columns[column]
             assert values is not None
             self._write(self._path(column), values.astype(dtype).tobytes())
-        self._tokens, self._documents = self._tokens + len(ids), self._documents + len(lengths)
+        self._tokens += len(ids)
+        self._documents += len(lengths)
         tokens, documents = self.progress.parts[-1]
         self.progress.parts[-1] = (tokens + len(ids), documents + len(lengths))
         self.progress.bytes += text_bytes
@@ -456,9 +467,8 @@ class SplitWriter:
         while num_written < len(values):
             shard, offset = divmod(self._tokens + num_written, self._shard_tokens)
             count = min(len(values) - num_written, self._shard_tokens - offset)
-            self._write(
-                self._path(column, shard), values[num_written : num_written + count].tobytes()
-            )
+            of_shard = values[num_written : num_written + count]
+            self._write(self._path(column, shard), of_shard.tobytes())
             num_written += count
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -472,12 +482,12 @@ class SplitWriter:
         """Flush everything added so far to disk."""
         for file in self._files.values():
             os.fsync(file.fileno())
-        num_full = self._tokens // self._shard_tokens
-        for path in [
-            self._path(column, number) for number in range(num_full) for column in self._sharded
-        ]:
-            if path in self._files:
-                self._files.pop(path).close()
+        # A full shard gets nothing more: open files stay few, however many shards there are.
+        for number in range(self._tokens // self._shard_tokens):
+            for column in self._sharded:
+                full_shard = self._files.pop(self._path(column, number), None)
+                if full_shard is not None:
+                    full_shard.close()
         return self.progress.model_copy(deep=True)
 
     def close(self) -> None:
@@ -495,18 +505,19 @@ class SplitWriter:
         # A column of no document has no file.
         paths = {name: self._path(name) for name in self._columns}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
-        count = -(-self._tokens // self._shard_tokens)
+        # A shard that was begun and got no token is no part of the split.
+        num_shards = -(-self._tokens // self._shard_tokens)
         shards = dict[str, tuple[FileRecord, ...]]()
         for column in self._sharded:
-            self._path(column, count).unlink(missing_ok=True)
-            shards[column] = tuple(
-                file_record(self._path(column, number)) for number in range(count)
+            self._path(column, num_shards).unlink(missing_ok=True)
+            paths_of_shards = [self._path(column, number) for number in range(num_shards)]
+            shards[column] = tuple(file_record(path) for path in paths_of_shards)
+        parts = list[SplitPart]()
+        for (tokens, documents), weight in zip(self.progress.parts, weights, strict=True):
+            is_plain = len(parts) in plain
+            parts.append(
+                SplitPart(tokens=tokens, documents=documents, weight=weight, plain=is_plain)
             )
-        numbered_parts = enumerate(zip(self.progress.parts, weights, strict=True))
-        parts = [
-            SplitPart(tokens=t, documents=d, weight=w, plain=number in plain)
-            for number, ((t, d), w) in numbered_parts
-        ]
         return SplitRecord(
             tokens=self._tokens,
             documents=self._documents,
@@ -534,10 +545,8 @@ def first_loss_tokens(
     sizes = lengths.astype(np.int64)
     index = np.searchsorted(positions, document_starts + 1)
     distance = np.append(positions, np.iinfo(np.int64).max // 2)[index] - document_starts
-    first_positions: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(distance, sizes).astype(
-        np.uint32
-    )
-    return first_positions
+    first_positions: Ids = np.minimum(distance, sizes)
+    return first_positions.astype(np.uint32)
 
 
 def open_to_append(path: Path) -> FileIO:

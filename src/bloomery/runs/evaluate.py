@@ -275,14 +275,13 @@ def _sides_of(
     """The chosen and the rejected side of each pair in turn, each with the index of its first loss token."""
     if (data / "manifest.json").is_file():
         split = open_split(data, "validation")
-        if split.kind != "pairs" or split.first is None:
+        if split.kind != "pairs" or split.first_loss_tokens is None:
             raise _no_pairs(
                 {"text": "plain text", "kto": NAMES["kto"]}.get(split.kind, NAMES["chat"]),
                 str(data),
             )
-        yield from (
-            (split.document(index).tolist(), int(split.first[index])) for index in range(len(split))
-        )
+        for index in range(len(split)):
+            yield split.document(index).tolist(), int(split.first_loss_tokens[index])
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         for content in _contents(data, tokenizer):
