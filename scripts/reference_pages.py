@@ -232,11 +232,12 @@ Padding (`attention_mask` 0) is removed.
 
 
 def formats_page() -> str:
-    rows = [
-        f"| [`{name}`](#{name}) | {_names(one.needed)} | {_names(r for r in one.roles if r not in one.needed)} "
-        f"| {_names(takers(name))} |"
-        for name, one in FORMATS.items()
-    ]
+    rows = []
+    for name, row_format in FORMATS.items():
+        required_roles = row_format.required_roles
+        optional_roles = [role for role in row_format.roles if role not in required_roles]
+        cells = (_names(required_roles), _names(optional_roles), _names(takers(name)))
+        rows.append(f"| [`{name}`](#{name}) | {' | '.join(cells)} |")
     sections = [
         "\n".join(
             [

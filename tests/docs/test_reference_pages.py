@@ -31,7 +31,7 @@ def test_every_format_has_samples_that_are_read_as_that_format() -> None:
     assert set(reference_pages.SAMPLES) == set(FORMATS)
     for name, rows in reference_pages.SAMPLES.items():
         assert all(reference_pages.example_of(name, row).kind for row in rows)
-        needed = set(FORMATS[name].needed)
+        needed = set(FORMATS[name].required_roles)
         assert all(needed <= set(row) for row in rows)
     assert reference_pages.takers("messages") == ["pretrain", "sft", "distill"]
     assert reference_pages.takers("preference") == ["dpo", "ipo", "simpo", "orpo", "kto", "reward"]

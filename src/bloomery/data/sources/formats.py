@@ -89,28 +89,22 @@ def _message(
 ) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(where, f"is {kind_of(turn)}, not a message with a role and a content")
-    role_key = next((key for key in role_keys if turn.get(key) is not None), None)
-    if role_key is None:
-        names = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
-        raise BadRow(where, f"has no {' or '.join(role_keys)}; it has: {names}")
-    name = text_of(turn[role_key], f"{where}.{role_key}").strip().lower()
-    if name not in ROLES:
-        suggestion = did_you_mean(name, ROLES, "known are system, user, assistant and tool")
-        raise BadRow(f"{where}.{role_key}", f"is an unknown role, {name[:40]!r}; {suggestion}")
-    role = ROLES[name]
-    text_key = next((key for key in text_keys if key in turn), text_keys[0])
-    calls = (
-        _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls")
-        if role == "assistant"
-        else ()
-    )
+    role_name = _role_name(turn, where, role_keys)
+    role = ROLES[role_name]
+    # Other roles keep no calls: what a user writes there is not a call of the model.
+    calls: tuple[dict[str, Any], ...] = ()
+    if role == "assistant":
+        calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls")
+    # A turn that only calls may have no content, or null.
     content = ""
+    text_key = next((key for key in text_keys if key in turn), text_keys[0])
     location = f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
             raise BadRow(location, "is missing")
         content = _content(turn[text_key], location)
-    if name in _CALLING:
+    # In ShareGPT the role says that the content itself is the call.
+    if role_name in _CALLING:
         parsed = _parsed(content)
         if not isinstance(parsed, dict | list):
             raise BadRow(
@@ -119,25 +113,43 @@ def _message(
         calls = _calls(parsed if isinstance(parsed, list) else [parsed], location)
         content = ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
-    optional = {
-        "name": turn.get("name"),
-        "thinking": thinking,
-        "tool_call_id": turn.get("tool_call_id"),
-    }
-    speaker, thought, call_id = (
-        None if value is None else text_of(value, f"{where}.{key}")
-        for key, value in optional.items()
-    )
-    weight = turn.get("weight")
-    if weight is not None and (type(weight) not in (int, float, bool) or weight not in (0, 1)):
-        raise BadRow(
-            f"{where}.weight",
-            "is neither 0 (masked) nor 1 (trained on)",
-            "write 0 or 1, or remove it",
-        )
     return Message(
-        role, content, calls, speaker, thought, call_id, trained_on=weight is None or bool(weight)
+        role,
+        content,
+        calls,
+        name=_optional_text(turn.get("name"), f"{where}.name"),
+        thinking=_optional_text(thinking, f"{where}.thinking"),
+        call_id=_optional_text(turn.get("tool_call_id"), f"{where}.tool_call_id"),
+        trained_on=_is_trained_on(turn.get("weight"), f"{where}.weight"),
     )
+
+
+def _role_name(turn: dict[str, Any], where: str, role_keys: Sequence[str]) -> str:
+    """The key of ROLES that a message names. Raises BadRow."""
+    role_key = next((key for key in role_keys if turn.get(key) is not None), None)
+    if role_key is None:
+        present_keys = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
+        raise BadRow(where, f"has no {' or '.join(role_keys)}; it has: {present_keys}")
+    location = f"{where}.{role_key}"
+    role_name = text_of(turn[role_key], location).strip().lower()
+    if role_name not in ROLES:
+        suggestion = did_you_mean(role_name, ROLES, "known are system, user, assistant and tool")
+        raise BadRow(location, f"is an unknown role, {role_name[:40]!r}; {suggestion}")
+    return role_name
+
+
+def _optional_text(value: object, where: str) -> str | None:
+    return None if value is None else text_of(value, where)
+
+
+def _is_trained_on(weight: object, where: str) -> bool:
+    """OpenAI's weight of a message: 0 masks it. Raises BadRow for any other number."""
+    if weight is None:
+        return True
+    if type(weight) not in (int, float, bool) or weight not in (0, 1):
+        problem = "is neither 0 (masked) nor 1 (trained on)"
+        raise BadRow(where, problem, "write 0 or 1, or remove it")
+    return bool(weight)
 
 
 def _content(value: object, where: str) -> str:
@@ -276,12 +288,10 @@ class Row:
 
 def _chat(row: Row) -> Example:
     """Lists of turns in the formats of OpenAI and ShareGPT; "system" may be a separate column."""
+    # data.columns comes first, then the first usual name; the error names the most usual one.
     named_roles = [role for role in ("messages", "conversations") if role in row.named]
-    value, location = row.cell(
-        named_roles[0]
-        if named_roles
-        else next((name for name in LISTS if name in row.cells), LISTS[0])
-    )
+    present_lists = [name for name in LISTS if name in row.cells]
+    value, location = row.cell([*named_roles, *present_lists, LISTS[0]][0])
     messages = row.turns(value, location)
     system, system_place = row.cell("system", required=False)
     if system is not None and text_of(system, system_place).strip():
@@ -351,43 +361,46 @@ def _preference(row: Row) -> Example:
     if chosen_side == rejected_side:
         raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
     prompt = cast(Turns, "")
-    prompt_place = ""
+    prompt_place = f"{row.where}, prompt"
     if "prompt" in row.named or row.cells.get("prompt") is not None:
         prompt, prompt_place = row.side("prompt")
     if isinstance(chosen_side, str) != isinstance(rejected_side, str):
         raise BadRow(
             row.where, "has one side as text and one as messages", "use one format for both sides"
         )
+    # A prompt found in texts is not known to be a turn, so that no template may format it.
     implicit = isinstance(chosen_side, str) and not prompt
-    repeats = False
-    if prompt and not isinstance(chosen_side, str):
-        turns = [turn for turn in chosen_side if turn.role != "system"]
-        if isinstance(prompt, str):
-            repeats = (
-                len(turns) > 1
-                and turns[0].role == "user"
-                and turns[0].content.strip() == prompt.strip()
-            )
-        else:
-            repeats = len(chosen_side) > len(prompt) and chosen_side[: len(prompt)] == prompt
-    if not prompt or repeats:
-        length = _common(chosen_side, rejected_side)
-        prompt = chosen_side[:length]
-        chosen_side = chosen_side[length:]
-        rejected_side = rejected_side[length:]
-        if not prompt:
-            fix = "name the prompt's column: data.columns={prompt: NAME}"
-            raise BadRow(
-                row.where, "has no prompt: chosen and rejected have no common beginning", fix
-            )
-        if not chosen_side or not rejected_side:
-            raise BadRow(row.where, "has a side that is the beginning of the other", _PAIR_FIX)
+    if not prompt or _begins_with_prompt(chosen_side, prompt):
+        prompt, chosen_side, rejected_side = _without_common(chosen_side, rejected_side, row.where)
     prompt, responses = _joined(
-        (prompt, prompt_place or f"{row.where}, prompt"),
-        (chosen_side, chosen_place),
-        (rejected_side, rejected_place),
+        (prompt, prompt_place), (chosen_side, chosen_place), (rejected_side, rejected_place)
     )
     return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
+
+
+def _begins_with_prompt(side: Turns, prompt: Turns) -> bool:
+    """Whether a side of messages is a whole conversation, which repeats the prompt of its column."""
+    if isinstance(side, str):
+        return False
+    if not isinstance(prompt, str):
+        return len(side) > len(prompt) and side[: len(prompt)] == prompt
+    turns = [turn for turn in side if turn.role != "system"]
+    if len(turns) < 2 or turns[0].role != "user":
+        return False
+    return turns[0].content.strip() == prompt.strip()
+
+
+def _without_common(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
+    """The common beginning of both sides as their prompt, and what follows it in each. Raises BadRow."""
+    length = _common(chosen, rejected)
+    if not length:
+        problem = "has no prompt: chosen and rejected have no common beginning"
+        raise BadRow(where, problem, "name the prompt's column: data.columns={prompt: NAME}")
+    chosen_response = chosen[length:]
+    rejected_response = rejected[length:]
+    if not chosen_response or not rejected_response:
+        raise BadRow(where, "has a side that is the beginning of the other", _PAIR_FIX)
+    return chosen[:length], chosen_response, rejected_response
 
 
 def _common(first: Turns, second: Turns) -> int:
@@ -427,12 +440,12 @@ def _joined(
 
 @dataclass(frozen=True)
 class Format:
-    """Its reader, the roles that a row must have, and all that data.columns can map to columns. "role" and "content"
-    are keys of each message.
+    """`required_roles`: those that a row must have; `roles`: all that data.columns can map to columns. "role" and
+    "content" are keys of each message.
     """
 
-    read: Callable[[Row], Example]
-    needed: tuple[str, ...]
+    reader: Callable[[Row], Example]
+    required_roles: tuple[str, ...]
     roles: tuple[str, ...]
 
 
@@ -458,18 +471,17 @@ def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> s
     """The format of a row by its columns, or None: it is plain text or tokens."""
     roles = columns or {}
     for name, format in reversed(FORMATS.items()):
-        if format.read is not _chat and all(
-            roles.get(role, role) in cells for role in format.needed
-        ):
+        required_columns = [roles.get(role, role) for role in format.required_roles]
+        if format.reader is not _chat and all(column in cells for column in required_columns):
             return name
+    # A list of turns is known by its content, as both formats use the same columns.
     for column in (roles.get("messages"), roles.get("conversations"), *LISTS):
         value = cells.get(column) if column else None
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return (
-                "sharegpt"
-                if "from" in value[0] or roles.get("conversations") == column
-                else "messages"
-            )
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            continue
+        if "from" in value[0] or roles.get("conversations") == column:
+            return "sharegpt"
+        return "messages"
     return None
 
 
@@ -477,7 +489,7 @@ def read_example(row: object, *, format: str, columns: Columns, where: str) -> E
     """The example in a row. `columns` maps roles to columns of other names (FORMATS). Raises BadRow."""
     if not isinstance(row, dict):
         raise BadRow(where, f"is {kind_of(row)}, not an object with columns")
-    return FORMATS[format].read(Row(_with_turns(row), columns, where))
+    return FORMATS[format].reader(Row(_with_turns(row), columns, where))
 
 
 def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
