@@ -32,11 +32,11 @@ def kind_of(document: Document) -> ShardKind:
 
 
 class Kinds(NamedTuple):
-    """`whole`: the kind of the shards; `sources`: of each source; `turns`: whether a source has messages; `texts`:
-    whether a source has responses that are texts. The chat template formats those with a prompt.
+    """`sources`: the kind of each source; `turns`: whether a source has messages; `texts`: whether a source has
+    responses that are texts. The chat template formats those with a prompt.
     """
 
-    whole: ShardKind
+    shard_kind: ShardKind
     sources: tuple[ShardKind, ...]
     turns: bool
     texts: Texts
@@ -50,32 +50,38 @@ class Kinds(NamedTuple):
     @property
     def plain(self) -> frozenset[int]:
         """Numbers of the sources that are plain text next to conversations."""
-        return frozenset(number for number, kind in enumerate(self.sources) if kind != self.whole)
+        return frozenset(
+            number for number, kind in enumerate(self.sources) if kind != self.shard_kind
+        )
 
 
-def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
+def kinds_among(first_documents: Sequence[Document | None]) -> Kinds:
     """Kinds by the first document of each source. Raises UserError for a mixture other than plain text with
     conversations.
     """
-    present = [document for document in firsts if document is not None]
-    mixed = {kind_of(document) for document in present} == set(_MIXED)
-    shard_kind: ShardKind = "chat" if mixed else kind_of(present[0]) if present else "text"
-    for document in () if mixed else present:
-        refuse_mixture(document, shard_kind)
-    examples = [document.example for document in present if document.example is not None]
-    turns = any(not isinstance(example.responses[0], str) for example in examples)
-    spelt = [example for example in examples if isinstance(example.responses[0], str)]
-    prompted = any(not example.implicit for example in spelt)
-    texts: Texts = "prompts" if prompted else "whole" if spelt else "none"
-    return Kinds(
-        shard_kind,
-        tuple(
-            shard_kind if first_document is None else kind_of(first_document)
-            for first_document in firsts
-        ),
-        turns,
-        texts,
+    present = [document for document in first_documents if document is not None]
+    kinds_present = {kind_of(document) for document in present}
+    # Shards of plain text with conversations are those of conversations, which have a loss mask.
+    shard_kind: ShardKind = "text"
+    if kinds_present == set(_MIXED):
+        shard_kind = "chat"
+    elif present:
+        shard_kind = kind_of(present[0])
+        for document in present:
+            refuse_mixture(document, shard_kind)
+    # A source without documents mixes with any kind.
+    sources = tuple(
+        shard_kind if document is None else kind_of(document) for document in first_documents
     )
+    examples = [document.example for document in present if document.example is not None]
+    text_examples = [example for example in examples if isinstance(example.responses[0], str)]
+    texts: Texts = "none"
+    if any(not example.implicit for example in text_examples):
+        texts = "prompts"
+    elif text_examples:
+        texts = "whole"
+    turns = len(text_examples) < len(examples)
+    return Kinds(shard_kind, sources, turns, texts)
 
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:

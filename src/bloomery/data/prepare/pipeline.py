@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -103,9 +103,8 @@ def file_states(datasets: list[Dataset]) -> list[FileState]:
 
 
 def _digest(states: list[FileState]) -> str:
-    return hashlib.sha256(
-        "\n".join(json.dumps(asdict(state)) for state in states).encode()
-    ).hexdigest()
+    lines = "\n".join(json.dumps(asdict(state)) for state in states)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _sha256(file: SourceFile) -> str:
@@ -119,16 +118,19 @@ def record_sources(
     folder: Path,
     report: Callable[[float, float], None],
 ) -> tuple[SourceRecord, ...]:
-    """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `before`."""
+    """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `states`."""
+    # hashlib releases the interpreter's lock, so that threads hash several files at once.
     files = [file for dataset in datasets for file in dataset.files]
     total = sum(state.bytes for state in states)
     bytes_done = 0
-    sums = []
+    states_with_sums = list[FileState]()
     with ThreadPoolExecutor(4) as threads:
-        for state, value in zip(states, threads.map(_sha256, files), strict=True):
-            sums.append(replace(state, sha256=value))
+        for state, sha256 in zip(states, threads.map(_sha256, files), strict=True):
+            states_with_sums.append(replace(state, sha256=sha256))
             bytes_done += state.bytes
             report(bytes_done, total)
+    # The checksums describe what was tokenized only if nothing was written from the first read
+    # until now.
     current_states = file_states(datasets)
     if _digest(current_states) != _digest(states):
         changed_names = sorted({state.name for state in set(states) ^ set(current_states)})
@@ -137,15 +139,17 @@ def record_sources(
             where=changed_names[0] if changed_names else "data",
             fix="wait until nothing writes there, then run the same command again",
         )
-    write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
+    rows = [json.dumps(asdict(state)) + "\n" for state in states_with_sums]
+    write_durably(folder / FINGERPRINT, "".join(rows))
+    # The manifest has one digest per source, in which the time of a file does not count.
     records = []
     for index, dataset in enumerate(datasets):
-        source_sums = [state for state in sums if state.source == index]
-        lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in source_sums)
+        of_source = [state for state in states_with_sums if state.source == index]
+        lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in of_source)
         digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
-        size = sum(state.bytes for state in source_sums)
+        size = sum(state.bytes for state in of_source)
         records.append(
-            SourceRecord(path=dataset.path, files=len(source_sums), bytes=size, sha256=digest)
+            SourceRecord(path=dataset.path, files=len(of_source), bytes=size, sha256=digest)
         )
     return tuple(records)
 
@@ -162,19 +166,17 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
         raise UserError(
             "file is missing or damaged", where=str(folder / FINGERPRINT), fix=fix
         ) from error
-    recorded = {(state.source, state.name): state for state in recorded_states}
+    unseen_states = {(state.source, state.name): state for state in recorded_states}
     files = [file for dataset in datasets for file in dataset.files]
     for state, file in zip(file_states(datasets), files, strict=True):
-        recorded_state = recorded.pop((state.source, state.name), None)
-        if (
-            recorded_state is None
-            or recorded_state.bytes != state.bytes
-            or (
-                recorded_state.mtime_ns != state.mtime_ns and recorded_state.sha256 != _sha256(file)
-            )
-        ):
+        recorded_state = unseen_states.pop((state.source, state.name), None)
+        if recorded_state is None or recorded_state.bytes != state.bytes:
             return str(file.path)
-    return next(iter(recorded))[1] if recorded else None
+        # A copied or touched file has another time: only then is it read.
+        if recorded_state.mtime_ns != state.mtime_ns and recorded_state.sha256 != _sha256(file):
+            return str(file.path)
+    # What is left was removed from the dataset.
+    return next((name for _, name in unseen_states), None)
 
 
 MOST_NAMED = 64  # files whose rows repeat in the validation set, each with its number
@@ -255,10 +257,19 @@ class EncodeTask:
 
     documents: list[tuple[SplitName, Document]]
     source: int
-    read: int
-    empty: int
+    num_read: int
+    num_empty: int
     held_back: int
     held_files: dict[str, int]
+
+
+class EncodedDocument(NamedTuple):
+    """`lengths`: the tokens of each of its responses; `loss_mask`: one entry per token, for plain text none."""
+
+    document: Document
+    ids: Array
+    lengths: Array
+    loss_mask: Array
 
 
 def untokenised() -> UserError:
@@ -294,21 +305,21 @@ class Preparation:
         self._report = report
         self._limits = limits
         self._datasets = streams(recipe)
-        self._num_train = len(self._datasets) - len(
-            validation_datasets(recipe.data, recipe.objective.spec.data_kind)
-        )
+        validation = validation_datasets(recipe.data, recipe.objective.spec.data_kind)
+        self._num_train = len(self._datasets) - len(validation)
         self._states = file_states(self._datasets)
         self._bytes = sum(state.bytes for state in self._states)
         self._journal = open_journal(
             folder, identity=identity, sources=f"{_digest(self._states)} {SPLIT_RULE}"
         )
         self._summary = ReadStats()
-        firsts = (
-            read_documents(dataset, on_error=self._data.on_error, stats=ReadStats())
-            for dataset in self._datasets
-        )
-        self.kinds = kinds_among([next(documents, None) for documents in firsts])
-        self.kind = self.kinds.whole
+        # The first document of a source decides its kind: later ones of another kind are refused.
+        first_documents = list[Document | None]()
+        for dataset in self._datasets:
+            documents = read_documents(dataset, on_error=self._data.on_error, stats=ReadStats())
+            first_documents.append(next(documents, None))
+        self.kinds = kinds_among(first_documents)
+        self.kind = self.kinds.shard_kind
 
     def begin(self) -> Tokenizer:
         """The tokenizer, after choosing the validation split. It is saved to the folder with the chat template in use,
@@ -407,9 +418,9 @@ class Preparation:
                 yield from texts
                 self._report("tokenizer", bytes_taken, max(limit, bytes_taken))
         if not bytes_taken:
-            raise untokenised() if any_tokens else self._empty(stats)
+            raise untokenised() if any_tokens else self._no_documents(stats)
 
-    def _empty(self, stats: ReadStats) -> UserError:
+    def _no_documents(self, stats: ReadStats) -> UserError:
         journal = self._journal
         return no_documents(
             self._datasets,
@@ -421,64 +432,81 @@ class Preparation:
         self, start: PrepareJournal, *, only_source: int | None = None
     ) -> Iterator[EncodeTask]:
         """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
-        `only`: of one source.
+        `only_source`: batches of that source alone.
         """
-        tokenizer = self._tokenizer
+        # Counters go on from the journal, so that a resumed `prepare` writes the same manifest.
         num_empty = start.empty
         held_back = start.held_back
         held_files = dict(start.held_files)
-        for source in range(len(self._datasets)) if only_source is None else (only_source,):
+        sources = range(len(self._datasets)) if only_source is None else [only_source]
+        for source in sources:
             batch = list[tuple[SplitName, Document]]()
             size = 0
             num_read = 0
-            num_passed = start.read if source == start.source else 0
-            dataset = self._datasets[source]
-            on_error = self._data.on_error
-            kto_pairs = KtoPairCheck(dataset, partial(self._split_of, source), on_error=on_error)
-            for raw_document in read_documents(dataset, on_error=on_error, stats=self._summary):
+            for outcome, document in self._sorted_documents(source, start):
                 num_read += 1
-                refuse_mixture(raw_document, self.kinds.sources[source])
-                is_behind = source < start.source or num_read <= num_passed
-                document = unpadded(
-                    raw_document, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id)
-                )
-                self._summary.padding += document.padding or 0
-                if is_behind and self.kind != "kto":
+                if outcome == "written":
                     continue
-                name = self._split_of(source, raw_document) if document.tokens != () else "empty"
-                if (
-                    name in SPLITS
-                    and document.example is None
-                    and (error := tokenizer.too_long(document.text))
-                ):
-                    bad_row = BadRow(document.source, error.problem, error.fix)
-                    name = "bad"
-                    if on_error != "skip":
-                        raise bad_row
-                    self._summary.skip(bad_row)
-                if self.kind == "kto" and name in SPLITS:
-                    document = kto_pairs.of(document, name)
-                if is_behind:
-                    continue
-                num_empty += name == "empty"
-                if name == "held":
+                if outcome == "empty":
+                    num_empty += 1
+                elif outcome == "held":
                     held_back += 1
                     file = self._summary.file
                     if file in held_files or len(held_files) < MOST_NAMED:
                         held_files[file] = held_files.get(file, 0) + 1
-                if name in SPLITS:
-                    batch.append((name, document))
-                    size += len(document.wire if document.example else document.text) + 4 * len(
-                        document.tokens or ()
-                    )
+                elif outcome in SPLITS:
+                    batch.append((outcome, document))
+                    content = document.wire if document.example else document.text
+                    size += len(content) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(
                         batch, source, num_read, num_empty, held_back, dict(held_files)
                     )
                     batch = []
                     size = 0
+            # Even an empty batch says that the source is done. For sources before the journal's, it
+            # already says so.
             if source >= start.source:
                 yield EncodeTask(batch, source, num_read, num_empty, held_back, dict(held_files))
+
+    def _sorted_documents(
+        self, source: int, start: PrepareJournal
+    ) -> Iterator[tuple[str, Document]]:
+        """Every document of a source, in order, with what becomes of it: its split, "written" (the shards of the
+        journal `start` have it), "empty", "held" (a copy is in the validation set) or "bad" (too long to encode).
+        """
+        tokenizer = self._tokenizer
+        dataset = self._datasets[source]
+        on_error = self._data.on_error
+        kto_pairs = KtoPairCheck(dataset, partial(self._split_of, source), on_error=on_error)
+        num_written = start.read if source == start.source else 0
+        documents = read_documents(dataset, on_error=on_error, stats=self._summary)
+        for number, raw_document in enumerate(documents, start=1):
+            # Padding and skipped rows have no counter in the journal: they are counted again.
+            refuse_mixture(raw_document, self.kinds.sources[source])
+            document = unpadded(
+                raw_document, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id)
+            )
+            self._summary.padding += document.padding or 0
+            # A KTO example takes its second response from the documents before it, so that those
+            # go through `kto_pairs` again.
+            is_written = source < start.source or number <= num_written
+            if is_written and self.kind != "kto":
+                yield "written", document
+                continue
+            # The split is a hash of the row as it was read; padding alone leaves nothing to train on.
+            outcome = "empty" if document.tokens == () else self._split_of(source, raw_document)
+            if outcome in SPLITS and document.example is None:
+                error = tokenizer.too_long(document.text)
+                if error is not None:
+                    bad_row = BadRow(document.source, error.problem, error.fix)
+                    if on_error != "skip":
+                        raise bad_row
+                    self._summary.skip(bad_row)
+                    outcome = "bad"
+            if self.kind == "kto" and outcome in SPLITS:
+                document = kto_pairs.of(document, outcome)
+            yield "written" if is_written else outcome, document
 
     def _split_of(self, source: int, document: Document) -> str:
         if not document.content and not document.tokens:
@@ -486,7 +514,7 @@ class Preparation:
         if source >= self._num_train:
             return "validation"
         key = content_key(document)
-        if key in self._splitter.held:
+        if key in self._splitter.held_keys:
             return "held"
         return "validation" if self._splitter.keeps(key) else "train"
 
@@ -494,7 +522,8 @@ class Preparation:
         written_at = time.monotonic()
         parts_begun = len(self._journal.train.parts)
         for task, batch in encoded:
-            self._last = task
+            self._last_task = task
+            # A source without documents in a split still has its part there, of length 0.
             for writer in self._writers.values():
                 for _ in range(parts_begun, task.source + 1):
                     writer.begin_part()
@@ -503,80 +532,80 @@ class Preparation:
                 if self._data.on_error != "skip":
                     raise bad_row
                 self._journal.failed += 1
-                self._journal.first_failed = (
-                    self._journal.first_failed or f"{bad_row.where}: {bad_row.reason}"
-                )
+                if not self._journal.first_failed:
+                    self._journal.first_failed = f"{bad_row.where}: {bad_row.reason}"
             self._add(task, batch)
             text_bytes = sum(writer.progress.bytes for writer in self._writers.values())
-            self._report(
-                "tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes
-            )
+            bytes_done = min(max(text_bytes, self._summary.bytes_read), self._bytes)
+            self._report("tokens", bytes_done, self._bytes)
             if time.monotonic() - written_at >= self._limits.journal_seconds:
                 self._commit()
                 written_at = time.monotonic()
 
     def _add(self, task: EncodeTask, encoded: EncodedBatch) -> None:
         """Append the documents of a batch to their splits, in order. An example has one document per response, a
-        refused one none. Pre-tokenized documents keep their tokens.
+        refused one none.
         """
-        encoded_documents: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {
-            name: [] for name in SPLITS
-        }
+        documents_of_split: dict[SplitName, list[EncodedDocument]] = {name: [] for name in SPLITS}
+        # The batch of the encoder has only the documents without tokens: `number` counts those.
         responses = DOCUMENTS_PER_UNIT[self.kind]
-        ends = [0, *np.cumsum(encoded.lengths).tolist()]
+        bounds = [0, *np.cumsum(encoded.lengths).tolist()]
         number = 0
-        loss_mask = encoded.loss_mask
         for name, document in task.documents:
             if document.tokens is not None:
-                ids = checked_tokens(document, self._tokenizer)
-                flags = np.ones(len(ids), np.uint8)
-                if document.loss_mask is not None:
-                    flags = np.array(document.loss_mask, np.uint8)
-                encoded_documents[name].append(
-                    (document, ids, np.array([len(ids)], np.uint64), flags)
-                )
+                documents_of_split[name].append(self._pretokenized(document))
                 continue
-            first_response = number * responses
-            end_response = (number + 1) * responses
             if number not in encoded.bad_rows:
-                token_range = slice(int(ends[first_response]), int(ends[end_response]))
-                flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[token_range]
-                encoded_documents[name].append(
-                    (
+                first_response = number * responses
+                end_response = first_response + responses
+                token_range = slice(int(bounds[first_response]), int(bounds[end_response]))
+                loss_mask = np.zeros(0, np.uint8)
+                if encoded.loss_mask is not None:
+                    loss_mask = encoded.loss_mask[token_range]
+                documents_of_split[name].append(
+                    EncodedDocument(
                         document,
-                        encoded.ids[token_range],
-                        encoded.lengths[first_response:end_response],
-                        flags,
+                        ids=encoded.ids[token_range],
+                        lengths=encoded.lengths[first_response:end_response],
+                        loss_mask=loss_mask,
                     )
                 )
             number += 1
-        for name, entries in (
-            (name, entries) for name, entries in encoded_documents.items() if entries
-        ):
-            ids = np.concatenate([part for _, part, _, _ in entries])
-            lengths = np.concatenate([part for _, _, part, _ in entries])
-            if self.kind == "text":
-                size = sum(len(document.text.encode()) for document, *_ in entries)
-                self._writers[name].add(ids, lengths, size)
-                continue
-            desirable = [
-                document.example is not None and document.example.desirable is True
-                for document, *_ in entries
-            ]
-            kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
-            size = int(self._tokenizer.token_bytes()[ids].sum())
-            self._writers[name].add(
-                ids, lengths, size, np.concatenate([part for *_, part in entries]), kto_labels
-            )
+        for name, documents in documents_of_split.items():
+            if documents:
+                self._append(self._writers[name], documents)
+
+    def _pretokenized(self, document: Document) -> EncodedDocument:
+        """A document that came as tokens, which it keeps. Without a mask every token is trained on."""
+        ids = checked_tokens(document, self._tokenizer)
+        loss_mask = np.ones(len(ids), np.uint8)
+        if document.loss_mask is not None:
+            loss_mask = np.array(document.loss_mask, np.uint8)
+        return EncodedDocument(document, ids, np.array([len(ids)], np.uint64), loss_mask)
+
+    def _append(self, writer: SplitWriter, documents: list[EncodedDocument]) -> None:
+        ids = np.concatenate([entry.ids for entry in documents])
+        lengths = np.concatenate([entry.lengths for entry in documents])
+        if self.kind == "text":
+            size = sum(len(entry.document.text.encode()) for entry in documents)
+            writer.add(ids, lengths, size)
+            return
+        # A template writes more than the row says: the bytes are those that the tokens stand for.
+        size = int(self._tokenizer.token_bytes()[ids].sum())
+        loss_mask = np.concatenate([entry.loss_mask for entry in documents])
+        examples = [entry.document.example for entry in documents]
+        desirable = [example is not None and example.desirable is True for example in examples]
+        kto_labels = np.repeat(np.array(desirable, np.uint8), DOCUMENTS_PER_UNIT[self.kind])
+        writer.add(ids, lengths, size, loss_mask, kto_labels)
 
     def _commit(self) -> None:
         """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
-        last_task = self._last
+        last_task = self._last_task
         splits = {name: writer.sync() for name, writer in self._writers.items()}
         counters = {
             "source": last_task.source,
-            "read": last_task.read,
-            "empty": last_task.empty,
+            "read": last_task.num_read,
+            "empty": last_task.num_empty,
             "held_back": last_task.held_back,
             "held_files": last_task.held_files,
         }
@@ -586,7 +615,7 @@ class Preparation:
     def _finish(self) -> Manifest:
         """Write checksums, sources.jsonl and the manifest; remove the journal."""
         if not any(writer.progress.documents for writer in self._writers.values()):
-            raise self._empty(self._summary)
+            raise self._no_documents(self._summary)
         self._commit()
         weights = [dataset.weight for dataset in self._datasets]
         splits = {

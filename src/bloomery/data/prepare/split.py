@@ -1,7 +1,6 @@
 """The validation set: chosen by a hash of the content, so that copies of a document stay in one split."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -41,21 +40,21 @@ def content_key(document: Document) -> int:
     example = document.example
     if example is not None and example.kind == "kto" and example.prompt:
         content = repr(example.prompt).encode()
+    elif document.tokens is not None:
+        content = np.array(document.tokens, np.uint32).tobytes()
     else:
-        content = (
-            document.wire
-            if document.tokens is None
-            else np.array(document.tokens, np.uint32).tobytes()
-        )
+        content = document.wire
     return int.from_bytes(blake2b(content, digest_size=8, salt=_SALT).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Documents with a key below `threshold` are the validation set. Train documents in `held` are left out."""
+    """Documents with a key below `threshold` are the validation set. Train documents whose key is in `held_keys` are
+    left out.
+    """
 
     threshold: int
-    held: frozenset[int] = frozenset()
+    held_keys: frozenset[int] = frozenset()
 
     def keeps(self, key: int) -> bool:
         return key < self.threshold
@@ -68,48 +67,55 @@ def validation_of(
     validation split of each source. Raises UserError for a share outside 0 to 1, and for no such path or split.
     """
     setting = data.validation
-    if setting != AUTO:
-        with suppress(ValueError):  # not a number
-            percent = isinstance(setting, str) and setting.rstrip().endswith("%")
-            share = float(setting.rstrip("% ") if isinstance(setting, str) else setting) / (
-                100 if percent else 1
+    share = _share(setting)
+    if share is not None:
+        if not 0 <= share < 1:
+            fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
+            raise UserError(
+                f"{setting} is not a share of the dataset", where="data.validation", fix=fix
             )
-            if not 0 <= share < 1:
-                fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
-                raise UserError(
-                    f"{setting} is not a share of the dataset", where="data.validation", fix=fix
-                )
-            return share, []
+        return share, []
     splits = [
         (source, other_splits(source, rows=required_format in ROW_FORMATS))
         for source in sources_of(data)
     ]
     if setting == AUTO:
-        split_names = [(source, validation_split(names)) for source, names in splits]
-        datasets = [
-            open_dataset(source, required_format, split=split)
-            for source, split in split_names
-            if split is not None
-        ]
+        datasets = list[Dataset]()
+        for source, names in splits:
+            split = validation_split(names)
+            if split is not None:
+                datasets.append(open_dataset(source, required_format, split=split))
         return (0.0 if datasets else _USUAL_SHARE), datasets
+    # A name is that of a split, where a source has it; else it is a path.
     name = str(setting)
     datasets = [
         open_dataset(source, required_format, split=name)
         for source, names in splits
         if name in names
     ]
-    if not datasets and not data_place(name).exists() and not name.startswith(PREFIX):
-        present = sorted({split for _, names in splits for split in names})
-        choices = (
-            f"one of its splits: {', '.join(present)}"
-            if present
-            else "the path of a file or folder"
-        )
+    if datasets:
+        return 0.0, datasets
+    if not data_place(name).exists() and not name.startswith(PREFIX):
+        present_splits = sorted({split for _, names in splits for split in names})
+        choices = "the path of a file or folder"
+        if present_splits:
+            choices = f"one of its splits: {', '.join(present_splits)}"
         problem = "no such file, folder or split of the dataset"
         where = f"data.validation: {name}"
         raise UserError(problem, where=where, fix=f"set a share such as 1%, or {choices}")
     named_source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
-    return 0.0, datasets or [open_dataset(named_source, required_format)]
+    return 0.0, [open_dataset(named_source, required_format)]
+
+
+def _share(setting: str | float) -> float | None:
+    """A number, or a text such as "5%" or "0.05"; None for any other text."""
+    if not isinstance(setting, str):
+        return float(setting)
+    try:
+        number = float(setting.rstrip("% "))
+    except ValueError:
+        return None
+    return number / 100 if setting.rstrip().endswith("%") else number
 
 
 def validation_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
@@ -130,9 +136,9 @@ class FileRoles:
 
     def __str__(self) -> str:
         """ "training: train.jsonl; validation: validation.jsonl; left out: test.jsonl"."""
-        validation = _named(self.validation) or (
-            f"{100 * self.share:g}% of them" if self.share else "none"
-        )
+        validation = f"{100 * self.share:g}% of them" if self.share else "none"
+        if self.validation:
+            validation = _named(self.validation)
         left_out = f"; left out: {_named(self.left_out)}" if self.left_out else ""
         return f"training: {_named(self.train)}; validation: {validation}{left_out}"
 
@@ -140,11 +146,9 @@ class FileRoles:
 def _named(files: Sequence[SourceFile]) -> str:
     """Up to two files by name, the others by number."""
     names = [file.shown for file in files]
-    return (
-        ", ".join(names)
-        if len(names) <= 2
-        else f"{names[0]} and {counted(len(names) - 1, 'other files')}"
-    )
+    if len(names) <= 2:
+        return ", ".join(names)
+    return f"{names[0]} and {counted(len(names) - 1, 'other files')}"
 
 
 def file_roles(data: Data, required_format: RequiredFormat = "text") -> FileRoles | None:
@@ -177,43 +181,43 @@ def make_splitter(
     """
     share, held_datasets = validation_of(data, required_format)
     if held_datasets:
-        return Splitter(
-            0,
-            frozenset().union(
-                *(_held_keys(dataset, on_error=data.on_error) for dataset in held_datasets)
-            ),
-        )
+        held_keys = set[int]()
+        for dataset in held_datasets:
+            held_keys |= _held_keys(dataset, on_error=data.on_error)
+        return Splitter(0, frozenset(held_keys))
     threshold = round(share * 2**64)
-    sizes: dict[int, int] = {}  # of the documents with the lowest keys
-    distinct = set[int]()  # keys, as many as the fifth needs
-    highest = -1
-    for dataset in datasets if threshold else ():
+    if not threshold:
+        return Splitter(0)
+    # Most datasets are large, and this stops after their first documents.
+    lowest_sizes: dict[int, int] = {}  # the size of each document with one of the lowest keys
+    distinct_keys = set[int]()  # as many as the fifth needs
+    highest_key = -1
+    for dataset in datasets:
         for document in read_documents(dataset, on_error=data.on_error, stats=ReadStats()):
             if not document.content and not document.tokens:
                 continue
             key = content_key(document)
-            highest = max(highest, key)
-            if len(distinct) < SHARE_OF_SMALL * MEASURABLE_ROWS:
-                distinct.add(key)
-            if key not in sizes:
-                sizes[key] = len(document.wire) + 4 * len(document.tokens or ())
-                if len(sizes) > MEASURABLE_ROWS:
-                    del sizes[max(sizes)]
-            sizes_below = [size for lowest, size in sizes.items() if lowest < threshold]
-            if threshold <= highest and (
-                len(sizes_below) >= MEASURABLE_ROWS or sum(sizes_below) >= MEASURABLE_BYTES
-            ):
+            highest_key = max(highest_key, key)
+            if len(distinct_keys) < SHARE_OF_SMALL * MEASURABLE_ROWS:
+                distinct_keys.add(key)
+            if key not in lowest_sizes:
+                lowest_sizes[key] = len(document.wire) + 4 * len(document.tokens or ())
+                if len(lowest_sizes) > MEASURABLE_ROWS:
+                    del lowest_sizes[max(lowest_sizes)]
+            sizes_below = [size for low_key, size in lowest_sizes.items() if low_key < threshold]
+            measurable = len(sizes_below) >= MEASURABLE_ROWS or sum(sizes_below) >= MEASURABLE_BYTES
+            if measurable and threshold <= highest_key:
                 return Splitter(threshold)
-    if len(distinct) < 2:
+    # Copies of one document cannot be split.
+    if len(distinct_keys) < 2:
         return Splitter(0)
-    allowed = max(1, len(distinct) // SHARE_OF_SMALL)
-    for number, key in enumerate(sorted(sizes), start=1):
-        is_needed = (
-            sum(size for lowest, size in sizes.items() if lowest < threshold) < MEASURABLE_BYTES
-        )
-        if key >= threshold and is_needed and number <= allowed:
+    # The dataset is small: the threshold rises, key by key, until the loss can be measured.
+    most_rows = max(1, len(distinct_keys) // SHARE_OF_SMALL)
+    for rows, key in enumerate(sorted(lowest_sizes), start=1):
+        bytes_below = sum(size for low_key, size in lowest_sizes.items() if low_key < threshold)
+        if key >= threshold and bytes_below < MEASURABLE_BYTES and rows <= most_rows:
             threshold = key + 1
-    return Splitter(min(threshold, highest))
+    return Splitter(min(threshold, highest_key))
 
 
 def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
@@ -224,12 +228,10 @@ def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
     if rows < MEASURABLE_ROWS and train.tokens < MEASURABLE_ROWS * sequence_length:
         yield f"only {counted(rows, 'rows')} to train on: the model will memorize them; use a few hundred or more"
     if 0 < validation.tokens < sequence_length:
-        learned = validation.loss_tokens
-        loss = (
-            f", {learned:,} of them with a loss"
-            if learned is not None and learned < validation.tokens
-            else ""
-        )
+        loss_tokens = validation.loss_tokens
+        loss = ""
+        if loss_tokens is not None and loss_tokens < validation.tokens:
+            loss = f", {loss_tokens:,} of them with a loss"
         yield f"the validation set has {validation.tokens:,} tokens{loss}, less than one sequence: its loss is noisy"
     for file, number in manifest.held_files:
         rest = "is also in the validation set" if number == 1 else "are also in the validation set"

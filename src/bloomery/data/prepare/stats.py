@@ -42,7 +42,7 @@ class DatasetStats:
 
 
 def read_stats(prepared: Path) -> DatasetStats:
-    """Of the training split, from a sample. Raises UserError as `read_manifest` does."""
+    """Statistics of the training split, from a sample. Raises UserError as `read_manifest` does."""
     split = open_split(prepared, "train", read_manifest(prepared))
     record = split.record
     size = record.bytes / record.tokens if record.bytes and record.tokens else None
@@ -51,21 +51,21 @@ def read_stats(prepared: Path) -> DatasetStats:
 
 def unigram_nats(split: Split) -> float:
     """Shannon entropy of the loss tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample size."""
+    # Stretches over the whole split: sources follow each other, and differ.
     total = len(split.tokens)
     stretch_tokens = min(total, SAMPLE_TOKENS) // STRETCHES or total
-    ids = [np.zeros(0, np.int64)]
-    for start in range(0, total, max(stretch_tokens, total // STRETCHES)) if total else ():
+    stride = max(1, stretch_tokens, total // STRETCHES)
+    stretches = [np.zeros(0, np.int64)]
+    for start in range(0, total, stride):
         stretch = split.tokens[start : start + stretch_tokens]
-        ids.append(
-            stretch
-            if split.loss_mask is None
-            else stretch[split.loss_mask[start : start + stretch_tokens] > 0]
-        )
-    loss_mask = np.concatenate(ids)
-    counts = np.unique(loss_mask, return_counts=True)[1] / max(1, len(loss_mask))
-    return float(
-        -(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(loss_mask)))
-    )
+        if split.loss_mask is not None:
+            stretch = stretch[split.loss_mask[start : start + stretch_tokens] > 0]
+        stretches.append(stretch)
+    loss_tokens = np.concatenate(stretches)
+    sample_size = max(1, len(loss_tokens))
+    shares = np.unique(loss_tokens, return_counts=True)[1] / sample_size
+    correction = (len(shares) - 1) / (2 * sample_size)
+    return float(-(shares * np.log(shares)).sum() + correction)
 
 
 def duplicates(split: Split) -> float:
@@ -215,24 +215,30 @@ def check_dataset(
         packing=packing,
         unit_name=unit_name(manifest),
     )
-    labels = (
-        []
-        if split.kto_labels is None
-        else np.unique(split.kto_labels[:: DOCUMENTS_PER_UNIT[split.kind]]).tolist()
-    )
-    one_sided = {
-        (
-            1,
-        ): "desirable: KTO needs undesirable ones too; objective.kind=sft trains on desirable ones in less time",
-        (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
-    }.get(tuple(labels))
     warnings = (
         *_warnings(check, manifest),
         *size_warnings(manifest, sequence_length=sequence_length),
         *_chat_warnings(check, manifest, tokenizer, missing_tokens or []),
-        *([f"every response is labeled {one_sided}"] if one_sided else []),
+        *_label_warnings(split),
     )
     return replace(check, warnings=warnings)
+
+
+def _label_warnings(split: Split) -> Iterator[str]:
+    """KTO compares desirable with undesirable responses: a dataset with one label alone teaches neither."""
+    if split.kto_labels is None:
+        return
+    labels = np.unique(split.kto_labels[:: DOCUMENTS_PER_UNIT[split.kind]]).tolist()
+    if labels == [1]:
+        yield (
+            "every response is labeled desirable: KTO needs undesirable ones too; "
+            "objective.kind=sft trains on desirable ones in less time"
+        )
+    elif labels == [0]:
+        yield (
+            "every response is labeled undesirable: KTO needs desirable ones too; "
+            "are the labels inverted?"
+        )
 
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
