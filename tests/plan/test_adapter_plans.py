@@ -64,7 +64,10 @@ def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
 
 def words_of(recipe):
     """What the model of the start knows, and what is added."""
-    return {"known": known_config(recipe.model.from_).vocab_size, "added": new_tokens(recipe)}
+    return {
+        "known_vocabulary": known_config(recipe.model.from_).vocab_size,
+        "added": new_tokens(recipe),
+    }
 
 
 def test_new_tokens_are_said_and_must_be_learned(tmp_path):
@@ -148,7 +151,7 @@ def test_an_adapter_cannot_change_the_context_of_its_base(tmp_path):
     longer = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"max_positions": 512})}
     )
-    refuse_misfits(recipe, CONFIG, None, known=CONFIG.vocab_size, added=0)
+    refuse_misfits(recipe, CONFIG, None, known_vocabulary=CONFIG.vocab_size, added=0)
     with pytest.raises(UserError) as error:
-        refuse_misfits(longer, CONFIG, None, known=CONFIG.vocab_size, added=0)
+        refuse_misfits(longer, CONFIG, None, known_vocabulary=CONFIG.vocab_size, added=0)
     assert error.value.where == "model.max_positions" and "adapter=none" in error.value.fix

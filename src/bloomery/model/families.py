@@ -40,9 +40,10 @@ class Fields:
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def refuse(self, key: str, expected: str) -> UserError:
-        shown = repr(self.get(key))
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, fix=FIX)
+        text = repr(self.get(key))
+        if len(text) > 60:
+            text = text[:57] + "..."
+        return UserError(f"{key} is {text}; it must be {expected}", where=self.where, fix=FIX)
 
     def size(self, key: str, largest: int, *, default: int | None = None) -> int:
         """A positive whole number of at most `largest`."""
@@ -62,8 +63,8 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise UserError(f"{key} is missing", where=self.where, fix=FIX)
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not plain or not math.isfinite(value) or not low <= value <= high:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
             raise self.refuse(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -80,16 +81,16 @@ class Fields:
         """A token id; of several (some families list their end tokens) the first."""
         value = self.get(key)
         value = value[0] if isinstance(value, list) and value else value
-        plain = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not plain or value >= 2**31):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not is_number or value >= 2**31):
             raise self.refuse(key, f"a token id below {vocab_size:,}")
-        return value if plain and 0 <= value < vocab_size else None
+        return value if is_number and 0 <= value < vocab_size else None
 
-    def choice(self, key: str, known: Mapping[str, str]) -> str:
+    def choice(self, key: str, native_names: Mapping[str, str]) -> str:
         value = self.get(key)
-        if not isinstance(value, str) or value not in known:
-            raise self.refuse(key, "one of " + ", ".join(sorted(known)))
-        return known[value]
+        if not isinstance(value, str) or value not in native_names:
+            raise self.refuse(key, "one of " + ", ".join(sorted(native_names)))
+        return native_names[value]
 
     def entries(self, key: str, length: int) -> list[Any] | None:
         """A list with an entry per layer (more are dropped, as in transformers)."""
@@ -118,75 +119,89 @@ ConfigFields = dict[str, Any]
 
 def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> ConfigFields:
     """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig."""
-    raw_config = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
-    local = raw_config.inside("sliding_attention")
-    raw_config = raw_config.inside("full_attention") or raw_config
-    scaling = fields.inside("rope_scaling") or raw_config
+    # transformers 5 has one object for everything rotary, per kind of layer where a model has two kinds.
+    rope_fields = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
+    local_fields = rope_fields.inside("sliding_attention")
+    rope_fields = rope_fields.inside("full_attention") or rope_fields
+    scaling = fields.inside("rope_scaling") or rope_fields
     share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
-    share = raw_config.number("partial_rotary_factor", high=1.0, default=share)
+    share = rope_fields.number("partial_rotary_factor", high=1.0, default=share)
     local_theta = fields.optional_number("rope_local_base_freq")
     width = int(head_dim * share)
     if width < 2 or width % 2:
         problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
         raise UserError(problem, where=fields.where, fix="choose an even head_dim")
     return {
-        "rope_theta": raw_config.number(
+        "rope_theta": rope_fields.number(
             "rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)
         ),
         "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
         "rotary_share": share,
-        "local_rope_theta": local.number("rope_theta", low=1e-6, default=local_theta)
-        if local
+        "local_rope_theta": local_fields.number("rope_theta", low=1e-6, default=local_theta)
+        if local_fields
         else local_theta,
     }
 
 
 def _scaling(
-    raw_config: Fields, outer: Fields, *, max_positions: int, width: int
+    scaling_fields: Fields, model_fields: Fields, *, max_positions: int, width: int
 ) -> RopeScaling | None:
-    kind: Any = raw_config.get("rope_type") or raw_config.get("type") or "default"
+    kind: Any = scaling_fields.get("rope_type") or scaling_fields.get("type") or "default"
     if kind == "default":
         return None
-    kind = (
-        "longrope"
-        if kind == "su" or (kind == "yarn" and "short_factor" in raw_config.values)
-        else kind
-    )
+    # Both names were given to LongRoPE before it had its own.
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling_fields.values):
+        kind = "longrope"
     if kind not in get_args(RopeKind):
         raise UserError(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
-            where=f"{outer.where}, rope_scaling",
+            where=f"{model_fields.where}, rope_scaling",
             fix=FIX,
         )
     if kind == "linear" or kind == "dynamic":
-        return RopeScaling(kind=kind, factor=raw_config.number("factor", low=1e-6))
+        return RopeScaling(kind=kind, factor=scaling_fields.number("factor", low=1e-6))
     nearest = (
-        raw_config if raw_config.get("original_max_position_embeddings") is not None else outer
+        scaling_fields
+        if scaling_fields.get("original_max_position_embeddings") is not None
+        else model_fields
     )
-    outermost = outer if outer.get("original_max_position_embeddings") is not None else nearest
+    outermost = (
+        model_fields
+        if model_fields.get("original_max_position_embeddings") is not None
+        else nearest
+    )
     original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
-    factor = raw_config.number("factor", low=1e-6, default=max_positions / original)
+    factor = scaling_fields.number("factor", low=1e-6, default=max_positions / original)
     shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
-        low = raw_config.number("low_freq_factor", low=1e-6)
-        high = raw_config.number("high_freq_factor", low=1e-6)
-        return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
-    shared["attention_factor"] = raw_config.optional_number("attention_factor")
+        return RopeScaling(
+            **shared,
+            low_freq_factor=scaling_fields.number("low_freq_factor", low=1e-6),
+            high_freq_factor=scaling_fields.number("high_freq_factor", low=1e-6),
+        )
+    shared["attention_factor"] = scaling_fields.optional_number("attention_factor")
     if kind == "longrope":
-        short = raw_config.numbers("short_factor", width // 2)
-        long = raw_config.numbers("long_factor", width // 2)
-        return RopeScaling(**shared, short_factor=short, long_factor=long)
-    # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
+        return RopeScaling(
+            **shared,
+            short_factor=scaling_fields.numbers("short_factor", width // 2),
+            long_factor=scaling_fields.numbers("long_factor", width // 2),
+        )
+
+    # YaRN. DeepSeek states its attention factor as a ratio of two `mscale`; None: YaRN's own formula.
     if shared["attention_factor"] is None:
-        above = raw_config.optional_number("mscale")
-        below = raw_config.optional_number("mscale_all_dim")
-        if above and below and factor > 1:
+        mscale = scaling_fields.optional_number("mscale")
+        mscale_all_dim = scaling_fields.optional_number("mscale_all_dim")
+        if mscale and mscale_all_dim and factor > 1:
             log = math.log(factor)  # in this order of products: they round
-            shared["attention_factor"] = (0.1 * above * log + 1.0) / (0.1 * below * log + 1.0)
-    fast = raw_config.optional_number("beta_fast") or 32.0
-    slow = raw_config.optional_number("beta_slow") or 1.0
+            numerator = 0.1 * mscale * log + 1.0
+            shared["attention_factor"] = numerator / (0.1 * mscale_all_dim * log + 1.0)
+    fast = scaling_fields.optional_number("beta_fast") or 32.0
+    slow = scaling_fields.optional_number("beta_slow") or 1.0
     return RopeScaling(
-        **shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False
+        **shared,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=scaling_fields.get("truncate") is not False,
     )
 
 
@@ -340,8 +355,8 @@ def _windows_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
 def _windows_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if not fields.flag("use_sliding_window"):
         return ()
-    full = int(fields.number("max_window_layers", default=layers))
-    return _windows_by_type(fields, layers, lambda n: n >= full)
+    first_windowed_layer = int(fields.number("max_window_layers", default=layers))
+    return _windows_by_type(fields, layers, lambda layer: layer >= first_windowed_layer)
 
 
 def _windows_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -358,12 +373,11 @@ def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
     interval = fields.size("no_rope_layer_interval", 2**12, default=4)
-    # the name misleads: 1 means that the layer rotates
-    raw_config = fields.entries("no_rope_layers", layers)
-    return tuple(
-        bool(raw_config[n]) if raw_config is not None else (n + 1) % interval != 0
-        for n in range(layers)
-    )
+    # The name misleads: 1 means that the layer rotates.
+    entries = fields.entries("no_rope_layers", layers)
+    if entries is not None:
+        return tuple(bool(entry) for entry in entries)
+    return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
 def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
@@ -619,12 +633,12 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
     architectures = hf.get("architectures")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    raw_config = architectures[0] if isinstance(architectures, list) and architectures else kind
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else kind
     for name, family in FAMILIES.items():
-        if raw_config == family.architecture:
+        if architecture == family.architecture:
             return name
     raise UserError(
-        f"{str(raw_config)[:60]!r} is not a supported architecture",
+        f"{str(architecture)[:60]!r} is not a supported architecture",
         where=where,
         fix=f"supported: {', '.join(FAMILIES)}",
     )
@@ -643,7 +657,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
     facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
     facts["initializer_range"] = fields.number("initializer_range", high=1e3, default=0.02)
-    facts |= {native_name: fields.flag(theirs) for native_name, theirs in family.flags.items()}
+    facts |= {native_name: fields.flag(hf_name) for native_name, hf_name in family.flags.items()}
     facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
     facts["activation"] = fields.choice(family.keys["activation"], family.activations)
     facts["attention_dropout"] = fields.number(
@@ -669,8 +683,8 @@ def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
     """Whether it is a reward model: transformers' classifier of a text with a single label. UserError for several."""
     architectures = hf.get("architectures")
     labels = hf.get("id2label")
-    raw_config = architectures[0] if isinstance(architectures, list) and architectures else ""
-    if not str(raw_config).endswith("ForSequenceClassification"):
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not str(architecture).endswith("ForSequenceClassification"):
         return False
     # transformers' default is 2
     count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)
@@ -684,18 +698,16 @@ def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
 
 def _sizes(fields: Fields, family: Family) -> dict[str, int]:
     def size(native_name: str, default: int | None = None) -> int:
-        theirs = family.keys.get(native_name)
-        return (
-            default
-            if theirs is None and default
-            else fields.size(theirs or native_name, LARGEST[native_name], default=default)
-        )
+        hf_name = family.keys.get(native_name)
+        if hf_name is None and default:
+            return default
+        return fields.size(hf_name or native_name, LARGEST[native_name], default=default)
 
     width = size("hidden_size")
     heads = size("num_heads")
     per_head = width // heads
-    whole = width % heads == 0 or fields.get(family.keys.get("head_dim", "")) is not None
-    if not whole:
+    divides = width % heads == 0 or fields.get(family.keys.get("head_dim", "")) is not None
+    if not divides:
         raise fields.refuse(family.keys["hidden_size"], f"a multiple of the {heads} heads")
     return {
         "vocab_size": size("vocab_size"),
@@ -718,12 +730,12 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
     family = FAMILIES[config.family]
     raw_config: ConfigFields = {"architectures": [family.architecture], "model_type": config.family}
     raw_config |= {
-        theirs: getattr(config, native_name)
-        for native_name, theirs in family.keys.items()
+        hf_name: getattr(config, native_name)
+        for native_name, hf_name in family.keys.items()
         if native_name != "activation"
     }
     raw_config |= {
-        theirs: getattr(config, native_name) for native_name, theirs in family.flags.items()
+        hf_name: getattr(config, native_name) for native_name, hf_name in family.flags.items()
     }
     raw_config[family.keys["activation"]] = (
         family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
@@ -748,8 +760,8 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
         raw_config |= {"architectures": [f"{stem}ForSequenceClassification"]}
         raw_config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     raw_config |= family.write(config)
-    again = config_from_hf(raw_config, where="model")
-    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    read_back = config_from_hf(raw_config, where="model")
+    lost = [f.name for f in fields(config) if getattr(read_back, f.name) != getattr(config, f.name)]
     if lost:
         listed = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
         raise UserError(
@@ -781,12 +793,12 @@ def known_family(name: str) -> Family:
 def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
     keys = known_family(name).keys
-    raw_config: ConfigFields = {
+    hf_sizes: ConfigFields = {
         keys[native_name]: size for native_name, size in sizes.items() if native_name in keys
     }
     if window is not None:
-        raw_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    config = config_from_hf({"model_type": name, **raw_config}, where="model")
+        hf_sizes |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    config = config_from_hf({"model_type": name, **hf_sizes}, where="model")
     if window is not None and not config.sliding_window:
         fix = "leave it out, or choose mistral"
         raise UserError(

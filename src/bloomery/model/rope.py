@@ -50,10 +50,10 @@ def frequencies(
         case "yarn":
             return _yarn(theta**powers, theta, scaling, _original(config, scaling), width)
         case "longrope":
-            long = torch.as_tensor(length, device=device) > _original(config, scaling)
+            is_long = torch.as_tensor(length, device=device) > _original(config, scaling)
             short_factor = torch.tensor(scaling.short_factor, device=device)
             long_factor = torch.tensor(scaling.long_factor, device=device)
-            return 1.0 / (torch.where(long, long_factor, short_factor) * theta**powers)
+            return 1.0 / (torch.where(is_long, long_factor, short_factor) * theta**powers)
 
 
 def _original(config: ModelConfig, scaling: RopeScaling) -> int:

@@ -60,7 +60,7 @@ Claim = (
 class KnownRange:
     """A figure or the range of an estimate, with the reason of a verdict.
 
-    A claim outside the range is wrong; a claim inside `near` times the range is low or high. `otherwise` gives the
+    A claim outside the range is wrong; a claim inside `nearness` times the range is low or high. `otherwise` gives the
     reason of a verdict other than "ok".
     """
 
@@ -69,13 +69,16 @@ class KnownRange:
     reason: str
     otherwise: Callable[[str], str] | None = None
     slack: float = ROUNDING
-    near: float = 1.0
+    nearness: float = 1.0
 
 
 def compare_claims(
     expected: Claims, figure_of: Callable[[Claim, ClaimedRange], KnownRange | str]
 ) -> tuple[Verdict, ...]:
-    """Every claim of a recipe in the order of its keys. `known` gives a reason where a claim cannot be checked yet."""
+    """Every claim of a recipe in the order of its keys.
+
+    `figure_of` gives a reason where a claim cannot be checked yet.
+    """
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
         low_text, high_text = (write(end) for end in claimed)
@@ -98,8 +101,8 @@ def compare_claims(
     if expected.memory is not None:
         gigabytes = written(expected.memory, lambda value: f"{value / 1e9:.3g}")
         claims.append(("memory", expected.memory, f"{gigabytes} GB"))
-    for when, perplexity in expected.perplexity.items():
-        claims.append((when, perplexity, f"perplexity {written(perplexity, plain)} at {when}"))
+    for moment, perplexity in expected.perplexity.items():
+        claims.append((moment, perplexity, f"perplexity {written(perplexity, plain)} at {moment}"))
 
     verdicts = []
     for claim, (low, high), text in claims:
@@ -110,7 +113,7 @@ def compare_claims(
         verdict: Literal["ok", "low", "high", "wrong"] = "wrong"
         if high * (1 + figure.slack) >= figure.low and low * (1 - figure.slack) <= figure.high:
             verdict = "ok"
-        elif high * figure.near >= figure.low and low <= figure.high * figure.near:
+        elif high * figure.nearness >= figure.low and low <= figure.high * figure.nearness:
             verdict = "low" if high < figure.low else "high"
         reason = (
             figure.reason
@@ -150,7 +153,7 @@ def check_claims(
                     f"{relation} {planned}",
                     lambda _: f"the run takes {planned}",
                     slack=0.0,
-                    near=1e30,
+                    nearness=1e30,
                 )
             case "memory":
                 total = plan.memory.total
@@ -162,7 +165,7 @@ def check_claims(
                         f"; micro-batch 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else ""
                     )
 
-                return KnownRange(total, total, reason, otherwise, near=1e30)
+                return KnownRange(total, total, reason, otherwise, nearness=1e30)
         vocabulary = plan.model.config.vocab_size
         steps = plan.train.steps
         if claimed[0] > vocabulary:
@@ -225,7 +228,7 @@ def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
         time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
         return f"{format_count(plan.total_tokens)} tokens would take {time}"
 
-    return KnownRange(rate.low, rate.high, f"within {planned}", otherwise, slack=0.0, near=3.0)
+    return KnownRange(rate.low, rate.high, f"within {planned}", otherwise, slack=0.0, nearness=3.0)
 
 
 def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
@@ -262,9 +265,9 @@ NO_DROPOUT = "model.dropout=0"
 SHORTEST = 256  # tokens of a sequence that a plan suggests
 
 
-def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
+def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     """The plan, with the edits that make it fit, and its report."""
-    recipe = loaded.recipe
+    recipe = loaded_recipe.recipe
     profile = facts.profile
     step, measure, parts = _planned_step(plan, facts.model, facts.machine, profile, facts.teacher)
     gpus = 1 if plan.parallel is None else plan.parallel.gpus
@@ -273,7 +276,7 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     def plan_of(edit: str) -> RunPlan | None:
         """None where the edit contradicts the rest of the recipe."""
         try:
-            changed_recipe = edited(loaded, edit)
+            changed_recipe = edited(loaded_recipe, edit)
             config = facts.config
             if edit == NO_DROPOUT:
                 config = replace(
@@ -436,14 +439,14 @@ def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
     return model.trainable_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
 
 
-def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
+def edited(loaded_recipe: LoadedRecipe, edit: str) -> LoadedRecipe:
     """The recipe with overrides ("train.micro_batch_size=8 optimizer.kind=muon"), as on the command line."""
-    data = loaded.recipe.model_dump(by_alias=True)
+    data = loaded_recipe.recipe.model_dump(by_alias=True)
     for word in edit.split():
         key, _, value = word.partition("=")
         section, _, name = key.partition(".")
         data[section][name] = int(value) if value.isdigit() else value
-    return LoadedRecipe(Recipe.model_validate(data), loaded.name, loaded.provenance)
+    return LoadedRecipe(Recipe.model_validate(data), loaded_recipe.name, loaded_recipe.provenance)
 
 
 def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:

@@ -158,7 +158,9 @@ def choose_attention(
         reason = choice.reason
         if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
             reasons = dict.fromkeys(
-                why for each in ("varlen", "flex") if (why := absent.get(each) or unfit_for(each))
+                refusal
+                for kernel in ("varlen", "flex")
+                if (refusal := absent.get(kernel) or unfit_for(kernel))
             )
             reason = "; ".join(
                 (*reasons, "blockwise supports this recipe, with memory linear in the length")

@@ -92,7 +92,11 @@ class Facts:
         """The same for an edited recipe. Raises UserError for one that no machine can train."""
         refuse_recipe(recipe)
         refuse_misfits(
-            recipe, config, self.dataset, known=self.known_vocabulary, added=self.new_tokens
+            recipe,
+            config,
+            self.dataset,
+            known_vocabulary=self.known_vocabulary,
+            added=self.new_tokens,
         )
         return replace(self, model=TrainedModel.of(recipe, config))
 
@@ -144,7 +148,7 @@ def facts_of(
     teacher = (
         known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
     )
-    refuse_misfits(recipe, trained, dataset, known=known_vocabulary, added=added)
+    refuse_misfits(recipe, trained, dataset, known_vocabulary=known_vocabulary, added=added)
     return Facts(
         machine=machine,
         profile=build_profile(machine),

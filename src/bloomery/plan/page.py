@@ -170,8 +170,10 @@ def verdict(plan: RunPlan) -> str:
 
 
 def _wrong_tokens(report: PlanReport) -> str | None:
-    wrong = (v.claim for v in report.claims if v.verdict == "wrong" and v.claim.endswith(" tokens"))
-    return next((claim.removesuffix(" tokens") for claim in wrong), None)
+    for verdict in report.claims:
+        if verdict.verdict == "wrong" and verdict.claim.endswith(" tokens"):
+            return verdict.claim.removesuffix(" tokens")
+    return None
 
 
 def about(seconds: float) -> str:
@@ -655,7 +657,7 @@ class GpuPlan:
 
 
 def compare_gpus(
-    loaded: LoadedRecipe,
+    loaded_recipe: LoadedRecipe,
     machine: Machine,
     *,
     chosen: Sequence[Accelerator] = (),
@@ -668,7 +670,7 @@ def compare_gpus(
     Raises UserError when the recipe itself is wrong.
     """
     compared = chosen or list(devices())
-    facts = facts_of(loaded, machine)
+    facts = facts_of(loaded_recipe, machine)
     results = []
     for device in compared:
         memory = device.usable_bytes / GIB
@@ -676,12 +678,12 @@ def compare_gpus(
         assert spec is not None, f"gpus.toml has no {device.name}"
         facts_there = facts.on(with_gpu(machine, device))
         try:
-            plan = resolve(loaded, facts_there, gpus=gpus, nodes=nodes)
+            plan = resolve(loaded_recipe, facts_there, gpus=gpus, nodes=nodes)
             results.append(GpuPlan(spec, memory, plan, energy_kwh(plan, facts_there.profile)))
         except UserError as refused:
             results.append(GpuPlan(spec, memory, None, refused=refused.problem))
     if all(gpu.plan is None for gpu in results):
-        resolve(loaded, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
+        resolve(loaded_recipe, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
 
     def order(gpu: GpuPlan) -> tuple[int, float]:
         if gpu.plan is None:
@@ -706,7 +708,7 @@ def devices() -> Iterator[Accelerator]:
 
 
 def gpus_page(
-    results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str
+    results: list[GpuPlan], loaded_recipe: LoadedRecipe, *, gpus: int, nodes: int, source: str
 ) -> list[str]:
     """The table that compares GPUs."""
     count = (
@@ -724,7 +726,8 @@ def gpus_page(
     measured = sum(speed.origin == "measured" for speed in speeds)
     origin = f"Estimated, {measured} from measurements" if measured else "Estimated"
     lines = [
-        f"{loaded.name}{count}: fits {len(fitting)} of {len(results)} GPUs. {origin}, fastest first; nothing was run.",
+        f"{loaded_recipe.name}{count}: fits {len(fitting)} of {len(results)} GPUs. "
+        f"{origin}, fastest first; nothing was run.",
         "",
         HEAD,
         *(_line(gpu) for gpu in results),

@@ -380,7 +380,7 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         *unsupported.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(
-            recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens
+            recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),

@@ -137,12 +137,17 @@ def quantized_choices(
     yield "quantize.kind", Choice(f"{quantize.kind} base", reason)
 
 
-def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
-    """Raises UserError where an adapter would leave new tokens untrained. `known`: tokens of the pretrained model."""
-    if isinstance(recipe.adapter, NoAdapter) or known is None:
+def refuse_new_rows(
+    recipe: Recipe, config: ModelConfig, *, known_vocabulary: int | None, added: int
+) -> None:
+    """Raises UserError where an adapter would leave new tokens untrained.
+
+    `known_vocabulary`: tokens of the pretrained model.
+    """
+    if isinstance(recipe.adapter, NoAdapter) or known_vocabulary is None:
         return
     # In a padded vocabulary (Qwen2.5) new tokens use embeddings that exist and were never trained.
-    new = max(config.vocab_size - known, added)
+    new = max(config.vocab_size - known_vocabulary, added)
     if isinstance(recipe.adapter, Lora):
         refuse_untrained_rows(config, recipe.adapter, new=new)
     if isinstance(recipe.adapter, Peft) and new:
@@ -155,7 +160,7 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, a
 
 
 def adapter_choices(
-    recipe: Recipe, model: TrainedModel, *, known: int | None, added: int
+    recipe: Recipe, model: TrainedModel, *, known_vocabulary: int | None, added: int
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: the adapter and its trainable parameters."""
     adapter = recipe.adapter
@@ -168,7 +173,9 @@ def adapter_choices(
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
         reason += f" {format_count(total)}, on {len(model.mode.target_modules):,} target modules"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
-    if known is not None and (new := max(model.config.vocab_size - known, added)):
+    if known_vocabulary is not None and (
+        new := max(model.config.vocab_size - known_vocabulary, added)
+    ):
         value = f"{new:,} new token{'s' if new > 1 else ''}"
         yield "model.vocab_size", Choice(value, "their embeddings start as the mean of the others")
     if isinstance(adapter, Peft):
@@ -285,13 +292,13 @@ def refuse_misfits(
     config: ModelConfig,
     dataset: DatasetFacts | None,
     *,
-    known: int | None,
+    known_vocabulary: int | None,
     added: int,
 ) -> None:
     """Raises UserError for a recipe that no machine can train: settings that the model or its implementation lacks, a
     dataset that does not fit it (ids without embeddings, tokens without positions).
 
-    `known`: tokens of the pretrained model; `added`: new tokens of the recipe.
+    `known_vocabulary`: tokens of the pretrained model; `added`: new tokens of the recipe.
     """
     length = recipe.data.sequence_length
     extended = [f"model.{key}" for key in CONTEXT_KEYS if getattr(recipe.model, key) is not None]
@@ -315,7 +322,7 @@ def refuse_misfits(
             where="model.vocab_size",
             fix=f"set model.vocab_size={dataset.vocab_size}, or prepare with the model's own tokenizer",
         )
-    refuse_new_rows(recipe, config, known=known, added=added)
+    refuse_new_rows(recipe, config, known_vocabulary=known_vocabulary, added=added)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
             f"sequence length exceeds the model's {config.max_positions:,} learned positions: {length:,}",
@@ -394,12 +401,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
         "adapter dora",
-        lambda r: (one := _lora(r)) is not None and one.kind == "dora",
+        lambda r: (lora := _lora(r)) is not None and lora.kind == "dora",
         shard=WHOLE_WEIGHT,
     ),
     Feature(
         "adapter pissa",
-        lambda r: (one := _lora(r)) is not None and one.init == "pissa",
+        lambda r: (lora := _lora(r)) is not None and lora.init == "pissa",
         shard=WHOLE_WEIGHT,
     ),
     Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
@@ -487,14 +494,16 @@ def refuse_unsupported(
 
 def _fix_over_devices(recipe: Recipe, axis: Axis, size: int, config: ModelConfig | None) -> str:
     """The settings with which the recipe trains over as many devices, on this axis or on another."""
-    refused = {other: _refused_features(recipe, other, config) for other in AXES}
+    refused = {candidate: _refused_features(recipe, candidate, config) for candidate in AXES}
     # First an axis that refuses nothing, and of two of them shards, which save memory.
-    by_preference = sorted(AXES, key=lambda other: (len(refused[other]) > 0, other == "replicate"))
-    for other in by_preference:
-        if not all(feature.fix for feature in refused[other]):
+    by_preference = sorted(
+        AXES, key=lambda candidate: (len(refused[candidate]) > 0, candidate == "replicate")
+    )
+    for candidate in by_preference:
+        if not all(feature.fix for feature in refused[candidate]):
             continue
-        edits = [feature.fix for feature in refused[other]]
-        if other != axis:
-            edits += [f"parallel.{axis}=1", f"parallel.{other}={size}"]
+        edits = [feature.fix for feature in refused[candidate]]
+        if candidate != axis:
+            edits += [f"parallel.{axis}=1", f"parallel.{candidate}={size}"]
         return f"set {' '.join(edits)}"
     return "train on one device"

@@ -310,8 +310,8 @@ def _no_event(_event: Event) -> None:
 
 
 if __name__ == "__main__":
-    ended = main(sys.argv[1:])
+    exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is saved; a normal exit of torch and a driver takes seconds, and may crash.
-    os._exit(ended)
+    os._exit(exit_code)

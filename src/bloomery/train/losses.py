@@ -56,10 +56,10 @@ def sum_and_count(values: Tensor, present: Tensor) -> Tensor:
     return torch.stack([total, present.sum().to(values.dtype)])
 
 
-def added(sums: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def added(sums: Mapping[str, Tensor], more_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics summed over two micro-batches."""
     metrics = dict(sums)
-    for name, metric in others.items():
+    for name, metric in more_sums.items():
         metrics[name] = sums[name] + metric if name in sums else metric
     return metrics
 

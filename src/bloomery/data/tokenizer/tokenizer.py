@@ -241,8 +241,8 @@ class JsonBackend:
         added = description.get("added_tokens") or []
         demoted = [{**entry, "special": entry["content"] in control} for entry in added]
         plain_description = {**description, "added_tokens": demoted}
-        same = plain_description == description
-        self._plain = self._loaded(self._text if same else canonical(plain_description))
+        is_plain = plain_description == description
+        self._plain = self._loaded(self._text if is_plain else canonical(plain_description))
         self._plain.encode_special_tokens = True
 
     def _loaded(self, text: str) -> Any:

@@ -34,20 +34,20 @@ def block_mask(
     """FlexAttention's BlockMask, made from block bounds: no [T, T] tensor exists, unlike in `create_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first = (
-        torch.zeros(1, length, dtype=torch.int64, device=device) if first_BT is None else first_BT
-    )
+    if first_BT is None:
+        first_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
+    first_keys_BT = first_BT
 
     def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        start = first[b, query] if len(first) > 1 else first[0][query]
-        seen = (key <= query) & (key >= start)
-        return seen if window is None else seen & (query - key < window)
+        start = first_keys_BT[b, query] if len(first_keys_BT) > 1 else first_keys_BT[0][query]
+        in_document = (key <= query) & (key >= start)
+        return in_document if window is None else in_document & (query - key < window)
 
     query_N = torch.arange(0, length, FLEX_BLOCK, device=device)
     last_N = (query_N + FLEX_BLOCK - 1).clamp(max=length - 1)
     # starts never fall along a row
-    lowest_BN1 = first[:, query_N, None]
-    highest_BN1 = first[:, last_N, None]
+    lowest_BN1 = first_keys_BT[:, query_N, None]
+    highest_BN1 = first_keys_BT[:, last_N, None]
     if window is not None:
         lowest_BN1 = torch.maximum(lowest_BN1, query_N[:, None] - window + 1)
         highest_BN1 = torch.maximum(highest_BN1, last_N[:, None] - window + 1)
@@ -178,15 +178,17 @@ def _sdpa(
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
     queries = q_BHTE.shape[2]
     keys = k_BKSE.shape[2]
-    whole = layout.mask_B1TS is None and options.window is None
-    seen = None if whole and queries in (1, keys) else _seen(q_BHTE, k_BKSE, layout, options.window)
+    has_no_mask = layout.mask_B1TS is None and options.window is None
+    mask = None
+    if not (has_no_mask and queries in (1, keys)):
+        mask = _seen(q_BHTE, k_BKSE, layout, options.window)
     # A branch: compiled for every length, the comparison is a symbol, which the flag may not be.
-    causal = True if whole and queries == keys and queries > 1 else False  # noqa: SIM210 - bool() keeps the symbol
+    causal = True if has_no_mask and queries == keys and queries > 1 else False  # noqa: SIM210 - bool() keeps the symbol
     return F.scaled_dot_product_attention(
         q_BHTE,
         k_BKSE,
         v_BKSE,
-        seen,
+        mask,
         options.dropout,
         causal,
         scale=options.scale,
@@ -273,7 +275,7 @@ def _varlen(
         else layout.offsets
     )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
-    out = varlen_attn(
+    context_NHE = varlen_attn(
         q,
         k,
         v,
@@ -285,8 +287,8 @@ def _varlen(
         window_size=(-1, 0),
         enable_gqa=heads != k.shape[1],
     )
-    assert isinstance(out, Tensor)
-    return torch.unflatten(out, 0, (batch, length)).transpose(1, 2)
+    assert isinstance(context_NHE, Tensor)
+    return torch.unflatten(context_NHE, 0, (batch, length)).transpose(1, 2)
 
 
 def _seed(dropout: float) -> Tensor | None:

@@ -66,15 +66,19 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
         ):
             continue
         weight = linear.weight
-        stored = QuantizedWeight(weight.shape, quantize, reader=reader, device=weight.device)
+        quantized_weight = QuantizedWeight(
+            weight.shape, quantize, reader=reader, device=weight.device
+        )
         if weight.device.type != "meta":
-            stored.fill([weight.detach()], name=f"{path}.weight")
+            quantized_weight.fill([weight.detach()], name=f"{path}.weight")
         if isinstance(linear, LoraLinear):
             linear.register_parameter("weight", None)
-            linear.stored = stored
+            linear.stored = quantized_weight
         else:
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, QuantizedLinear(stored, linear.bias))
+            setattr(
+                model.get_submodule(parent), leaf, QuantizedLinear(quantized_weight, linear.bias)
+            )
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -398,12 +402,12 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
         weight.fill([values[name].to(weight.codes.device)], name=name)
 
 
-def fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
-    """In place: rows from `known` on and those of `new` become the mean of the rows before the first of them.
+def fill_new_rows(parameter: Tensor, num_known: int, new_ids: Collection[int]) -> None:
+    """In place: rows from `num_known` on and those of `new_ids` become the mean of the rows before the first of them.
 
     The mean is float32. A collective where the rows are spread over ranks.
     """
-    rows = sorted({*new, *range(known, len(parameter))})
+    rows = sorted({*new_ids, *range(num_known, len(parameter))})
     if not rows:
         return
     start = first_row(parameter)

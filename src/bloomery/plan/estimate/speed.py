@@ -327,8 +327,8 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     parts["optimizer"] = seconds(work.update, rate.bandwidth, rate.bandwidth_share)
 
     # Small kernels that finish before the host has launched the next ones leave the device idle.
-    busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
-    idle = max(0.0, work.launches * LAUNCH_SECONDS - busy)
+    device_seconds = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
+    idle = max(0.0, work.launches * LAUNCH_SECONDS - device_seconds)
     if idle > 0:
         parts["kernel launches"] = Estimate(value=idle, low=0.0, high=2 * idle, origin="table")
     return parts

@@ -264,11 +264,11 @@ def fused_square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
 
 
 def build_adafactor(
-    named: Mapping[str, nn.Parameter],
+    named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
     rounding: Rounding,
     placement: StatePlacement,  # noqa: ARG001 (of every builder: these states stay on the device)
 ) -> list[torch.optim.Optimizer]:
-    groups = decay_groups(named, plan.weight_decay)
+    groups = decay_groups(named_parameters, plan.weight_decay)
     return [Adafactor(groups, lr=plan.learning_rate, rounding=rounding)]

@@ -346,7 +346,7 @@ def _padded(parts: Sequence[Tensor], multiple: int) -> Tensor:
 
 
 def build_adamw(
-    named: Mapping[str, nn.Parameter],
+    named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
     rounding: Rounding,
@@ -360,10 +360,10 @@ def build_adamw(
         or plan.fused_backward
     )
     if not saves_memory:
-        return [torch_adamw(named, plan)]
+        return [torch_adamw(named_parameters, plan)]
     return [
         ChunkedAdamW(
-            decay_groups(named, plan.weight_decay),
+            decay_groups(named_parameters, plan.weight_decay),
             lr=plan.learning_rate,
             betas=plan.betas,
             eps=plan.eps,
@@ -374,9 +374,11 @@ def build_adamw(
     ]
 
 
-def torch_adamw(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
+def torch_adamw(
+    named_parameters: Mapping[str, nn.Parameter], plan: OptimizerPlan
+) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        decay_groups(named, plan.weight_decay),
+        decay_groups(named_parameters, plan.weight_decay),
         lr=plan.learning_rate,
         betas=plan.betas,
         eps=plan.eps,

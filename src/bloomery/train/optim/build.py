@@ -32,7 +32,7 @@ class Builder(Protocol):
 
     def __call__(
         self,
-        named: Mapping[str, nn.Parameter],
+        named_parameters: Mapping[str, nn.Parameter],
         *,
         plan: OptimizerPlan,
         rounding: Rounding,
@@ -108,9 +108,9 @@ class OptimizersContainer:
         self._set_learning_rate(lr_scale)
         # FSDP2 moves its shards and makes new gradients; members see this rank's rows of both.
         with torch.no_grad():
-            for shard, full in self._full_parameters.items():
-                shard.data = local(full)
-                shard.grad = None if full.grad is None else local(full.grad)
+            for shard, parameter in self._full_parameters.items():
+                shard.data = local(parameter)
+                shard.grad = None if parameter.grad is None else local(parameter.grad)
         for member in self._members:
             member.step()
 

@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def build_muon(
-    named: Mapping[str, nn.Parameter],
+    named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
     rounding: Rounding,
@@ -176,8 +176,10 @@ def build_muon(
     """Muon for matrices inside blocks at `muon_learning_rate`; AdamW for embeddings, head, norms and biases at
     `learning_rate`.
     """
-    matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
-    others = {name: p for name, p in named.items() if name not in matrices}
+    matrices = {
+        name: p for name, p in named_parameters.items() if p.ndim == 2 and ".layers." in name
+    }
+    others = {name: p for name, p in named_parameters.items() if name not in matrices}
     muon = Muon(
         list(matrices.values()),
         lr=plan.muon_learning_rate,
