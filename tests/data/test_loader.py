@@ -157,9 +157,16 @@ def test_empty_validation_is_said(tmp_path, corpus, recipe_of):
         loader(tmp_path / "prepared", split="validation")
 
 
+def test_weights_that_round_to_no_sequence_are_named(tmp_path, corpus, recipe_of):
+    sources = [{"path": str(corpus), "weight": 1e-6}]
+    prepare(recipe_of(sources=sources, validation=0), tmp_path / "prepared")
+    with pytest.raises(UserError, match="the weights of the sources round to none"):
+        loader(tmp_path / "prepared")
+
+
 def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
     data = loader(folder)
-    with Prefetcher(data, Cursor(3, 5), sequences=2, depth=3) as ahead:
+    with Prefetcher(data, Cursor(3, 5), batch_size=2, depth=3) as ahead:
         read = [row for _ in range(6) for row in as_rows(ahead.next())]
     assert read == as_rows(data.batch(Cursor(3, 5), 12))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
@@ -173,7 +180,7 @@ def test_ranks_share_out_a_step_and_fill_it_up_with_padding(folder, world):
     seen: list[list[Batch]] = []
     for rank in range(world):
         part = loader(folder, data_rank=rank, data_world=world)
-        with Prefetcher(part, Cursor(3, 4), sequences=2 * world, per_step=7) as ahead:
+        with Prefetcher(part, Cursor(3, 4), batch_size=2 * world, step_size=7) as ahead:
             seen.append([ahead.next() for _ in range(2 * micro_batches)])
     for step in range(2):
         batches = [
@@ -202,7 +209,7 @@ def test_prefetcher_hands_over_errors(folder, monkeypatch):
     class Failing:
         batch = staticmethod(broken)
 
-    with Prefetcher(Failing(), Cursor(3, 0), sequences=2) as ahead:
+    with Prefetcher(Failing(), Cursor(3, 0), batch_size=2) as ahead:
         ahead.next()
         ahead.next()
         for _ in range(2):

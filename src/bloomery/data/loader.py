@@ -23,11 +23,12 @@ from bloomery.data.shards import SplitName, open_split, read_manifest
 class Loader:
     """Batches of a prepared folder. Sequence i of a run is f(seed, i), whatever the number of ranks.
 
-    An epoch contains a source of weight w floor(w) times, and a fraction w - floor(w) of its sequences once more; the
-    fraction changes with the epoch. Raises UserError as `read_manifest` does, and when the split has no sequence.
+    An epoch is a row of visits to sequences: it visits a source of weight w floor(w) times, and a fraction w - floor(w)
+    of its sequences once more; the fraction changes with the epoch. Raises UserError as `read_manifest` does, and when
+    an epoch has no visit.
 
-    `reference`: the file for the batches' extra "reference", which a ReferenceWriter filled from `stored_batches` for
-    the run `run`.
+    `reference`: a file of log-probabilities under a reference model, for the batches' extra "reference". A
+    ReferenceWriter filled it from `stored_batches`, for the run with the id `run`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Loader:
             for count, weight in zip(self._packing.counts, weights, strict=True)
         ]
         self._visit_ends = np.cumsum(self._visits)
-        self.sequences = sum(self._visits)
+        self.sequences = sum(self._visits)  # of an epoch
         if self.sequences == 0:
             raise self._no_sequences(prepared, split)
 
@@ -70,6 +71,10 @@ class Loader:
         if not self.tokens:
             fix = "add text, or set data.validation"
             return UserError(f"the {split} split is empty", where=str(prepared), fix=fix)
+        if any(self._packing.counts):
+            problem = f"no sequence of the {split} split is read: the weights of the sources round to none"
+            fix = "raise the weights in data.sources"
+            return UserError(problem, where=str(prepared), fix=fix)
         problem = f"no loss tokens in the {split} split: all labels within data.sequence_length are masked"
         fix = "raise data.sequence_length; bloomery prepare RECIPE --check prints the figures"
         return UserError(problem, where=str(prepared), fix=fix)
@@ -101,19 +106,20 @@ class Loader:
         count = self._packing.counts[source]
         visit_of_source = visit - int(self._visit_ends[source]) + self._visits[source]
         repetition, sequence = divmod(visit_of_source, count)
-        # The last repetition of a source may be a part of it: which part changes with the epoch.
+        # The last repetition of a source may visit a part of it. Its own permutation, over all of the source, chooses
+        # the part, so that it changes with the epoch.
         if (repetition + 1) * count > self._visits[source]:
             sequence = feistel(sequence, size=count, key=mix(self._seed, epoch, source + 1))
         return source, sequence
 
-    def validation_batches(self, sequences: int, limit: int | None = None) -> Iterator[Batch]:
-        """This rank's batches of `sequences` sequences in the order of the split. The last one is padded, with loss
-        mask 0.
+    def validation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+        """This rank's batches, in the order of the split. The last one is padded, with loss mask 0.
 
-        `limit`: the most sequences, of all ranks together, spread evenly over the split.
+        `batch_size`: sequences of a batch of this rank. `limit`: the most sequences, of all ranks together, spread
+        evenly over the split.
         """
         count = min(self.sequences, limit or self.sequences)
-        for indices in self._indices_by_batch(count, sequences):
+        for indices in self._indices_by_batch(count, batch_size):
             yield self._stacked(
                 [
                     self._read_in_order(index * self.sequences // count)
@@ -124,6 +130,9 @@ class Loader:
             )
 
     def _read_in_order(self, visit: int) -> PackedSequence:
+        """The sequence of a visit as `locate`, without the shuffles: source after source, each as often as its weight
+        says.
+        """
         source = int(np.searchsorted(self._visit_ends, visit, side="right"))
         visit_of_source = visit - int(self._visit_ends[source]) + self._visits[source]
         return self._packing.read(source, visit_of_source % self._packing.counts[source])
@@ -133,13 +142,15 @@ class Loader:
         """The number of sequences of `stored_batches`, of all ranks together and without padding."""
         return sum(self._packing.counts)
 
-    def stored_batches(self, sequences: int) -> Iterator[tuple[Batch, Tensor]]:
-        """This rank's part of all sequences of the split, once and in order. The int64 [B, T] is the index of each
-        label among the split's tokens (-1: none). The last batch is padded.
+    def stored_batches(self, batch_size: int) -> Iterator[tuple[Batch, Tensor]]:
+        """This rank's part of all sequences of the split, each once and in order, whatever the weights.
+
+        `batch_size`: sequences of a batch of this rank. The int64 [B, T] is the index of each label among the split's
+        tokens (-1: none). The last batch is padded.
         """
         ends = np.cumsum(self._packing.counts)
         count = int(ends[-1])
-        for indices in self._indices_by_batch(count, sequences):
+        for indices in self._indices_by_batch(count, batch_size):
             sequences_read = list[PackedSequence]()
             for index in indices:
                 if index < count:
@@ -153,15 +164,17 @@ class Loader:
                 _stack(sequence.label_indices for sequence in sequences_read),
             )
 
-    def _indices_by_batch(self, count: int, sequences: int) -> Iterator[Sequence[int]]:
-        """This rank's indices of each batch, dealt out in turn; beyond `count` in the last one."""
-        for start in range(0, count, sequences * self._data_world):
-            yield range(
-                start + self._data_rank, start + sequences * self._data_world, self._data_world
-            )
+    def _indices_by_batch(self, count: int, batch_size: int) -> Iterator[Sequence[int]]:
+        """This rank's indices of each batch, dealt out in turn; beyond `count` in the last one.
+
+        Every rank has as many batches, because all meet in each.
+        """
+        size_of_all = batch_size * self._data_world
+        for start in range(0, count, size_of_all):
+            yield range(start + self._data_rank, start + size_of_all, self._data_world)
 
     def _stacked(self, packed: list[PackedSequence]) -> Batch:
-        names = packed[0].extras
+        names = packed[0].extras  # of every sequence, padding too
         extras = {name: _stack(sequence.extras[name] for sequence in packed) for name in names}
         if self._reference is not None:
             extras["reference"] = _stack(
@@ -184,7 +197,10 @@ def _stack(arrays: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
 
 
 def _numbered_texts(packed: list[PackedSequence]) -> list[Ids]:
-    """The documents of each sequence, numbered across the whole batch; padding stays -1."""
+    """The documents of each sequence, numbered across the whole batch; padding stays -1.
+
+    Kernels that see the batch as one row of tokens tell its documents apart by these.
+    """
     numbered = list[Ids]()
     first_number = 0
     for sequence in packed:
@@ -198,8 +214,8 @@ def _numbered_texts(packed: list[PackedSequence]) -> list[Ids]:
 class Prefetcher:
     """Reads ahead in a thread. `next()` returns the batches from `cursor` on and raises the thread's error.
 
-    `sequences` of a batch, of all ranks together. `per_step`: sequences of a step, at whose start `cursor` is;
-    its last batch is filled up with padding. Default: every batch is full.
+    `batch_size`: sequences of a micro-batch, of all ranks together. `step_size`: sequences of a step; the last batch of
+    each step is filled up with padding, and `cursor` is at the start of one. Default: every batch is full.
     """
 
     def __init__(
@@ -207,17 +223,17 @@ class Prefetcher:
         loader: Loader,
         cursor: Cursor,
         *,
-        sequences: int,
-        per_step: int | None = None,
+        batch_size: int,
+        step_size: int | None = None,
         depth: int = 2,
         pin_memory: bool = False,
     ) -> None:
         self._loader = loader
         self._cursor = cursor
-        self._sequences = sequences
+        self._batch_size = batch_size
         self._pin_memory = pin_memory
-        self._per_step = sequences if per_step is None else per_step
-        self._left_in_step = self._per_step
+        self._step_size = batch_size if step_size is None else step_size
+        self._left_in_step = self._step_size
         self._depth = depth
         self._queue = deque[Future[Batch]]()
 
@@ -244,11 +260,13 @@ class Prefetcher:
 
     def _request_batch(self) -> None:
         cursor = self._cursor
-        filled = min(self._sequences, self._left_in_step)
+        filled = min(self._batch_size, self._left_in_step)
         self._cursor = Cursor(cursor.seed, cursor.consumed + filled)
-        self._left_in_step = self._left_in_step - filled or self._per_step
+        self._left_in_step -= filled
+        if self._left_in_step == 0:
+            self._left_in_step = self._step_size
         self._queue.append(self._thread.submit(self._read, cursor, filled))
 
     def _read(self, cursor: Cursor, filled: int) -> Batch:
-        batch = self._loader.batch(cursor, self._sequences, filled=filled)
+        batch = self._loader.batch(cursor, self._batch_size, filled=filled)
         return batch.map_tensors(Tensor.pin_memory) if self._pin_memory else batch

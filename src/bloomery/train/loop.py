@@ -49,7 +49,8 @@ def run(
 
     `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
     then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
-    `save_asked` answer alike on all of them. `before_save`: called before each save or rewind, which may take minutes.
+    `save_asked` answer alike on all of them. `before_save`: tells whoever watches for hangs that a save or a rewind
+    follows, which may take minutes.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written.
     """
@@ -62,7 +63,8 @@ def run(
     context.timer = timer
     timer.restored = context.state.progress.seconds
     if plan.train.seconds is not None:
-        # What became due after the checkpoint, while the run was stopped, is due after the first step.
+        # The time of opening counts as training time. What becomes due in it is due after the first step: due is what
+        # lies between this fraction, of the checkpoint, and the one after that step.
         context.checked_fraction = fraction_done(
             plan.train, step=context.step, seconds=timer.restored
         )
@@ -71,6 +73,8 @@ def run(
     while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
             rewind(context)
+
+    # The last checkpoint: `save` copies it and a thread writes it, which may take as long again.
     save(context)
     before_save()
     context.saver.wait()
@@ -87,6 +91,7 @@ def train(
             context.read_clock()
             context.first_step = context.step
             context.first_fraction = context.fraction
+            # An evaluation that a stop interrupted is repeated before the first step.
             if context.state.progress.eval_due and not context.finished:
                 after_step(context, action, save_asked)
             while not context.finished:
@@ -98,6 +103,7 @@ def train(
                     return action
                 context.read_clock()
                 after_step(context, action, save_asked)
+        # A run ends with an evaluation; the last step may have had it.
         evaluate_and_sample(context)
     except Stopped:
         return "stopped"
@@ -110,11 +116,11 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     state = context.state
     step = context.step + 1
     start = time.perf_counter()
-    context.mesh.clock.reset()
+    context.mesh.clock.reset()  # it adds up the seconds of this step's collectives
     step_batches = next(steps)
     data_wait_seconds = time.perf_counter() - start
 
-    # The health of some steps is measured, and profiled steps list their memory.
+    # The first rank measures the health of some updates. `attempt` turns a failed allocation into a value.
     lr_scale = planned_lr_scale(context.step, context.plan, fraction_done=context.fraction)
     is_measured = context.mesh.first_rank and context.health_check.due(
         step, context.plan.logging.every_steps
@@ -136,7 +142,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
 
-    # A skipped step counts, too: its sequences are behind the run.
+    # A skipped step counts, too: its sequences are behind the run. Tokens are the planned ones, with padding.
     sequences = range(state.cursor.consumed, state.cursor.consumed + step_batches.consumed)
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
@@ -167,9 +173,12 @@ def after_step(context: RunContext, action: Action, save_asked: Callable[[], boo
     if context.state.progress.eval_due or is_due("evaluation"):
         evaluate_and_sample(context)
     context.saving_due |= save_asked() or is_due("checkpoint")
-    # The step of a checkpoint that a stop saved in the middle of its evaluation: it is saved again, with the result.
+
+    # These weights are the best so far, and this step has a checkpoint already: one that a stop saved before the
+    # evaluation was done. It is saved again, to be marked as the best.
     saves_again = context.best_due and context.step in (context.saved_step, context.restored_step)
-    # Not between non-finite steps: a rewind must find the checkpoint before them.
+    # No checkpoint between non-finite steps: a rewind takes the newest, which must be one before them. It never takes
+    # the best weights alone. A run that is finished saves in `run`.
     if (context.saving_due or saves_again) and action == "step" and not context.finished:
         save(context)
     elif context.best_due and not context.finished:

@@ -56,8 +56,8 @@ class DatasetSource:
         prefetcher = Prefetcher(
             self._loader,
             self._state.cursor,
-            sequences=train.micro_batch_size * train.ranks,
-            per_step=train.sequences_per_step,
+            batch_size=train.micro_batch_size * train.ranks,
+            step_size=train.sequences_per_step,
             depth=plan.data.prefetch,
             pin_memory=plan.data.pin_memory,
         )

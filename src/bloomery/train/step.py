@@ -104,7 +104,7 @@ class ModelAndOptimizer:
     health_check: HealthCheck | None = None  # measures the next update
     peft_adapter: PeftAdapter | None = None  # a PEFT method with a schedule of its own
     average: WeightAverage | None = None
-    # True outside a step: an update was interrupted, weights and states are inconsistent
+    # True outside a step: an exception interrupted an update, weights and states are inconsistent.
     updating: bool = False
     mesh: Mesh = SINGLE_RANK
     runner: StepRunner = field(default_factory=GradientAccumulation)
@@ -122,7 +122,7 @@ class StepPasses:
     scale_factor: float  # of float16 gradients; 1 otherwise
     num_targets: float  # of the whole step
     num_micro_batches: int  # of the whole step, on all data ranks
-    # The norm over all gradients, which an optimizer fused into backward frees as it goes.
+    # The norm over all gradients, measured by an optimizer that is fused into backward: it frees them as it goes.
     fused_norm: float | None = None
 
     @property
@@ -132,7 +132,8 @@ class StepPasses:
     def forward(self, number: int, batch: Batch) -> LossParts:
         """The sums of the step's `number`-th micro-batch.
 
-        Dropout is keyed by run, step, micro-batch and data rank, so that no generator state is part of a run.
+        Dropout is keyed by the run's seed, the step's first sequence, micro-batch and data rank, so that no generator
+        state is part of a run.
         """
         data_rank = self.model_and_optimizer.mesh.data_rank
         seed = mix(self.plan.seed, self.position, number, data_rank) >> 1
@@ -150,13 +151,14 @@ class StepPasses:
     def backward(self, parts: LossParts) -> None:
         """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
         scaled_loss = parts.total * (self.scale_factor / self.num_targets)
-        # The model's own loss is a mean over its micro-batch, whatever the objective counts.
+        # The auxiliary loss is the model's own (a router's balance): a mean over its micro-batch, whatever the
+        # objective counts, and no part of the reported loss.
         if parts.auxiliary is not None:
             scaled_loss = scaled_loss + parts.auxiliary * (
                 self.scale_factor / self.num_micro_batches
             )
         if self.model_and_optimizer.optimizer.fused_backward:
-            assert self.fused_norm is None, "the plan refuses to accumulate gradients here"
+            assert self.fused_norm is None, "the plan refuses gradient accumulation with it"
             self.fused_norm = self._fused_backward(scaled_loss)
         else:
             scaled_loss.backward()
@@ -198,10 +200,11 @@ def train_step(
     lr_scale: float,
     position: int = 0,
 ) -> StepResult:
-    """Take one step at `lr_scale` times the peak learning rate. A non-finite step changes neither weights nor states.
+    """Take one step at `lr_scale` times the peak learning rate.
 
-    `position`: the first sequence of the step. The host waits for the device once, for loss and norm; the update then
-    runs while the host continues.
+    A non-finite step changes neither weights nor states, unless the optimizer is fused into backward: then those of
+    the last layers (`StepResult.ending`). `position`: the first sequence of the step. The host waits for the device
+    once, for loss and norm; the update then runs while the host continues.
     """
     model = model_and_optimizer.model
     optimizer = model_and_optimizer.optimizer
@@ -215,7 +218,7 @@ def train_step(
         sum(float(batch.loss_mask.sum()) for batch in batches),
         sum(objective.count(batch) for batch in batches),
     )
-    num_targets = max(1.0, num_targets)
+    num_targets = max(1.0, num_targets)  # every label may be masked: the loss is then 0
 
     # 2. Forward and backward of each micro-batch. An objective may need a pass over all of them first, without
     # gradients: reference scores, the KL term of KTO.
@@ -237,7 +240,8 @@ def train_step(
         # Once per step and no part of the reported loss; the sum over data ranks makes it whole.
         (penalty * (scale_factor / mesh.data_world)).backward()
 
-    # 3. Gradients: sum them over the ranks and measure them. A fused optimizer has measured and used its own.
+    # 3. Gradients: sum them over the ranks and measure them. A fused optimizer, which the plan allows on one device and
+    # without PEFT methods, has measured and used its own.
     all_reduce_gradients(optimizer.parameters, mesh)
     gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
     if passes.fused_norm is None:
@@ -246,8 +250,9 @@ def train_step(
         norm = total.new_tensor(passes.fused_norm)
     total, metric_sums = all_reduce_losses(total, metric_sums, mesh)
 
-    # The one time that the host waits for the device.
-    metric_means = [metric_sum / count for metric_sum, count in metric_sums.values()]
+    # The one time that the host waits for the device. A metric is a tensor of its sum and its count; without any count
+    # (in KTO: no desirable response) its mean is NaN, and it is left out.
+    metric_means = [metric_sum[0] / metric_sum[1] for metric_sum in metric_sums.values()]
     loss, grad_norm, *metrics = torch.stack([total / num_targets, norm, *metric_means]).tolist()
     result = StepResult(
         loss,
