@@ -14,7 +14,7 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 
-# exit codes: stopped and resumable; Ctrl+C with nothing to resume
+# Exit codes: a run that stopped and can be resumed; Ctrl+C with nothing to resume.
 STOPPED = 75
 INTERRUPTED = 130
 
@@ -86,14 +86,12 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        known = self.list_commands(ctx)
-        if args[0] not in known and not args[0].startswith("-"):
-            fix = did_you_mean(
-                args[0], known, "`bloomery --help` lists the commands", shown="`bloomery {}`"
-            )
-            raise UserError(
-                f"no such command: {args[0]!r}", where="the command line", fix=fix, code=2
-            )
+        commands = self.list_commands(ctx)
+        name = args[0]
+        if name not in commands and not name.startswith("-"):
+            hint = "`bloomery --help` lists the commands"
+            fix = did_you_mean(name, commands, hint, shown="`bloomery {}`")
+            raise UserError(f"no such command: {name!r}", where="the command line", fix=fix, code=2)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -124,41 +122,46 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # that a step takes 40 times as long when another program uses a core; without spinning, training is a third slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    given = list(sys.argv[1:] if arguments is None else arguments)
+
     # Discard output to a closed stream; print `?` for characters that the encoding lacks. Neither ends a run.
     if sys.stdout is None or sys.stderr is None:  # as after `>&-`
-        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        sys.stdout = sys.stdout or nowhere
-        sys.stderr = sys.stderr or nowhere
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
-            "utf-8",
-            "utf8",
-        ):
+        null_stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+        sys.stdout = sys.stdout or null_stream
+        sys.stderr = sys.stderr or null_stream
+    streams = [
+        stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)
+    ]
+    for stream in streams:
+        if stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="replace")
+
+    # Libraries expect a home folder, which a user ID that is not in /etc/passwd lacks, as in Docker.
     try:
         Path.home()
-    except (
-        RuntimeError
-    ):  # a user id that is not in /etc/passwd, as Docker has: libraries expect a home folder
+    except RuntimeError:
         os.environ["HOME"] = "/"
-    own = given[: given.index("--")] if "--" in given else given
-    debug = "--debug" in own
+
+    # --debug may stand behind the command too, but not among the arguments of a launcher (after --).
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    bloomery_arguments = command_line
+    if "--" in command_line:
+        bloomery_arguments = command_line[: command_line.index("--")]
+    debug = "--debug" in bloomery_arguments
     if debug:
-        given.remove("--debug")
+        command_line.remove("--debug")
     else:
         sys.excepthook = _explain_crash
-    sys.exit(_run(given, debug))
+    sys.exit(_run(command_line, debug))
 
 
 def _run(arguments: list[str], debug: bool) -> int:
+    """Run a command and return its exit code. Errors of the user are printed; with `debug` they are raised."""
     try:
         try:
             Path.cwd()
         except FileNotFoundError as error:
-            raise UserError(
-                "the working folder was deleted", fix="cd to a folder that exists"
-            ) from error
+            fix = "cd to a folder that exists"
+            raise UserError("the working folder was deleted", fix=fix) from error
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
@@ -178,13 +181,14 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 
 def _print_error(error: UserError) -> None:
-    """Parts of the message may come from an untrusted template, file or name."""
     from bloomery.core.text import harmless, redact_secrets
 
+    # Parts of the message may come from an untrusted template, file or name.
     click.echo(harmless(redact_secrets(str(error))), err=True)
 
 
-_FIXES = {  # by command and what click says of its words
+# (command, beginning of click's message) -> fix.
+_USAGE_FIXES = {
     (
         "bloomery eval",
         "got unexpected extra argument",
@@ -194,34 +198,28 @@ _FIXES = {  # by command and what click says of its words
 
 
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
+    """The error of click in Bloomery's form, with the command that was meant where that can be told."""
+    # click lists choices on lines of their own, and begins with a capital.
+    message = " ".join(error.format_message().split()).rstrip(".")
+    problem = message[:1].lower() + message[1:]
     context = getattr(error, "ctx", None)  # None where an option lacks its value
     command = context.command_path if context is not None else _command_path(arguments)
-    # click lists choices on lines of their own
-    message = " ".join(error.format_message().split()).rstrip(".")
-    override = None
-    takes_overrides = context is not None and any(
-        one.name == "overrides" for one in context.command.params
-    )
+    fix = f"{command} --help"
+    for (path, beginning), usage_fix in _USAGE_FIXES.items():
+        if path == command and problem.startswith(beginning):
+            fix = usage_fix
+
+    # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
+    parameters = [] if context is None else context.command.params
+    takes_overrides = any(parameter.name == "overrides" for parameter in parameters)
     if isinstance(error, click.NoSuchOption) and not error.possibilities and takes_overrides:
         from bloomery.recipe.aliases import look_up
 
-        # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
-        name = error.option_name.lstrip("-").replace("-", "_")
-        _, *after = [
-            *" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "),
-            "true",
-        ]
-        override = look_up(tuple(name.split(".")), after[0], {})
-    problem = message[:1].lower() + message[1:]
-    known = next(
-        (
-            fix
-            for (verb, start), fix in _FIXES.items()
-            if verb == command and problem.startswith(start)
-        ),
-        None,
-    )
-    fix = str(override or known or f"{command} --help")
+        key = tuple(error.option_name.lstrip("-").replace("-", "_").split("."))
+        _, _, remainder = " ".join(arguments).partition(error.option_name)
+        following_words = [*remainder.replace("=", " ", 1).split(" "), "true"]
+        override = look_up(key, following_words[1], {})
+        fix = str(override or fix)
     return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
 
 
@@ -229,11 +227,13 @@ def _command_path(arguments: Sequence[str]) -> str:
     """The commands of a command line: "bloomery tokenizer inspect"."""
     command: click.Command | None = cli
     path = "bloomery"
-    for word in (word for word in arguments if not word.startswith("-")):
+    for name in arguments:
+        if name.startswith("-"):
+            continue
         if not isinstance(command, click.Group):
             break
-        command = command.get_command(click.Context(command), word)
-        path += f" {word}" if command is not None else ""
+        command = command.get_command(click.Context(command), name)
+        path += f" {name}" if command is not None else ""
     return path
 
 

@@ -94,17 +94,12 @@ def command(
     )
     remembered = measurement_file is not None and not rows[0].disturbed and store(measurement_file)
     source = shlex.join((recipe, *overrides))
-    table.print(
-        "",
-        *verdict_lines(rows[0]),
-        *noise_line(rows),
-        *closing(rows[0], remembered=remembered, source=source),
-    )
+    table.print("", *verdict_lines(rows[0]), *noise_line(rows))
+    table.print(*closing(rows[0], remembered=remembered, source=source))
     if measurement_file is not None and export is not None:
         write_calibration(measurement_file, export)
-        table.print(
-            f"{'exported':<10}{export}; to share it, add it to benchmarks/calibration/ in a pull request"
-        )
+        hint = "to share it, add it to benchmarks/calibration/ in a pull request"
+        table.print(f"{'exported':<10}{export}; {hint}")
     if as_json:
         print_json(document(largest, trials, rows))
     return 0 if rows[0].outcome == "ok" else 1
@@ -114,13 +109,13 @@ def one_of_several(recipe: str, machine: "Machine") -> list[str]:
     """The line for a recipe that trains on several devices, here or by its name (llama3.1-8b-full-8gpu); else none."""
     from bloomery.runs.devices import chosen_devices
 
-    count_in_name = re.search(r"-(\d+)gpu(-tiny)?$", recipe)
-    count = max(chosen_devices(machine, None)[1], int(count_in_name[1]) if count_in_name else 1)
+    _, count = chosen_devices(machine, None)
+    if count_in_name := re.search(r"-(\d+)gpu(-tiny)?$", recipe):
+        count = max(count, int(count_in_name[1]))
     if count == 1:
         return []
-    return [
-        f"{'devices':<10}one is measured; `bloomery plan {shlex.quote(recipe)} --gpus {count}` estimates {count}"
-    ]
+    command = f"bloomery plan {shlex.quote(recipe)} --gpus {count}"
+    return [f"{'devices':<10}one is measured; `{command}` estimates {count}"]
 
 
 @final
@@ -132,7 +127,7 @@ class Table:
 
         self._to_stderr = to_stderr
         self._limit = limit
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         self._status = Console(stderr=True).status("", spinner="line")
         self._live = sys.stderr.isatty()
 
@@ -173,7 +168,7 @@ class Table:
         }
 
         def trial(size: int) -> "BenchResult":
-            return bench.trial(size, on_phase=partial(self._now, f"micro-batch {size}"))
+            return bench.trial(size, on_phase=partial(self._show_phase, f"micro-batch {size}"))
 
         def on_row(row: "BenchResult") -> None:
             trials.append(row)
@@ -202,17 +197,17 @@ class Table:
         return largest, trials, rows
 
     def _time_left(self, *, share: float = 1.0) -> bool:
-        return time.monotonic() - self._began < share * self._limit
+        return time.monotonic() - self._start_time < share * self._limit
 
     def _points(self, bench: "Bench", settings: list[tuple[str, ...]]) -> list["BenchResult"]:
         """The results of the first setting, and of those that start within the time limit."""
         from bloomery.bench.measuring import line
 
         rows: list[BenchResult] = []
-        for position, overrides in enumerate(settings):
+        for index, overrides in enumerate(settings):
             # What the time limit leaves out is named, so that nobody takes it for measured.
             if rows and not self._time_left():
-                remaining = "; ".join(", ".join(setting) for setting in settings[position:])
+                remaining = "; ".join(", ".join(setting) for setting in settings[index:])
                 label = f"{'left out':<10}"
                 text = f"{remaining}: time limit reached"
                 indent = " " * len(label)
@@ -220,18 +215,20 @@ class Table:
                 self.print(*wrapped)
                 break
             name = ", ".join(overrides) or "planned settings"
-            rows.append(bench.point(*overrides, on_phase=partial(self._now, name)))
-            self.print(line(rows[-1]))
+            row = bench.point(*overrides, on_phase=partial(self._show_phase, name))
+            rows.append(row)
+            self.print(line(row))
         return rows
 
-    def _now(self, name: str, phase: str) -> None:
+    def _show_phase(self, name: str, phase: str) -> None:
+        """Show the phase of a measurement on the status line of a terminal."""
         if self._live:
             self._status.start()
             self._status.update(literal(f"{name}: {phase}"))
 
 
 def seconds_of(limit: str | None) -> float:
-    """Raises UserError unless `limit` is a positive time."""
+    """The seconds of --limit, infinite without it. Raises UserError unless `limit` is a positive time."""
     if limit is None:
         return math.inf
     try:
@@ -262,6 +259,13 @@ def _row(row: "BenchResult") -> dict[str, Any]:
     from bloomery.bench.measuring import planned_rate
 
     plan = row.plan
+    plan_document = None
+    if plan is not None:
+        plan_document = {
+            "tokens_per_second": estimate(planned_rate(plan)),
+            "peak_gib": row.planned_gib,
+            "limit_gib": plan.memory.limit / 2**30,
+        }
     return {
         "overrides": row.overrides,
         "outcome": row.outcome,
@@ -274,11 +278,5 @@ def _row(row: "BenchResult") -> dict[str, Any]:
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,
         "core_wait": row.core_wait,
-        "plan": None
-        if plan is None
-        else {
-            "tokens_per_second": estimate(planned_rate(plan)),
-            "peak_gib": row.planned_gib,
-            "limit_gib": plan.memory.limit / 2**30,
-        },
+        "plan": plan_document,
     }

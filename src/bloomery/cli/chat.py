@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
     from bloomery.model.decoding import Sampling, Speculation
 
-SHARE = 4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
+MAX_REPLY_SHARE = (
+    4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
+)
 
 
 @final
@@ -85,18 +87,18 @@ class Session:
         """
         from bloomery.runs.generate import Speed, continued
 
+        # The message joins the history once it is known to fit; a repeated message gets new tokens.
         message = Message("user", text)
         ids = self._fitting([*self.history, message])
         self.history.append(message)
-        # a repeated message gets new tokens
         sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)
         self._replies += 1
         pieces: list[str] = []
         try:
-            ends = self.form.stop_strings
+            stop_strings = self.form.stop_strings
             self.speed = Speed(self.speed.speculation)
             for piece in continued(
-                self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed
+                self.decoder, self.tokenizer, ids, sampling, stop_strings, self.past, self.speed
             ):
                 pieces.append(piece)
                 yield piece
@@ -106,18 +108,20 @@ class Session:
     def _fitting(self, history: list[Message]) -> list[int]:
         """The ids of the newest messages that fit, with room for a reply. Drops the oldest up to a user message."""
         context = self.decoder.config.max_positions
-        room = max(1, min(self.sampling.max_new_tokens, context // SHARE))
-        starts = [at for at, message in enumerate(history) if message.role == "user"]
-        for start in [at for at in starts if at >= self.dropped] or starts[-1:]:
+        reply_tokens = max(1, min(self.sampling.max_new_tokens, context // MAX_REPLY_SHARE))
+        user_turns = [index for index, message in enumerate(history) if message.role == "user"]
+        newest_turn = user_turns[-1]
+
+        # A message that was dropped once stays dropped. The newest one alone may leave less room for its reply.
+        for start in [turn for turn in user_turns if turn >= self.dropped] or [newest_turn]:
             ids = self.form.encode([*self.opening, *history[start:]])
-            if len(ids) + room <= context or (start == starts[-1] and len(ids) < context):
+            leaves_room = len(ids) + reply_tokens <= context
+            if leaves_room or (start == newest_turn and len(ids) < context):
                 self.dropped = start
                 return ids
-        raise UserError(
-            f"message too long: {len(ids):,} tokens, and the context with the reply is {context:,}",
-            where="the chat",
-            fix="shorten the message" + (" or the system prompt" if self.system else ""),
-        )
+        size = f"{len(ids):,} tokens, and the context with the reply is {context:,}"
+        fix = "shorten the message" + (" or the system prompt" if self.system else "")
+        raise UserError(f"message too long: {size}", where="the chat", fix=fix)
 
     def reset(self) -> None:
         self.history.clear()
@@ -168,21 +172,23 @@ def command(
 
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
     """
+    # Everything that the user can have mistyped is checked before torch is imported.
     finite(settings)
-    where = model_path(model)
-    drafts = draft_folder(prompt_lookup, draft)
-    use = chosen_use(devices, quantize)  # before torch is imported
+    folder = model_path(model)
+    draft_path = draft_folder(prompt_lookup, draft)
+    use = chosen_use(devices, quantize)
     from bloomery.data.chat.render import chat_format
     from bloomery.model.decoding import Sampling
     from bloomery.runs.generate import load_model, speculation_of
 
-    decoder, tokenizer = load_model(where, step=step, use=use, on_load=loading)
-    guesses = speculation_of(
-        decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading
+    decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
+    speculation = speculation_of(
+        decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
     with text_flags(), chat_format(tokenizer, template) as form:
+        sampling = Sampling(**settings)
         session = Session(
-            decoder, tokenizer, form, Sampling(**settings), system=system, speculation=guesses
+            decoder, tokenizer, form, sampling, system=system, speculation=speculation
         )
         _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
         _note("/help lists the commands, Ctrl+C stops a reply, Ctrl+D ends the chat")
@@ -209,28 +215,32 @@ class Terminal:
 
     def talk(self) -> int:
         """Runs until the input ends, /quit, or Ctrl+C twice; returns the exit code."""
-        warned = failed = False
+        interrupted_before = False
+        has_failed = False
         while True:
+            # The first Ctrl+C at the prompt warns; the next one ends the chat, unless a message was answered between.
             try:
                 line = self._line()
             except KeyboardInterrupt:
-                if warned or not self.interactive:
+                if interrupted_before or not self.interactive:
                     _note("")
                     return INTERRUPTED
-                warned = True
+                interrupted_before = True
                 _note("\n(press Ctrl+C again to end the chat)")
                 continue
+
+            # A script that pipes messages in learns of a failure by the exit code; a person has seen it.
             if line is None or line.strip() in ("/quit", "/exit"):
-                return 1 if failed and not self.interactive else 0
+                return 1 if has_failed and not self.interactive else 0
             try:
                 with text_flags():
                     self._handle(line)
-                warned = False
+                interrupted_before = False
             except KeyboardInterrupt:
-                warned = True
+                interrupted_before = True
                 _note("\n(stopped; press Ctrl+C again to end the chat)")
             except UserError as error:
-                failed = True
+                has_failed = True
                 _note(harmless(str(error)))
 
     def _line(self) -> str | None:
@@ -256,77 +266,75 @@ class Terminal:
             return None
 
     def _handle(self, line: str) -> None:
+        """Run a /command or answer a message. Raises UserError for an unknown command."""
         text = line.strip()
         if text.startswith("/") and not text.startswith("//"):
-            name, _, rest = text[1:].partition(" ")
-            if name.lower() not in self.commands:
-                fix = did_you_mean(
-                    name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}"
-                )
-                raise UserError(f"no such command: /{name.lower()[:40]}", where="the chat", fix=fix)
-            self.commands[name.lower()](rest.strip())
+            typed_name, _, argument = text[1:].partition(" ")
+            name = typed_name.lower()
+            if name not in self.commands:
+                names = [*self.commands, "quit"]
+                fix = did_you_mean(name, names, "/help lists them", shown="/{}")
+                raise UserError(f"no such command: /{name[:40]}", where="the chat", fix=fix)
+            self.commands[name](argument.strip())
         elif text:
-            refuse_undecoded(line, what="this line", where="the chat")
+            refuse_undecoded(line, subject="this line", where="the chat")
             self._reply(line[1:] if text.startswith("//") else line)
 
     def _reply(self, text: str) -> None:
         """Prints the reply without blank lines before and after."""
-        before = self.session.dropped
-        held = begun = ""
+        num_dropped = self.session.dropped
+        pending_space = ""  # white space is printed when text follows it
+        has_text = False
         for piece in self.session.reply(text):
-            if not begun and self.session.dropped > before:
-                count = self.session.dropped - before
+            # The session drops messages as it begins the reply, so the note stands before the text.
+            if not has_text and self.session.dropped > num_dropped:
+                count = self.session.dropped - num_dropped
                 context = self.session.decoder.config.max_positions
                 _note(f"(context of {context:,} tokens is full: dropped {count} earlier messages)")
-                before = self.session.dropped
-            shown = held + harmless(piece)
-            held = shown[len(shown.rstrip()) :]
-            shown = shown.rstrip() if begun else shown.strip()
-            begun = begun or shown
-            click.echo(shown, nl=False)
+                num_dropped = self.session.dropped
+            pending_text = pending_space + harmless(piece)
+            pending_space = pending_text[len(pending_text.rstrip()) :]
+            printed_text = pending_text.rstrip() if has_text else pending_text.strip()
+            has_text = has_text or bool(printed_text)
+            click.echo(printed_text, nl=False)
             sys.stdout.flush()
         click.echo()
         if self.prompt:
             _note(f"({self.session.speed})")
 
-    def _reset(self, _rest: str) -> None:
+    def _reset(self, _argument: str) -> None:
         self.session.reset()
         _note("(conversation cleared)")
 
-    def _system(self, rest: str) -> None:
-        if rest:
-            self.session.system = None if rest == "off" else rest
-        _note(
-            f"(system prompt: {self.session.system})"
-            if self.session.system
-            else "(no system prompt)"
-        )
+    def _system(self, argument: str) -> None:
+        if argument:
+            self.session.system = None if argument == "off" else argument
+        system = self.session.system
+        _note(f"(system prompt: {system})" if system else "(no system prompt)")
 
-    def _set(self, rest: str) -> None:
-        """`/set NAME VALUE` changes a setting; that and `/set` alone show all of them."""
-        if rest:
-            name, value = setting(rest)
-            changed: dict[str, Any] = {name: value}
-            self.session.sampling = replace(self.session.sampling, **changed)
-        shown = {name: getattr(self.session.sampling, name) for name in SETTINGS}
-        _note(
-            ", ".join(
-                f"{name} {'off' if value is None else value}" for name, value in shown.items()
-            )
-        )
+    def _set(self, argument: str) -> None:
+        """Change a setting (`/set NAME VALUE`), then print all of them; `/set` alone only prints them."""
+        if argument:
+            name, value = setting(argument)
+            changes: dict[str, Any] = {name: value}
+            self.session.sampling = replace(self.session.sampling, **changes)
+        values = {name: getattr(self.session.sampling, name) for name in SETTINGS}
+        settings = [f"{name} {'off' if value is None else value}" for name, value in values.items()]
+        _note(", ".join(settings))
 
-    def _save(self, rest: str) -> None:
-        if not rest:
+    def _save(self, argument: str) -> None:
+        if not argument:
             raise UserError("missing file name", where="/save", fix="for example: /save talk.jsonl")
+        where = f"/save {argument}"
+        is_quoted = argument[0] in "'\""
         try:
-            path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
+            path = expanded(Path(shlex.split(argument)[0]) if is_quoted else argument)
         except ValueError as error:
             fix = "close it: /save 'my talk.jsonl'"
-            raise UserError("unclosed quote", where=f"/save {rest}", fix=fix) from error
+            raise UserError("unclosed quote", where=where, fix=fix) from error
         if not self.session.history:
-            raise UserError(
-                "the conversation is empty", where=f"/save {rest}", fix="send a message first"
-            )
+            problem = "the conversation is empty"
+            raise UserError(problem, where=where, fix="send a message first")
         self.session.save(path)
         _note(f"({len(self.session.turns)} messages appended to {path})")
 

@@ -34,13 +34,8 @@ def rm_command(runs: tuple[str, ...], yes: bool, dry_run: bool, as_json: bool) -
     Example: bloomery runs rm last --dry-run
     """
     folders = dict.fromkeys(find_run(name).absolute() for name in runs)
-    _delete(
-        [deletable(_shown(folder)) for folder in folders],
-        [],
-        yes=yes,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    items = [deletable(_relative(folder)) for folder in folders]
+    _delete(items, [], yes=yes, dry_run=dry_run, as_json=as_json)
 
 
 @click.command("clean")
@@ -56,56 +51,60 @@ def clean_command(yes: bool, dry_run: bool, as_json: bool) -> None:
 
     Example: bloomery runs clean --dry-run
     """
-    found, notes = leftovers()
-    _delete(found, notes, yes=yes, dry_run=dry_run, as_json=as_json)
+    items, notes = leftovers()
+    _delete(items, notes, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
-def _shown(folder: Path) -> Path:
-    """Relative to the working folder where it is below it."""
-    here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
+def _relative(folder: Path) -> Path:
+    """The folder relative to the working folder where it is below that."""
+    cwd = Path.cwd()
+    return folder.relative_to(cwd) if folder.is_relative_to(cwd) and folder != cwd else folder
 
 
 def _delete(
-    found: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_run: bool, as_json: bool
+    items: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_run: bool, as_json: bool
 ) -> None:
-    total = sum(one.bytes for one in found)
-    for one in found:
-        loss = f"; {one.loss}" if one.loss else ""
-        echo(f"{one.kind:<17}{one.path}  {format_bytes(one.bytes)}  ({one.reason}{loss})", err=True)
+    """Print what is lost with the items, ask unless `yes`, delete them, and print what was deleted."""
+    for item in items:
+        loss = f"; {item.loss}" if item.loss else ""
+        size = format_bytes(item.bytes)
+        echo(f"{item.kind:<17}{item.path}  {size}  ({item.reason}{loss})", err=True)
     for note in notes:
         echo(f"{'note':<17}{note}", err=True)
-    gone = list[Leftover]()
-    if found and not dry_run:
+
+    total = f"{counted(len(items), 'items')}, {format_bytes(sum(item.bytes for item in items))}"
+    deleted_items = list[Leftover]()
+    if items and not dry_run:
         if not yes:
-            _ask(f"delete {counted(len(found), 'items')}, {format_bytes(total)}?")
-        gone += delete(found)
+            _confirm(f"delete {total}?")
+        deleted_items += delete(items)
+
+    # With --dry-run, "deleted" lists what would be.
     if as_json:
-        listed = found if dry_run else gone
-        items = [
-            {"path": str(one.path), "kind": one.kind, "bytes": one.bytes, "reason": one.reason}
-            for one in listed
+        listed_items = items if dry_run else deleted_items
+        documents = [
+            {"path": str(item.path), "kind": item.kind, "bytes": item.bytes, "reason": item.reason}
+            for item in listed_items
         ]
-        print_json(
-            {
-                "dry_run": dry_run,
-                "deleted": items,
-                "bytes": sum(one.bytes for one in listed),
-                "notes": list(notes),
-            }
-        )
-    elif not found:
+        document = {
+            "dry_run": dry_run,
+            "deleted": documents,
+            "bytes": sum(item.bytes for item in listed_items),
+            "notes": list(notes),
+        }
+        print_json(document)
+    elif not items:
         echo("nothing to delete")
     else:
         verb = "would delete" if dry_run else "deleted"
-        echo(f"{verb:<17}{counted(len(found), 'items')}, {format_bytes(total)}")
+        echo(f"{verb:<17}{total}")
 
 
-def _ask(question: str) -> None:
+def _confirm(question: str) -> None:
+    """Raises UserError where the user declines, and (code 2) where stdin is not a terminal."""
     if not sys.stdin.isatty():
+        problem = "nobody can be asked here; nothing was deleted"
         fix = "add --yes, or --dry-run to see it alone"
-        raise UserError(
-            "nobody can be asked here; nothing was deleted", where="stdin", fix=fix, code=2
-        )
+        raise UserError(problem, where="stdin", fix=fix, code=2)
     if not click.confirm(question, err=True):
         raise UserError("nothing was deleted", where="your answer", fix="answer y, or add --yes")

@@ -36,10 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _complete(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
-    """Shell completion of recipes, runs or keys, imported when the shell asks."""
+    """The shell completion of an argument: `kind` is "recipes", "runs" or "keys"."""
 
     def complete(_context: click.Context, _parameter: click.Parameter, start: str) -> list[Any]:
-
         return candidates(kind, start)
 
     return complete
@@ -58,7 +57,9 @@ def recipe_argument(function: F) -> F:
 
 
 def recipe_or_model(function: F) -> F:
-    """As `recipe_argument`, or `--model M --data D` without a recipe; `chosen_recipe` makes one of them."""
+    """Click arguments and options for `RECIPE [section.key=value ...]`, or for `--model M --data D` instead of RECIPE;
+    `chosen_recipe` reads either.
+    """
     options = (
         click.option(
             "--model", metavar="MODEL", help="Set model.from; with --data, RECIPE can be omitted."
@@ -85,69 +86,73 @@ def chosen_recipe(
     fetch: bool = False,
     planning: bool = False,
 ) -> "tuple[LoadedRecipe, str]":
-    """The recipe, and the arguments that name it to another command. With a recipe, `model` and `data` are overrides;
-    without one, a recipe is generated from both, and printed. Raises UserError (code 2).
+    """Load or generate a recipe; return it with the arguments that name it to another command.
 
-    `planning`: a dataset is assumed where none is named, and where it is not downloaded.
+    With a recipe, `model` and `data` are overrides; without one, a recipe is generated from both, and printed.
+    `fetch` downloads the model and the dataset first. `planning` assumes a dataset where none is named, and where it
+    is not downloaded. Raises UserError (code 2).
     """
     from bloomery.hub import PREFIX, fetch_dataset, fetch_model, is_hub_id
     from bloomery.plan.made import made_recipe, reading_lines, refuse_data
     from bloomery.plan.unsupported import refuse_untrained
     from bloomery.recipe.load import load_recipe, load_text, packaged
 
+    # Beside --model and --data the first argument may be an override: click took it for RECIPE.
     if recipe is not None and "=" in recipe and (model or data) and not Path(recipe).exists():
         overrides = (recipe, *overrides)
         recipe = None
+
+    # A named recipe: the options come before the overrides, so that an override of the same key wins.
     if recipe is not None:
         if recipe not in packaged():
             _refuse_run(recipe)
             refuse_data(recipe)
-        given = [
-            f"{key}={value}"
-            for key, value in (("model.from", model), ("data.path", data))
-            if value is not None
-        ]
-        words = (*given, *overrides)
-        loaded = load_recipe(recipe, words)
-        for line in reading_lines(loaded.recipe):
+        options = (("model.from", model), ("data.path", data))
+        option_overrides = [f"{key}={value}" for key, value in options if value is not None]
+        all_overrides = (*option_overrides, *overrides)
+        loaded_recipe = load_recipe(recipe, all_overrides)
+        for line in reading_lines(loaded_recipe.recipe):
             echo(f"columns    {line}", err=True)
-        return loaded, shlex.join([recipe, *words])
+        return loaded_recipe, shlex.join([recipe, *all_overrides])
+
     if model is None or (data is None and not planning):
-        missing = "missing RECIPE" if model is data else f"missing --{'data' if model else 'model'}"
+        problem = "missing RECIPE" if model is data else f"missing --{'data' if model else 'model'}"
         fix = "add a recipe (`bloomery recipes` lists the packaged ones), or --model MODEL --data PATH"
-        raise UserError(missing, where="the command line", fix=fix, code=2)
+        raise UserError(problem, where="the command line", fix=fix, code=2)
+
+    # A generated recipe reads the model's config and the first rows of the dataset, so both are downloaded first.
     with text_flags():
         if fetch and is_hub_id(model):
             refuse_untrained(model)
             fetch_model(model)
         if fetch and data is not None and (data.startswith(PREFIX) or is_hub_id(data)):
             fetch_dataset(PREFIX + data.removeprefix(PREFIX))
-        recipe_made = made_recipe(model, data, overrides, planning=planning)
-    made = ["--model", model, *([] if data is None else ["--data", data])]
-    loaded = load_text(
-        recipe_made.text, name=recipe_made.name, source=shlex.join(made), overrides=overrides
+        generated = made_recipe(model, data, overrides, planning=planning)
+    arguments = ["--model", model, *([] if data is None else ["--data", data])]
+    loaded_recipe = load_text(
+        generated.text, name=generated.name, source=shlex.join(arguments), overrides=overrides
     )
-    typed = shlex.join([*made, *overrides])
-    # a plan without a dataset answers at once, and its notes name what it assumes
+    command_line = shlex.join([*arguments, *overrides])
+
+    # A plan without a dataset prints no recipe: its notes name what it assumes.
     if data is not None:
-        if _first_time(recipe_made.shown):
-            echo(
-                f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}",
-                err=True,
-            )
+        if _first_time(generated.shown):
+            heading = f"# generated for {command_line}; save this as a file to edit it"
+            echo(f"{heading}\n{generated.shown}", err=True)
         else:
-            echo(f"recipe     generated; to print it: bloomery recipes show {typed}", err=True)
-    for line in reading_lines(loaded.recipe):
+            hint = f"to print it: bloomery recipes show {command_line}"
+            echo(f"recipe     generated; {hint}", err=True)
+    for line in reading_lines(loaded_recipe.recipe):
         echo(f"columns    {line}", err=True)
-    return loaded, typed
+    return loaded_recipe, command_line
 
 
 def _refuse_run(name: str) -> None:
     """Raises UserError (code 2) for a run where a recipe should be, with the command that was meant."""
     from bloomery.runs.folder import all_runs, is_run
 
-    known = name == "last" or is_run(Path("runs") / name) or is_run(expanded(name))
-    if not known or expanded(name).is_file():
+    names_run = name == "last" or is_run(Path("runs") / name) or is_run(expanded(name))
+    if not names_run or expanded(name).is_file():
         return
     if name == "last" and not all_runs():
         fix = "start one: bloomery train RECIPE (`bloomery recipes list` lists the packaged ones)"
@@ -161,23 +166,23 @@ def _refuse_run(name: str) -> None:
     raise UserError(f"`{name}` is a run, not a recipe", where="RECIPE", fix=fix, code=2)
 
 
-_MOST_REMEMBERED = 200  # generated recipes
+_MAX_REMEMBERED_RECIPES = 200
 
 
 def _first_time(text: str) -> bool:
-    """Whether a generated recipe was not printed before in this folder; it is then remembered."""
+    """Whether a generated recipe is printed for the first time in this folder; it is then remembered."""
     path = state_folder() / "generated.json"
-    key = hashlib.sha256(f"{Path.cwd()}\n{text}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{Path.cwd()}\n{text}".encode()).hexdigest()[:16]
     try:
-        printed = json.loads(path.read_text(encoding="utf-8"))
+        printed_digests = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        printed = []
-    if not isinstance(printed, list) or key not in printed:
-        write_json(
-            path, [*(printed if isinstance(printed, list) else [])[1 - _MOST_REMEMBERED :], key]
-        )
-        return True
-    return False
+        printed_digests = []
+    if not isinstance(printed_digests, list):
+        printed_digests = []
+    if digest in printed_digests:
+        return False
+    write_json(path, [*printed_digests[1 - _MAX_REMEMBERED_RECIPES :], digest])
+    return True
 
 
 def overrides_argument(function: F) -> F:
@@ -194,18 +199,16 @@ def overrides_argument(function: F) -> F:
 def _overrides(
     context: click.Context, parameter: click.Parameter, value: Sequence[str]
 ) -> tuple[str, ...]:
-    """Exits with code 2 at a word without "=", before any file is read."""
+    """Raises UserError (code 2) for an argument without "=", before any file is read."""
     del parameter
-    for word in value:
-        if "=" not in word:
-            fix = f"write section.key=value, such as train.epochs=2; see `{context.command_path} --help`"
-            if gpus := context.params.get("gpu"):  # --gpu RTX 4070, or --gpu RTX 4090 x 2
-                rest = " ".join(word for word in value if "=" not in word)
-                fix = f'quote a name with spaces: --gpu "{gpus[-1]} {rest}"'
-            raise UserError(
-                f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2
-            )
-    return tuple(value)
+    stray_arguments = [argument for argument in value if "=" not in argument]
+    if not stray_arguments:
+        return tuple(value)
+    fix = f"write section.key=value, such as train.epochs=2; see `{context.command_path} --help`"
+    if gpus := context.params.get("gpu"):  # --gpu RTX 4070, or --gpu RTX 4090 x 2
+        fix = f'quote a name with spaces: --gpu "{gpus[-1]} {" ".join(stray_arguments)}"'
+    problem = f"not an override: {stray_arguments[0]!r}"
+    raise UserError(problem, where=f"`{context.command_path}`", fix=fix, code=2)
 
 
 def devices_option(function: F) -> F:
@@ -247,7 +250,7 @@ SILENT_SECONDS = 2.0  # after which a line says what is being done
 
 
 @contextmanager
-def progress_line(doing: str) -> Iterator[None]:
+def progress_line(operation: str) -> Iterator[None]:
     """Shows on stderr what a long operation does now: a line that is replaced on a terminal; elsewhere a line every few
     seconds, the first one after two.
     """
@@ -255,36 +258,39 @@ def progress_line(doing: str) -> Iterator[None]:
 
     from bloomery.core.progress import told_to
 
-    now = [f"{doing} ..."]
-    ended = threading.Event()
     console = Console(stderr=True)
     if console.is_terminal:
         with (
-            console.status(literal(doing)) as status,
-            told_to(lambda text: status.update(literal(f"{doing}: {text}"))),
+            console.status(literal(operation)) as status,
+            told_to(lambda text: status.update(literal(f"{operation}: {text}"))),
         ):
             yield
         return
 
-    def repeat() -> None:
-        shown = ""
-        pause = SILENT_SECONDS
-        while not ended.wait(pause):
-            if now[0] != shown:
-                shown = now[0]
-                pause = min(2 * pause, 30.0)
-                echo(f"{'progress':<11}{shown}", err=True)
+    # A log gets no spinner: a thread prints the newest message, at growing intervals and only when it has changed.
+    newest_line = f"{operation} ..."
+    finished = threading.Event()
 
-    def take(text: str) -> None:
-        now[0] = f"{doing}: {text}"
+    def remember(message: str) -> None:
+        nonlocal newest_line
+        newest_line = f"{operation}: {message}"
 
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    def print_changes() -> None:
+        printed_line = ""
+        pause_seconds = SILENT_SECONDS
+        while not finished.wait(pause_seconds):
+            if newest_line != printed_line:
+                printed_line = newest_line
+                pause_seconds = min(2 * pause_seconds, 30.0)
+                echo(f"{'progress':<11}{printed_line}", err=True)
+
+    thread = threading.Thread(target=print_changes, name="progress", daemon=True)
     thread.start()
     try:
-        with told_to(take):
+        with told_to(remember):
             yield
     finally:
-        ended.set()
+        finished.set()
         thread.join()
 
 
@@ -303,7 +309,7 @@ class NewPath(click.Path):
         super().__init__(path_type=Path, file_okay=file_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """`~` is expanded. Raises UserError for an empty path and for an unknown user."""
+        """The path with `~` expanded. Raises UserError for an empty path and for an unknown user."""
         path = expanded(Path(os.fsdecode(super().convert(value, param, ctx))))
         if not str(value) or str(path).startswith("~"):
             problem = f"no such user: {path.parts[0][1:]!r}" if str(value) else "the path is empty"
@@ -317,21 +323,21 @@ def numbers(
 ) -> tuple[float, ...] | None:
     """A callback for an option of numbers with commas between them, such as 0.7,0.3."""
     try:
-        return None if value is None else tuple(float(each) for each in value.split(","))
+        return None if value is None else tuple(float(number) for number in value.split(","))
     except ValueError as error:
         problem = f"{value!r} is not a list of numbers such as 0.7,0.3"
         raise click.BadParameter(problem, ctx=context, param=parameter) from error
 
 
-def show_export(done: "Exported") -> None:
+def show_export(export: "Exported") -> None:
     """Print the checks that passed and the folder or file."""
     from bloomery.core.units import format_bytes
 
-    for proof in done.proofs:
+    for proof in export.proofs:
         echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
-    echo(f"export     {done.folder} ({format_bytes(done.bytes)})")
-    if done.next:
-        echo(f"next       {done.next}", err=True)
+    echo(f"export     {export.folder} ({format_bytes(export.bytes)})")
+    if export.next:
+        echo(f"next       {export.next}", err=True)
 
 
 def data_path(data: Path) -> Path:
@@ -350,19 +356,21 @@ def text_flags() -> Iterator[None]:
         if error.where == "data.chat.template":
             fix = "add --template chatml (or llama2, llama3, qwen, mistral, gemma, or a file)"
             raise UserError(error.problem, where="--template", fix=fix, code=2) from error
+
+        # The remaining fixes name recipe keys in the middle of a sentence.
         fix = "use --data PATH" if re.fullmatch(r"\w+ data\.path", error.fix) else error.fix
         fix = re.sub(r",( or)? set data\.on_error(=| to )skip", "", fix)  # no option skips rows
         fix = fix.replace("set data.chat.template to another", "use another --template")
         fix = re.sub(r"^[^:]*: data\.columns=\{(\w+): NAME\}", r"rename its column to \1", fix)
-        where = error.where.removeprefix("data.path: ")
         fix = fix.replace("data.path=", "--data ")
+        where = error.where.removeprefix("data.path: ")
         raise UserError(error.problem, where=where, fix=fix, code=error.code) from error
 
 
-def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--prompt") -> None:
+def refuse_undecoded(text: str, *, subject: str = "the prompt", where: str = "--prompt") -> None:
     """Raises UserError (code 2) for bytes that are not text in this terminal's encoding."""
     if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        problem = f"{what} is not text in this terminal's encoding"
+        problem = f"{subject} is not text in this terminal's encoding"
         fix = "use UTF-8: set LANG=C.UTF-8"
         raise UserError(problem, where=where, fix=fix, code=2)
 
@@ -373,7 +381,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_page(lines: Iterable[str]) -> None:
-    """Print a page of 100 columns, folded where the terminal is narrower; a pipe gets it whole."""
+    """Print a page of 100 columns, folded where the terminal is narrower; a pipe gets full lines."""
     echo("\n".join(fitted(lines, shutil.get_terminal_size((1000, 24)).columns)))
 
 
@@ -412,15 +420,14 @@ def completion_command(shell: str) -> None:
     """
     from bloomery.cli import cli
 
-    made = get_completion_class(shell)
-    assert made is not None, "click completes all of SHELLS"
-    echo(made(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None, "click completes all of SHELLS"
+    echo(completion_class(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source())
 
 
 def candidates(kind: str, start: str) -> list[CompletionItem]:
-    """Of recipes: packaged ones and YAML files; of runs: `last` and the folders below runs/; of keys: `train.epochs=`.
-
-    A path where no recipe or run fits.
+    """What the shell offers after `start`: packaged recipes and YAML files; `last` and the folders below runs/; or keys
+    such as `train.epochs=`. Where no recipe or run fits, the shell completes a path.
     """
     match kind:
         case "recipes":
@@ -434,8 +441,10 @@ def candidates(kind: str, start: str) -> list[CompletionItem]:
             from bloomery.recipe.aliases import all_keys
 
             names = [".".join(path) + "=" for path in all_keys()]
-    found = [CompletionItem(name) for name in names if name.startswith(start)]
-    return found or ([] if kind == "keys" else [CompletionItem(start, type="file")])
+    items = [CompletionItem(name) for name in names if name.startswith(start)]
+    if not items and kind != "keys":
+        return [CompletionItem(start, type="file")]
+    return items
 
 
 # Set by a command with a run folder: the traceback goes to the run's log.txt.
@@ -447,14 +456,17 @@ def explain(kind: type[BaseException], error: BaseException) -> None:
     if issubclass(kind, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return
-    kept = _keep("".join(traceback.format_exception(kind, error, error.__traceback__)))
-    click.echo(harmless(redact_secrets(str(_sentence(error, kept)))), err=True)
+    traceback_text = "".join(traceback.format_exception(kind, error, error.__traceback__))
+    message = str(_sentence(error, _save_traceback(traceback_text)))
+    click.echo(harmless(redact_secrets(message)), err=True)
 
 
-def _sentence(error: BaseException, kept: Path | None) -> UserError:
-    known = of_the_system(error) if isinstance(error, OSError) else None
-    if known is not None:
-        return known
+def _sentence(error: BaseException, traceback_path: Path | None) -> UserError:
+    """The error that a user reads for an exception that nothing caught."""
+    # Three kinds are no bug of ours: a full disk and its like, a missing torch, too little memory.
+    system_error = of_the_system(error) if isinstance(error, OSError) else None
+    if system_error is not None:
+        return system_error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         from bloomery.hardware.detect import detect
         from bloomery.hardware.doctor.software import torch_missing
@@ -463,31 +475,31 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
     if isinstance(error, MemoryError):
         fix = "close other programs, or use smaller sizes"
         return UserError("out of host memory (RAM)", where=str(error), fix=fix)
-    message = (str(error).strip().splitlines() or [""])[0][:200]
-    problem = f"internal error: {type(error).__name__}" + (f": {message}" if message else "")
-    where = f"traceback in {kept}" if kept else ""
+
+    first_line = (str(error).strip().splitlines() or [""])[0][:200]
+    problem = f"internal error: {type(error).__name__}" + (f": {first_line}" if first_line else "")
+    where = f"traceback in {traceback_path}" if traceback_path else ""
     return UserError(problem, where=where, fix="report this bug; --debug prints the traceback")
 
 
-def _keep(text: str) -> Path | None:
-    """Append the traceback to the run's log, else to a separate file; None when neither can be written."""
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    state = state_folder() / "errors.txt"
-    text = redact_secrets(text)  # users attach these files to bug reports
-    for place in (
+def _save_traceback(text: str) -> Path | None:
+    """Append the traceback to the run's log, else to a separate file; None when no file can be written."""
+    time_stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    public_text = redact_secrets(text)  # users attach these files to bug reports
+    paths = (
         traceback_file.get(),
-        state,
+        state_folder() / "errors.txt",
         Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt",
-    ):
-        if place is None:
+    )
+    for path in paths:
+        if path is None:
             continue
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(
-                open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8"
-            ) as file:
-                file.write(f"{stamp}\n{text}\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+                file.write(f"{time_stamp}\n{public_text}\n")
         except (OSError, UserError):
             continue
-        return place
+        return path
     return None

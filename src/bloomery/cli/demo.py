@@ -123,7 +123,7 @@ class Story:
             self._status.stop()
 
     def begin_table(self, steps: int) -> None:
-        """Once the length of the run is known; earlier lines have no ETA."""
+        """Starts the table, once the length of the run is known; earlier lines have no ETA."""
         facts = RunFacts(every_steps=2**62, steps=steps)
         self._table = PlainView(facts, self._print, width=self.width)
         self._steps = steps
@@ -153,7 +153,7 @@ class Kill:
 
 @dataclass
 class StartUp:
-    """When a training process reached the first of its events, in seconds since the epoch."""
+    """The times at which a training process reached the first of its events, in seconds since the epoch."""
 
     launched: float
     first_event: float | None = None
@@ -190,8 +190,8 @@ class Forecast:
 
 
 def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
-    """The whole demo; returns the document of `--json`. Raises UserError."""
-    began = time.time()
+    """Runs the demo from training to the report; returns the document of `--json`. Raises UserError."""
+    start_time = time.time()
     folder = run_dir or free_folder("demo")
     story = Story(to_stderr=as_json)
     story.write("Bloomery demo: train a small language model on this machine's Python source code")
@@ -200,12 +200,12 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     story.write()
     story.show_status("starting")
     try:
-        kill, forecast = _train_and_kill(folder, story, began)
+        kill, forecast = _train_and_kill(folder, story, start_time)
         if kill is not None:
             _resume(folder, story, kill)
     finally:
         story.end_table()
-    return _evaluate(folder, story, kill, forecast, began)
+    return _evaluate(folder, story, kill, forecast, start_time)
 
 
 def free_folder(name: str) -> Path:
@@ -227,12 +227,12 @@ def describe(machine: Machine) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the working folder where it lies in it."""
+    """The path relative to the working folder where it is below that."""
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
 def run_name(folder: Path) -> str:
-    """How a command names this run."""
+    """The argument by which a command finds this run."""
     return shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
 
 
@@ -241,6 +241,7 @@ def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
 
     Its process group is its own, and Ctrl+C is forwarded once. Raises UserError with its error when it fails.
     """
+    # A resumed run has events already: only those of this process are yielded.
     events = folder / "events.jsonl"
     known_bytes = events.stat().st_size if events.exists() else 0
     process = subprocess.Popen(
@@ -250,6 +251,8 @@ def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
+    # `close`, an exception of the caller and a second Ctrl+C end here, too: no process is left behind.
     try:
         try:
             yield from follow(
@@ -262,6 +265,7 @@ def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
         if process.poll() is None:
             kill_group(process.pid)
             process.communicate()
+
     if process.returncode != 0:
         lines = errors.decode("utf-8", errors="replace").strip().splitlines()
         reason = f": {lines[0].removeprefix('error: ')}" if lines else ""
@@ -274,9 +278,12 @@ def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
 
 
 def _train_and_kill(
-    folder: Path, story: Story, demo_began: float
+    folder: Path, story: Story, demo_start: float
 ) -> tuple[Kill | None, Forecast | None]:
-    """No kill when training ended before one after a checkpoint, no forecast when it ended before the timed steps."""
+    """Trains until some steps after a checkpoint, and kills the process there.
+
+    No kill when training ended before that, no forecast when it ended before the timed steps.
+    """
     start_up = StartUp(launched=time.time())
     losses: dict[int, float | None] = {}
     step_seconds: list[float] = []
@@ -305,8 +312,8 @@ def _train_and_kill(
                 plan = read_plan(folder / "plan.json")
                 forecast = forecast_of(
                     plan,
-                    elapsed=event.time - demo_began,
-                    done=event.step,
+                    elapsed=event.time - demo_start,
+                    finished_steps=event.step,
                     step=statistics.median(step_seconds[FIRST_TIMED_STEP - 1 :]),
                     start=start_up.seconds,
                     validation=read_manifest(plan.data.prepared).validation.tokens,
@@ -325,9 +332,15 @@ def _train_and_kill(
 
 
 def forecast_of(
-    plan: RunPlan, *, elapsed: float, done: int, step: float, start: float, validation: int
+    plan: RunPlan,
+    *,
+    elapsed: float,
+    finished_steps: int,
+    step: float,
+    start: float,
+    validation: int,
 ) -> Forecast:
-    """The demo `elapsed` seconds after its beginning, with `done` steps taken of `step` seconds each.
+    """The demo `elapsed` seconds after its beginning, with `finished_steps` of `step` seconds each.
 
     Still to come: the other steps, those repeated after the kill, evaluations, the resume, and the end. `start`:
     seconds that a run takes to its first step. `validation`: tokens of that set.
@@ -338,7 +351,7 @@ def forecast_of(
     evaluated_tokens = evaluations * (plan.eval.sequences or 0) * plan.data.sequence_length
     evaluated_tokens += CONTEXT_READS * validation
     evaluated_steps = FORWARD_SHARE * evaluated_tokens / plan.train.tokens_per_step
-    remaining_steps = steps - done + NUM_REPEATED + evaluated_steps
+    remaining_steps = steps - finished_steps + NUM_REPEATED + evaluated_steps
     return Forecast(step, elapsed + remaining_steps * step + (1 + END_IN_STARTS) * start)
 
 
@@ -347,14 +360,14 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
     manifest = read_manifest(plan.data.prepared)
     train = manifest.train
     validation = manifest.validation
-    size = train.bytes + validation.bytes
-    files = train.documents + validation.documents
+    num_bytes = train.bytes + validation.bytes
+    num_files = train.documents + validation.documents
     story.write(
         "dataset",
-        f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
+        f"{num_files} files of Python's standard library, {num_bytes / 1e6:.1f} MB; "
         f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set",
     )
-    bytes_per_token = size / (train.tokens + validation.tokens)
+    bytes_per_token = num_bytes / (train.tokens + validation.tokens)
     tokenizer = (
         f"byte-level BPE, {manifest.vocab_size:,} tokens, {bytes_per_token:.1f} bytes per token"
     )
@@ -379,32 +392,35 @@ def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
     """Resumes the killed run, compares the losses of the steps that it repeats, and follows it to its end."""
     story.show_status("resuming from the last checkpoint")
-    first_step_at = 0.0
+    first_step_time: float | None = None
     with closing(follow_run(folder, "resume", str(folder))) as events:
         for event in events:
             if event.step > kill.step:
                 story.show(event)
             if not isinstance(event, StepDone) or event.step not in kill.losses_before:
                 continue
-            first_step_at = first_step_at or event.time
+            if first_step_time is None:
+                first_step_time = event.time
             kill.losses_after[event.step] = event.loss
             if event.step == kill.step:
-                story.note(kill.saved_step, _resume_text(kill, first_step_at - kill.killed_at))
+                story.note(kill.saved_step, _resume_text(kill, first_step_time - kill.killed_at))
 
 
 def _resume_text(kill: Kill, seconds: float) -> str:
+    """The line about the resume: its time, the repeated steps, and whether their losses are the same."""
     outcome = "losses bitwise identical"
-    if differing := kill.differing_steps:
-        compared = len(kill.losses_before)
-        outcome = f"{len(differing)} of {compared} losses differ, the first at step {differing[0]}"
-    repeated = f"steps {kill.saved_step + 1} to {kill.step}"
-    return f"resumed in {seconds:.1f} s; repeated {repeated}: {outcome}"
+    if differing_steps := kill.differing_steps:
+        counts = f"{len(differing_steps)} of {len(kill.losses_before)} losses differ"
+        outcome = f"{counts}, the first at step {differing_steps[0]}"
+    steps = f"steps {kill.saved_step + 1} to {kill.step}"
+    return f"resumed in {seconds:.1f} s; repeated {steps}: {outcome}"
 
 
 def _evaluate(
-    folder: Path, story: Story, kill: Kill | None, forecast: Forecast | None, began: float
+    folder: Path, story: Story, kill: Kill | None, forecast: Forecast | None, start_time: float
 ) -> dict[str, Any]:
     """Evaluation, sample, export and page of the finished run; returns the document of `--json`."""
+    # torch is imported here: until now the training processes did all of the work.
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
         from bloomery.model.decoding import Sampling
@@ -418,8 +434,10 @@ def _evaluate(
         decoder = load_decoder(checkpoint)
         tokenizer = load_tokenizer(checkpoint)
 
+    # The measure of the model are compressors that everybody has, on text that it did not train on.
     bits_per_byte = _compare_with_compressors(story, decoder, tokenizer, plan.data.prepared)
 
+    # A sample with a penalty for repetition, since a model this small repeats itself.
     prompt = plan.sample.prompts[0]
     sampling = Sampling(
         max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0
@@ -429,10 +447,10 @@ def _evaluate(
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
 
-    exported = folder / "export" / "hf"
+    export_folder = folder / "export" / "hf"
     with story.busy("writing the report"):
-        if not exported.exists():
-            export(checkpoint, exported)
+        if not export_folder.exists():
+            export(checkpoint, export_folder)
         bars = Bars(
             "Bits per byte on the whole validation set",
             tuple(bits_per_byte.items()),
@@ -442,11 +460,12 @@ def _evaluate(
         )
         report = write_report(folder, extras=(bars,))
 
-    seconds = time.time() - began
+    # The forecast is judged by the time of the demo, its report included.
+    seconds = time.time() - start_time
     if forecast is not None:
         story.write("planned", _planned_and_measured(folder, plan, forecast, seconds))
     story.write("report", f"{shown_path(report):<31}training curves, samples, events, settings")
-    story.write("model", f"{shown_path(exported):<31}opens in transformers and vLLM")
+    story.write("model", f"{shown_path(export_folder):<31}opens in transformers and vLLM")
     story.write()
     _show_next_steps(story, folder)
     return {
@@ -474,9 +493,11 @@ def _compare_with_compressors(
         # Without BOS and EOS, which every document begins and ends with.
         documents = (split.document(number)[1:-1] for number in range(len(split)))
         texts = [tokenizer.decode(tokens.tolist()) for tokens in documents]
-        known_texts = set(texts)
-        training_texts = (read_file(file.path) for file in stdlib_files())
-        repeated = repeated_lines(texts, (t for t in training_texts if t not in known_texts))
+        # Lines that training has seen are easy to predict, so the result names their share.
+        validation_texts = set(texts)
+        all_texts = (read_file(file.path) for file in stdlib_files())
+        training_texts = (text for text in all_texts if text not in validation_texts)
+        repeated_share = repeated_lines(texts, training_texts)
 
         content = "".join(texts).encode()
         bits_per_byte = {
@@ -487,12 +508,13 @@ def _compare_with_compressors(
     story.write(
         "result",
         "bits per byte on the whole validation set "
-        f"(lower is better; {repeated:.0%} of its lines occur in training)",
+        f"(lower is better; {repeated_share:.0%} of its lines occur in training)",
     )
-    longest = max(bits_per_byte.values())
+    max_value = max(bits_per_byte.values())
     for name, value in bits_per_byte.items():
-        full, eighths = divmod(round(value / longest * BAR_WIDTH * 8), 8)
-        story.write("", f"  {name:<10}{value:>6.2f}  {'█' * full}{EIGHTHS[eighths].strip()}")
+        num_blocks, eighths = divmod(round(value / max_value * BAR_WIDTH * 8), 8)
+        bar = "█" * num_blocks + EIGHTHS[eighths].strip()
+        story.write("", f"  {name:<10}{value:>6.2f}  {bar}")
     return bits_per_byte
 
 

@@ -32,32 +32,35 @@ RESPONSE_WIDTH = 86
 
 
 def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
-    """The whole demo; returns the document of `--json`. Raises UserError."""
-    began = time.time()
+    """Runs the demo from training to the report; returns the document of `--json`. Raises UserError."""
+    start_time = time.time()
     story = Story(to_stderr=as_json)
     story.write("Bloomery chat demo: fine-tune the model of `bloomery demo` with LoRA")
     story.show_status("checking this machine")
     story.write(f"{describe(detect())} · no download")
     story.write()
+
+    # The model of `bloomery demo` is the base; without a finished run of it, one is trained first.
     base = find_base() or _train_base(story)
     parameters = format_count(parameter_count(read_config(base)))
     story.write("base", f"{shown_path(base)}: {parameters} parameters, pretrained on Python code")
     folder = run_dir or free_folder(RECIPE)
     _train(story, RECIPE, folder, f"model.from={base}")
-    return _compare(story, base, folder, began)
+    return _compare(story, base, folder, start_time)
 
 
 def find_base() -> Path | None:
     """The export of the newest finished run of `bloomery demo`."""
     for folder in reversed(all_runs()):
+        # Runs of the demo are called demo, demo-2 and so on.
         name, _, number = folder.name.partition("-")
         if name != "demo" or not (folder.name == name or number.isdecimal()):
             continue
         path = folder / "events.jsonl"
-        endings = (
-            [e for e in read_events(path) if isinstance(e, RunEnded)] if path.is_file() else []
-        )
-        if endings and endings[-1].status == "done":
+        if not path.is_file():
+            continue
+        final_events = [event for event in read_events(path) if isinstance(event, RunEnded)]
+        if final_events and final_events[-1].status == "done":
             return _exported(folder)
     return None
 
@@ -125,12 +128,13 @@ class ChatResult:
     response: str
 
 
-def _compare(story: Story, base: Path, run: Path, began: float) -> dict[str, Any]:
+def _compare(story: Story, base: Path, run: Path, start_time: float) -> dict[str, Any]:
     """Prints the losses and a response of base and adapter, the page and next commands; returns the document."""
     with story.busy("loading the model"):
         from bloomery.report import Bars, write_report
         from bloomery.train.evaluation.answers import shown, validation_prompts
 
+    # Both models answer the shortest of some prompts, so that the page stays short.
     prepared = read_plan(run / "plan.json").data.prepared
     tokenizer = load_tokenizer(prepared)
     prompts = validation_prompts(prepared, NUM_PROMPTS_TRIED)
@@ -152,6 +156,7 @@ def _compare(story: Story, base: Path, run: Path, began: float) -> dict[str, Any
     story.write("reference", *_shortened(shown(tokenizer, prompt.reference)))
     story.write()
 
+    # The report of the LoRA run gets the comparison as bars.
     with story.busy("writing the report"):
         bars = Bars(
             "Validation loss",
@@ -163,12 +168,11 @@ def _compare(story: Story, base: Path, run: Path, began: float) -> dict[str, Any
         report = write_report(run, extras=(bars,))
     story.write("report", shown_path(report))
     name = run_name(run)
-    story.write(
-        "next", f"bloomery chat {name}", f"bloomery export {name} --to merged --out my-model"
-    )
+    export_command = f"bloomery export {name} --to merged --out my-model"
+    story.write("next", f"bloomery chat {name}", export_command)
     return {
         "models": [{"name": result.name, "loss": result.loss} for result in results],
-        "seconds": time.time() - began,
+        "seconds": time.time() - start_time,
         "report": str(report),
         "folder": str(run),
     }
@@ -193,4 +197,6 @@ def _shortened(text: str) -> list[str]:
     cut_lines = [
         line if len(line) <= RESPONSE_WIDTH else f"{line[: RESPONSE_WIDTH - 1]}…" for line in lines
     ]
-    return cut_lines if len(lines) <= RESPONSE_LINES else [*cut_lines[: RESPONSE_LINES - 1], "…"]
+    if len(cut_lines) <= RESPONSE_LINES:
+        return cut_lines
+    return [*cut_lines[: RESPONSE_LINES - 1], "…"]

@@ -8,12 +8,12 @@ from bloomery.cli.common import NewPath, print_json
 
 
 @click.command()
-@click.argument("what", required=False, type=click.Choice(["chat"]))
+@click.argument("part", required=False, type=click.Choice(["chat"]))
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr."
 )
 @click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
-def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
+def command(part: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
 
     `bloomery demo chat` then fine-tunes that model with LoRA: a minute more.
@@ -22,7 +22,7 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """
     from bloomery.cli import demo, demo_chat
 
-    run_demo = demo_chat.demonstrate if what == "chat" else demo.demonstrate
+    run_demo = demo_chat.demonstrate if part == "chat" else demo.demonstrate
     document = run_demo(run_dir=run_dir, as_json=as_json)
     if as_json:
         print_json(document)

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -33,13 +33,9 @@ from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
 from bloomery.runs.folder import all_runs
 
-if TYPE_CHECKING:
-    from bloomery.hardware.doctor.symptoms import Finding
-    from bloomery.hardware.machine import Machine
-
-LOOKS_LIKE_A_FILE = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
-MOST_BYTES = 8_000_000  # the end of a log that is read
-LONGEST_NAME = 1_000  # of a file; a longer text after --explain is a message
+FILE_NAME = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
+MAX_LOG_BYTES = 8_000_000  # the end of a log that is read
+MAX_NAME_LENGTH = 1_000  # of a file; a longer text after --explain is a message
 
 
 @click.command()
@@ -85,64 +81,70 @@ def command(
     """
     from bloomery.hardware.doctor.diagnose import diagnose, ready, run_lines
 
-    began = time.monotonic()
+    # Options that exclude each other are refused before anything is checked.
+    start_time = time.monotonic()
     if machine is not None and (probe or number is not None):
         name = "--probe" if probe else "--fix"
         problem = f"{name} works only on this machine"
         fix = f"omit --machine, or run {name} on that machine"
         raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
-    asked = {
+    tasks = {
         "--explain": explain is not None,
         "--fix": number is not None,
         "--bundle": bundle is not None,
+        "--docker": docker,
     }
-    given = [name for name, value in (asked | {"--docker": docker}).items() if value]
-    if len(given) > 1:
-        fix = f"omit {given[1]} and run `bloomery doctor {given[1]} ...` afterwards"
-        raise UserError(
-            f"{given[0]} and {given[1]} cannot be combined", where="doctor", fix=fix, code=2
-        )
+    options = [option for option, requested in tasks.items() if requested]
+    if len(options) > 1:
+        problem = f"{options[0]} and {options[1]} cannot be combined"
+        fix = f"omit {options[1]} and run `bloomery doctor {options[1]} ...` afterwards"
+        raise UserError(problem, where="doctor", fix=fix, code=2)
     if as_json and (number is not None or bundle is not None or docker):
+        problem = "--json cannot be combined with --fix, --bundle or --docker"
         fix = "omit --json; it can be combined with --explain, --probe and --machine"
-        raise UserError(
-            "--json cannot be combined with --fix, --bundle or --docker",
-            where="doctor",
-            fix=fix,
-            code=2,
-        )
-    checked = load_machine(machine, probe=probe)
+        raise UserError(problem, where="doctor", fix=fix, code=2)
+
+    # Explaining a message and printing a docker command need the machine, not its findings.
+    checked_machine = load_machine(machine, probe=probe)
     if explain is not None:
-        return _explain(explain, checked, as_json=as_json)
+        return _explain(explain, checked_machine, as_json=as_json)
     if docker:
-        click.echo("\n".join(run_lines(checked)))
+        click.echo("\n".join(run_lines(checked_machine)))
         return 0
-    findings = diagnose(checked)
+
+    findings = diagnose(checked_machine)
+    documents = [document(finding) for finding in findings]
     if number is not None:
-        apply_fix(number, findings, checked, ask=click.confirm)
+        apply_fix(number, findings, checked_machine, ask=click.confirm)
         return 0
     if bundle is not None:
-        size = write_bundle(bundle, checked, [document(finding) for finding in findings])
-        click.echo(
-            f"bundle     {bundle} ({size / 1000:.0f} kB): this machine, its findings, the end of the last run's log"
-        )
+        num_bytes = write_bundle(bundle, checked_machine, documents)
+        content = "this machine, its findings, the end of the last run's log"
+        click.echo(f"bundle     {bundle} ({num_bytes / 1000:.0f} kB): {content}")
         click.echo(
             "           Names of users, hosts and groups are removed. Read it before you attach it to a report."
         )
         return 0
+
+    # Without a task: the page, with what a packaged recipe would need once the problems are fixed.
     from bloomery.cli.doctor_page import page, preview, then_document, then_lines
 
-    result = preview(checked, findings)
+    result = preview(checked_machine, findings)
     if as_json:
-        answer = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
-        print_json(answer | {"machine": anonymous(checked), "then": then_document(result)})
+        summary = {
+            "ready": ready(findings),
+            "findings": documents,
+            "machine": anonymous(checked_machine),
+            "then": then_document(result),
+        }
+        print_json(summary)
     else:
-        echo_page(
-            page(checked, findings, seconds=time.monotonic() - began, then=then_lines(result))
-        )
+        seconds = time.monotonic() - start_time
+        echo_page(page(checked_machine, findings, seconds=seconds, plan_lines=then_lines(result)))
     return 0 if ready(findings) else 1
 
 
-def load_machine(file: Path | None, *, probe: bool) -> "Machine":
+def load_machine(file: Path | None, *, probe: bool) -> Machine:
     """The machine of `file`, or this one with the results of its probes, new or cached."""
     from bloomery.bench import attention_probes
     from bloomery.hardware.detect import detect
@@ -158,63 +160,61 @@ def load_machine(file: Path | None, *, probe: bool) -> "Machine":
     return unprobed.model_copy(update={"probes": probes})
 
 
-def read_record(file: Path) -> "Machine":
+def read_record(file: Path) -> Machine:
     """The machine of a machine.json or a bundle. Raises UserError (code 2)."""
-    import json
-
     from pydantic import ValidationError
-
-    from bloomery.hardware.machine import Machine
 
     try:
         content = json.loads(read_input(expanded(file), pipes=True, code=2))
-        return Machine.model_validate(
-            content.get("machine", content) if isinstance(content, dict) else content
-        )
+        record = content.get("machine", content) if isinstance(content, dict) else content
+        return Machine.model_validate(record)
     except (UserError, ValueError, RecursionError) as error:
         reason = error.problem.lower() if isinstance(error, UserError) else "not JSON"
         if isinstance(error, ValidationError):  # the first error, with its key
-            first = error.errors(include_url=False, include_input=False)[0]
-            reason = f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg'].lower()}"
+            details = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(map(str, details["loc"])) or "document"
+            reason = f"{key}: {details['msg'].lower()}"
         fix = "use a file of `bloomery doctor --bundle FILE`, or runs/*/machine.json"
         problem = f"not a machine record: {reason}"
         raise UserError(problem, where=str(file), fix=fix, code=2) from error
 
 
-def _progress(name: str, done: int, total: int) -> None:
-    """One line on stderr, overwritten on a terminal, nothing elsewhere."""
+def _progress(name: str, num_finished: int, total: int) -> None:
+    """Print the running probe on one line of stderr that the next overwrites; nothing where that is no terminal."""
     if sys.stderr.isatty():
-        click.echo(f"\r\033[Kprobing    {done + 1} of {total}: {name}", nl=False, err=True)
-        if done + 1 == total:
+        count = f"{num_finished + 1} of {total}"
+        click.echo(f"\r\033[Kprobing    {count}: {name}", nl=False, err=True)
+        if num_finished + 1 == total:
             click.echo("\r\033[K", nl=False, err=True)
 
 
-def document(finding: "Finding") -> dict[str, Any]:
+def document(finding: Finding) -> dict[str, Any]:
     """A finding as JSON."""
     names = ("id", "level", "what", "evidence", "fix", "verify")
     return {name: getattr(finding, name) for name in names}
 
 
-def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
-    """Matches on this machine; without any, matches on every machine."""
+def _explain(text: str, machine: Machine, *, as_json: bool) -> int:
+    """Print the known problems that a message matches: those of this machine, or without any, of every machine."""
     from bloomery.cli.doctor_page import explained_lines
-    from bloomery.hardware.doctor.symptoms import Finding, match
+    from bloomery.hardware.doctor.symptoms import match
 
     message = _message(text)
     if not message.strip() and not as_json:
         fix = 'bloomery doctor --explain "the last lines of the log"'
         raise UserError("the message to explain is empty", where="--explain", fix=fix, code=2)
+    # The symptoms of other machines are better than none: the log may have come from one.
     matches = match(message, machine=machine) or match(message)
     findings = [
         Finding(
-            id=one.id,
-            level=one.level,
-            what=f"{one.what}: {one.cause}",
-            evidence=one.line[:300],
-            fix=one.fix,
-            verify=one.verify,
+            id=symptom.id,
+            level=symptom.level,
+            what=f"{symptom.what}: {symptom.cause}",
+            evidence=symptom.line[:300],
+            fix=symptom.fix,
+            verify=symptom.verify,
         )
-        for one in matches
+        for symptom in matches
     ]
     if as_json:
         print_json({"findings": [document(finding) for finding in findings]})
@@ -227,17 +227,20 @@ def _message(text: str) -> str:
     """The text, the content of the file that it names, or stdin for "-"."""
     if text == "-":
         return _last_bytes(sys.stdin.buffer).decode(errors="replace")
-    file = expanded(text)
-    try:
-        named = len(text) < LONGEST_NAME and not re.search(r"[\n\0]", text)
-        if named and (file / "log.txt").is_file():  # the folder of a run
-            file = file / "log.txt"
-        if named and (file.is_file() or LOOKS_LIKE_A_FILE.fullmatch(text)):
-            with open_input(file, pipes=True, code=2) as stream:
-                if stream.seekable():
-                    stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_BYTES))
-                return _last_bytes(stream).decode(errors="replace")
+    if len(text) >= MAX_NAME_LENGTH or re.search(r"[\n\0]", text):
         return text
+
+    # A text that looks like a file is one: where it does not exist, that is an error, not a message to explain.
+    try:
+        path = expanded(text)
+        if (path / "log.txt").is_file():  # the folder of a run
+            path /= "log.txt"
+        if not path.is_file() and not FILE_NAME.fullmatch(text):
+            return text
+        with open_input(path, pipes=True, code=2) as stream:
+            if stream.seekable():
+                stream.seek(max(0, stream.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            return _last_bytes(stream).decode(errors="replace")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # not a file name: one long line of a log
             return text
@@ -252,7 +255,7 @@ def _last_bytes(stream: BinaryIO) -> bytes:
     """The end of a stream, in constant memory."""
     end = b""
     while piece := stream.read(1 << 20):
-        end = (end + piece)[-MOST_BYTES:]
+        end = (end + piece)[-MAX_LOG_BYTES:]
     return end
 
 
@@ -272,57 +275,52 @@ def apply_fix(
 ) -> None:
     """Apply the fix of finding `number` after asking. Raises UserError if only the user can."""
     if not 1 <= number <= len(findings):
-        problem = f"no finding has number {number}; findings: " + (
-            f"1 to {len(findings)}" if findings else "none"
-        )
+        numbers = f"1 to {len(findings)}" if findings else "none"
+        problem = f"no finding has number {number}; findings: {numbers}"
         raise UserError(problem, where="--fix", fix="bloomery doctor", code=2)
     finding = findings[number - 1]
     if not finding.run:
-        manual = "\n       ".join(finding.fix)
-        raise UserError(
-            "no automatic fix for this finding", where=f"{number}: {finding.what}", fix=manual
-        )
+        problem = "no automatic fix for this finding"
+        fix = "\n       ".join(finding.fix)
+        raise UserError(problem, where=f"{number}: {finding.what}", fix=fix)
     if finding.run != PIN:
         _install(finding.run, ask)
         return
-    wrong = next((other for other in findings if other.id in WRONG_TORCH), None)
-    if wrong is not None:
-        fix = "\n       ".join(wrong.fix)
-        raise UserError(
-            "the wrong PyTorch is installed: it is not pinned", where=wrong.what, fix=fix
-        )
-    local = (
-        machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
-    )
-    if _pin(local, lambda commands: _agreed(commands, ask)):
+
+    # A pin keeps the installed PyTorch, so it must be the right one.
+    torch_problem = next((entry for entry in findings if entry.id in WRONG_TORCH), None)
+    if torch_problem is not None:
+        problem = "the wrong PyTorch is installed: it is not pinned"
+        raise UserError(problem, where=torch_problem.what, fix="\n       ".join(torch_problem.fix))
+    version = machine.software.torch
+    build_version = version if version and "+" in version else None
+    if _pin(build_version, lambda commands: _agreed(commands, ask)):
         click.echo("done       pip can no longer replace this PyTorch")
 
 
 def _install(command: str, ask: Callable[[str], bool]) -> None:
-    """In this environment, never in the system Python. An existing pin is renewed for the new build."""
+    """Runs a pip command in this environment, never in the system Python. An existing pin is renewed for the new build.
+
+    `command`: `NAME=value ... pip install ARGUMENTS`. Raises UserError where pip fails, and in the system Python.
+    """
     if sys.prefix == sys.base_prefix:
         fix = f"python3 -m venv .venv && . .venv/bin/activate && {command}"
         raise UserError("pip does not run in the system Python", where=sys.prefix, fix=fix)
-    settings, _, words = command.partition("pip install ")
-    if _agreed([command], ask, f"in {sys.prefix}; downloads several GB"):
-        environment = dict(setting.split("=", 1) for setting in shlex.split(settings))
-        _run(
-            [sys.executable, "-m", "pip", "install", *shlex.split(words)],
-            shown=command,
-            environment=environment,
-        )
-        if settings:  # pip ignored the old pin
-            _pin(None, lambda _: True)
-        click.echo("done       verify with: bloomery doctor --probe")
+    settings, _, arguments = command.partition("pip install ")
+    if not _agreed([command], ask, f"in {sys.prefix}; downloads several GB"):
+        return
+    environment = dict(setting.split("=", 1) for setting in shlex.split(settings))
+    pip_command = [sys.executable, "-m", "pip", "install", *shlex.split(arguments)]
+    _run(pip_command, fix=command, environment=environment)
+    if settings:  # pip ignored the old pin
+        _pin(None, lambda _: True)
+    click.echo("done       verify with: bloomery doctor --probe")
 
 
 def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "") -> bool:
     """Whether the user agrees to run these. Raises UserError if stdin is not a terminal."""
-    click.echo(
-        "\n           ".join(
-            ["run        " + commands[0], *commands[1:], *([remark] if remark else [])]
-        )
-    )
+    lines = [*commands, remark] if remark else commands
+    click.echo("run        " + "\n           ".join(lines))
     if not sys.stdin.isatty():
         problem = "cannot ask for confirmation: stdin is not a terminal"
         raise UserError(problem, where="--fix", fix="\n       ".join(commands))
@@ -332,16 +330,21 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
 
 
 def _run(
-    command: Sequence[str], *, shown: str, environment: Mapping[str, str] = MappingProxyType({})
+    command: Sequence[str], *, fix: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """`environment`: variables added to those of this process. Raises UserError if the command fails."""
-    if code := subprocess.run(command, env={**os.environ, **environment}, check=False).returncode:
-        raise UserError(f"pip failed: exit code {code}", where="see the output above", fix=shown)
+    """Runs pip, with `environment` added to the variables of this process. Raises UserError with `fix` if it fails."""
+    variables = {**os.environ, **environment}
+    exit_code = subprocess.run(command, env=variables, check=False).returncode
+    if exit_code:
+        raise UserError(f"pip failed: exit code {exit_code}", where="see the output above", fix=fix)
 
 
-def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
+def _pin(torch_version: str | None, confirm: Callable[[Sequence[str]], bool]) -> bool:
     """Pins the installed versions, as `make setup` does: a constraints file in the folder of the environment, set in
-    its pip configuration. `torch`: its full version, with the build. `agreed` gets the shell commands that do the same.
+    its pip configuration. Returns False where the user declines.
+
+    `torch_version`: with the build, where the installed metadata lacks it. `confirm` gets the shell commands that do
+    the same.
 
     Raises UserError if pip already uses a constraints file of the user or fails, OSError if the file cannot be written.
     """
@@ -349,26 +352,31 @@ def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
     for name in PINNED:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    versions |= {"torch": torch} if torch else {}
+    if torch_version:
+        versions["torch"] = torch_version
     pins = [f"{name}=={version}" for name, version in versions.items()]
     file = Path(sys.prefix) / "torch-pin.txt"
-    pip = [sys.executable, "-m", "pip", "config"]
-    words = [*pip, "get", "install.constraint"]
-    current = os.environ.get("PIP_CONSTRAINT")
-    current = current or subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    others = [one for one in current.split() if one not in (os.devnull, str(file), file.as_uri())]
-    if others:
+
+    # pip has one constraints setting: a file of the user's is not replaced.
+    pip_config = [sys.executable, "-m", "pip", "config"]
+    setting = os.environ.get("PIP_CONSTRAINT")
+    if not setting:
+        query = [*pip_config, "get", "install.constraint"]
+        setting = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    harmless_files = (os.devnull, str(file), file.as_uri())
+    user_files = [path for path in setting.split() if path not in harmless_files]
+    if user_files:
+        problem = "this environment already has a pip constraints file"
         fix = "\n       ".join(["add to this file:", *pins])
-        raise UserError(
-            "this environment already has a pip constraints file", where=others[0], fix=fix
-        )
-    command = [*pip, "--site", "set", "install.constraint", file.as_uri()]
-    if not agreed(
-        [f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}", shlex.join(command)]
-    ):
+        raise UserError(problem, where=user_files[0], fix=fix)
+
+    # The user agrees to shell commands; Python writes the same file, but durably.
+    write_command = f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}"
+    config_command = [*pip_config, "--site", "set", "install.constraint", file.as_uri()]
+    if not confirm([write_command, shlex.join(config_command)]):
         return False
-    write_durably(file, "".join(f"{line}\n" for line in pins))
-    _run(command, shown=shlex.join(command))
+    write_durably(file, "".join(f"{pin}\n" for pin in pins))
+    _run(config_command, fix=shlex.join(config_command))
     return True
 
 
@@ -381,7 +389,7 @@ ADDRESS = re.compile(
     r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
     r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
 )
-# values: fixed words
+# Keys whose values are words of Bloomery's own, never names of this machine.
 FIXED_KEYS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))
 ALIASED_KEYS = frozenset(("groups", "listed_groups", "kfd_group", "unique_id", "hive_id"))
 USERS = ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
@@ -390,45 +398,41 @@ NAMES_IN_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PART
 
 
 def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]]) -> int:
-    """The number of bytes written. Raises UserError if the file cannot be written."""
+    """Write a bundle; return its size in bytes. Raises UserError if the file cannot be written."""
+    log_lines: list[str] = []
     runs = all_runs()
-    log = runs[-1] / "log.txt" if runs else None
-    tail = (
-        log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        if log is not None and log.is_file()
-        else []
-    )
+    if runs and (log := runs[-1] / "log.txt").is_file():
+        log_lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     content = {
         "bloomery": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": anonymous(machine, exclude_defaults=True),
         "findings": _redacted(plain(list(findings)), {}),
-        "last_run_log": [without_names(without_addresses(line)) for line in tail],
+        "last_run_log": [without_names(without_addresses(line)) for line in log_lines],
     }
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+    # Only an earlier bundle is overwritten: a mistyped name must not cost the user a file.
     target = expanded(file)
-    if target.is_file() and not _bundle(target):
+    if target.is_file() and not _may_overwrite(target):
+        problem = "this file is not a bundle: not overwritten"
         fix = "pass a new file: bloomery doctor --bundle report.json"
-        raise UserError(
-            "this file is not a bundle: not overwritten", where=str(file), fix=fix, code=2
-        )
+        raise UserError(problem, where=str(file), fix=fix, code=2)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
+        problem = f"cannot write the bundle: {error.strerror}"
         fix = "pass a file in a writable folder: bloomery doctor --bundle ~/report.json"
-        raise UserError(
-            f"cannot write the bundle: {error.strerror}", where=str(file), fix=fix
-        ) from error
+        raise UserError(problem, where=str(file), fix=fix) from error
     return len(text.encode())
 
 
-def _bundle(file: Path) -> bool:
-    """Whether it is an earlier bundle, or empty."""
+def _may_overwrite(file: Path) -> bool:
+    """Whether a file is an earlier bundle, or empty."""
     try:
         with file.open("rb") as stream:
-            return (
-                stream.read(20).lstrip().startswith((b'{\n "bloomery"',)) or not file.stat().st_size
-            )
+            beginning = stream.read(20).lstrip()
+        return beginning.startswith(b'{\n "bloomery"') or not file.stat().st_size
     except OSError:
         return True  # writing it raises the error
 
@@ -437,60 +441,65 @@ def anonymous(machine: Machine, *, exclude_defaults: bool = False) -> dict[str, 
     """A machine as in machine.json, without secrets, names of users, groups and hosts, and the IDs of GPUs. Equal names
     stay equal.
     """
-    access = machine.host.access
+    # Slurm's variables that hold names go; the others, such as the number of tasks, explain a failed start.
     around = machine.host.around
     slurm = {name: value for name, value in around.slurm.items() if not NAMES_IN_SLURM.search(name)}
     host = machine.host.model_copy(update={"around": around.model_copy(update={"slurm": slurm})})
+
+    # An alias per group and per chip: whether two are the same is what a diagnosis needs, not what they are called.
+    access = machine.host.access
     groups = dict.fromkeys((*access.groups, *access.listed_groups, access.kfd_group))
-    named = (name for name in groups if name and name not in COMMON_GROUPS)
-    chips = dict.fromkeys(
-        name for gpu in machine.accelerators for name in (gpu.unique_id, gpu.hive_id) if name
-    )
-    aliases = {name: f"group{number}" for number, name in enumerate(named, 1)}
-    aliases |= {name: f"chip-{number}" for number, name in enumerate(chips)}
-    shown = machine.model_copy(update={"host": host}).model_dump(
-        mode="json", exclude_defaults=exclude_defaults
-    )
-    document: dict[str, Any] = _redacted(plain(shown), aliases)
-    return document
+    private_groups = (name for name in groups if name and name not in COMMON_GROUPS)
+    aliases = {name: f"group{number}" for number, name in enumerate(private_groups, 1)}
+    gpu_ids = [gpu_id for gpu in machine.accelerators for gpu_id in (gpu.unique_id, gpu.hive_id)]
+    chips = dict.fromkeys(gpu_id for gpu_id in gpu_ids if gpu_id)
+    aliases |= {gpu_id: f"chip-{number}" for number, gpu_id in enumerate(chips)}
+
+    public_machine = machine.model_copy(update={"host": host})
+    fields = public_machine.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    redacted_fields: dict[str, Any] = _redacted(plain(fields), aliases)
+    return redacted_fields
 
 
 def _redacted(value: Any, aliases: Mapping[str, str], key: str = "") -> Any:
     """A document with its texts redacted, except under FIXED_KEYS: a host can be named "amd", a user "torch"."""
     if isinstance(value, dict):
         return {
-            name: _redacted(one, aliases, key if key == "environment" else name)
-            for name, one in value.items()
+            name: _redacted(field, aliases, key if key == "environment" else name)
+            for name, field in value.items()
         }
     if isinstance(value, list):
-        return [_redacted(one, aliases, key) for one in value]
+        return [_redacted(item, aliases, key) for item in value]
     if not isinstance(value, str) or key in FIXED_KEYS:
         return value
-    value = aliases.get(value, value) if key in ALIASED_KEYS else value
+    if key in ALIASED_KEYS:
+        return without_names(aliases.get(value, value))
     return without_names(without_addresses(value) if key == "environment" else value)
 
 
 def without_addresses(text: str) -> str:
-    """Without network addresses, except 127.0.0.1."""
+    """The text without network addresses, except 127.0.0.1."""
     return ADDRESS.sub("[address]", text)
 
 
 def without_names(text: str) -> str:
-    """Without the home folder, user name, host name and secrets."""
+    """The text without the home folder, user name, host name and secrets."""
+    # Home folders first: they contain user names.
     home = str(Path.home())
-    text = text.replace(home, "~") if home != "/" else text
-    text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
-    users, hosts = (
-        {os.environ.get(name, "") for name in variables} for variables in (USERS, HOSTS)
-    )
+    public_text = text.replace(home, "~") if home != "/" else text
+    public_text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", public_text)
+
+    users = {os.environ.get(variable, "") for variable in USERS}
     with suppress(KeyError, OSError):  # a user ID without a name, as in containers
         users.add(getpass.getuser())
+    hosts = {os.environ.get(variable, "") for variable in HOSTS}
     hosts.add(platform.node())
-    for names, instead in (
-        (users, "user"),
-        (hosts | {name.partition(".")[0] for name in hosts}, "host"),
-    ):
+    hosts |= {host.partition(".")[0] for host in hosts}
+
+    # The longest name first: a host's full name contains its short one.
+    for names, placeholder in ((users, "user"), (hosts, "host")):
         for name in sorted(names, key=len, reverse=True):
             if len(name) > 2 and name not in COMMON_NAMES:
-                text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
-    return redact_secrets(text)
+                name_pattern = rf"(?<![\w.-]){re.escape(name)}(?![\w-])"
+                public_text = re.sub(name_pattern, placeholder, public_text)
+    return redact_secrets(public_text)

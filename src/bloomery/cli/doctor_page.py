@@ -19,15 +19,15 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 WIDTH = 100
-LABEL = 10
-BODY = 7
-ROOM = WIDTH - LABEL  # of a line after its label
-ON_A_GPU = "go-coder-125m"
-ON_A_CPU = "go-coder-tiny"
-# the column of the remarks after commands, and their smallest distance
-REMARKS = 39
-GAP = 3
-PROBING = "  # tests matmul, attention and compilation, about 1 min"
+LABEL_WIDTH = 10
+INNER_LABEL_WIDTH = 7
+TEXT_WIDTH = WIDTH - LABEL_WIDTH  # of a line after its label
+GPU_RECIPE = "go-coder-125m"
+CPU_RECIPE = "go-coder-tiny"
+# Remarks after commands begin in this column, and at least so far behind the command.
+REMARK_COLUMN = 39
+REMARK_GAP = 3
+PROBE_REMARK = "  # tests matmul, attention and compilation, about 1 min"
 BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
@@ -39,52 +39,58 @@ class RecipePreview:
     plan: RunPlan | None
     problem: str  # why there is no plan
     waits: bool
-    same_gpus: int
+    num_gpus: int  # of the planned one's architecture
 
 
 def preview(machine: Machine, findings: tuple[Finding, ...]) -> RecipePreview:
     """The plan of a packaged recipe: for the machine as it is if it is ready, otherwise as it is after the fixes."""
     device = best_device(machine)
     is_ready = ready(findings)
-    recipe = ON_A_CPU if device is None else ON_A_GPU
+    recipe = CPU_RECIPE if device is None else GPU_RECIPE
+    planned_machine = machine if is_ready else fixed(machine)
     plan = None
     problem = ""
     try:
-        plan = local_plan(load_recipe(recipe, ()), machine=machine if is_ready else fixed(machine))[
-            0
-        ]
+        plan, _ = local_plan(load_recipe(recipe, ()), machine=planned_machine)
     except UserError as error:
         problem = error.problem
+
+    # No usable device although one exists: it waits for its fix.
     waits = device is None and not is_ready and all(finding.id != "no-gpu" for finding in findings)
-    same = sum(device is not None and one.arch == device.arch for one in machine.accelerators)
-    return RecipePreview(recipe, plan, problem, waits, same)
+    num_gpus = 0
+    if device is not None:
+        num_gpus = sum(gpu.arch == device.arch for gpu in machine.accelerators)
+    return RecipePreview(recipe, plan, problem, waits, num_gpus)
 
 
 def then_lines(result: RecipePreview) -> list[str]:
-    """One line, or two if one is too long."""
-    if result.plan is None:
-        return [f"{result.recipe} cannot be planned: {result.problem}"]
-    waits = ["The GPU can be planned once it is accessible. On the CPU:"] if result.waits else []
+    """The choices of the plan, and whether it fits: one line, or two if one is too long."""
     plan = result.plan
-    values = {choice.key: str(choice.value) for choice in result.plan.choices}
+    if plan is None:
+        return [f"{result.recipe} cannot be planned: {result.problem}"]
+    values = {choice.key: str(choice.value) for choice in plan.choices}
     attention = values["train.attention"].replace("_", " ")
     choices = f"{values['train.precision']} · {attention} attention · {values['train.compile']}"
-    one = f" on one of {result.same_gpus} GPUs" if result.same_gpus > 1 else ""
-    total = plan.memory.total / GIB
-    limit = plan.memory.limit / GIB
-    size = f"{result.recipe} {'fits' if plan.fits else 'does not fit'}{one} ({total:.1f} of {limit:.1f} GiB)"
+
+    verdict = f"{result.recipe} {'fits' if plan.fits else 'does not fit'}"
+    if result.num_gpus > 1:
+        verdict += f" on one of {result.num_gpus} GPUs"
+    verdict += f" ({plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB)"
     if plan.seconds is not None and plan.fits:
-        size += f" · about {format_seconds(plan.seconds.value)}"
-    together = f"{choices} · {size}"
-    return [*waits, *([together] if len(together) <= ROOM else [choices, size])]
+        verdict += f" · about {format_seconds(plan.seconds.value)}"
+
+    lines = ["The GPU can be planned once it is accessible. On the CPU:"] if result.waits else []
+    joined_line = f"{choices} · {verdict}"
+    lines += [joined_line] if len(joined_line) <= TEXT_WIDTH else [choices, verdict]
+    return lines
 
 
 def then_document(result: RecipePreview) -> dict[str, Any]:
-    """Keys of `plan --json`, null without a plan."""
-    planned = {} if result.plan is None else brief_document(result.plan)
+    """The JSON of the preview: keys of `plan --json`, null without a plan."""
+    plan_fields = {} if result.plan is None else brief_document(result.plan)
     keys = ("fits", "memory", "seconds", "choices")
     document = {"recipe": result.recipe, "waits": result.waits, "problem": result.problem}
-    return document | {key: planned.get(key) for key in keys}
+    return document | {key: plan_fields.get(key) for key in keys}
 
 
 def fixed(machine: Machine) -> Machine:
@@ -94,185 +100,192 @@ def fixed(machine: Machine) -> Machine:
         return machine
     host = machine.host
     access = host.access.model_copy(update={"kfd": "open"})
-    opened = machine.model_copy(update={"host": host.model_copy(update={"access": access})})
-    planned = with_gpu(opened, device.model_copy(update={"access": "open"}))
-    environment = {
-        name: value for name, value in planned.software.environment.items() if name != OVERRIDE
-    }
-    return planned.model_copy(
-        update={"software": planned.software.model_copy(update={"environment": environment})}
-    )
+    accessible = machine.model_copy(update={"host": host.model_copy(update={"access": access})})
+    with_device = with_gpu(accessible, device.model_copy(update={"access": "open"}))
+    environment = dict(with_device.software.environment)
+    environment.pop(OVERRIDE, None)
+    software = with_device.software.model_copy(update={"environment": environment})
+    return with_device.model_copy(update={"software": software})
 
 
 def page(
-    machine: Machine, findings: Sequence[Finding], *, seconds: float, then: Sequence[str]
+    machine: Machine, findings: Sequence[Finding], *, seconds: float, plan_lines: Sequence[str]
 ) -> list[str]:
-    """All lines; the first ends with the time that the checks took."""
+    """All lines of the page; the first ends with the time that the checks took."""
     time = f"{seconds:.1f} s"
-    first, *rest = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
-    lines = [f"{first:<{WIDTH - len(time)}}{time}", *rest, "", *machine_lines(machine), ""]
+    first_line, *more_lines = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
+    lines = [f"{first_line:<{WIDTH - len(time)}}{time}", *more_lines]
+    lines += ["", *machine_lines(machine), ""]
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
+
     # The fixes that --fix applies, unless their own line already names it.
-    automatic = [
-        str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.fix[0]
+    automatic_fixes = [
+        str(number)
+        for number, finding in enumerate(findings, start=1)
+        if finding.run and "doctor --fix" not in finding.fix[0]
     ]
-    if automatic:
-        which = f"fix {' or '.join(automatic)}"
-        lines += _labelled(
-            "fix", [f"bloomery doctor --fix {automatic[0]} applies {which} after asking"]
-        )
+    if automatic_fixes:
+        command = f"bloomery doctor --fix {automatic_fixes[0]}"
+        remark = f"{command} applies fix {' or '.join(automatic_fixes)} after asking"
+        lines += _labelled("fix", [remark])
+
+    # The end: what training would do next, how far the page can be trusted, and the exit code.
     probes = [probe for probe in machine.probes if probe.outcome != "absent"]
-    passed = sum(probe.outcome == "ok" for probe in probes)
-    probed = (
-        f"{passed} of {len(probes)} probes passed."
-        if probes
-        else "Estimated from specifications, not probed yet."
-    )
-    last = f"{probed}   Stuck? bloomery doctor --bundle FILE   exit {0 if ready(tuple(findings)) else 1}"
-    return [*lines, *([""] if findings else []), *_labelled("then", [*then, last])]
+    num_passed = sum(probe.outcome == "ok" for probe in probes)
+    confidence = "Estimated from specifications, not probed yet."
+    if probes:
+        confidence = f"{num_passed} of {len(probes)} probes passed."
+    exit_code = 0 if ready(tuple(findings)) else 1
+    end = f"{confidence}   Stuck? bloomery doctor --bundle FILE   exit {exit_code}"
+    if findings:
+        lines.append("")
+    return [*lines, *_labelled("then", [*plan_lines, end])]
 
 
 def headline(findings: Sequence[Finding]) -> str:
     """Ready or not, the first reason, and the number of commands that fix it."""
     blocking = [finding for finding in findings if finding.level == "blocks"]
     if blocking:
+        # Of the steps of a fix, some are remarks, and some are alternatives to the command before them.
         reason = blocking[0].headline or blocking[0].what.partition(": ")[0]
         steps = [step for finding in blocking for step in finding.fix]
-        commands = sum(
+        num_commands = sum(
             not step.startswith("#") and "  # or, " not in step and "  # or: " not in step
             for step in steps
         )
-        count = _counted(commands, "command").capitalize()
-        return f"Not ready: {reason}. {count} {'fixes' if commands == 1 else 'fix'} it."
+        count = _counted(num_commands, "command").capitalize()
+        return f"Not ready: {reason}. {count} {'fixes' if num_commands == 1 else 'fix'} it."
     if any(finding.id == "no-gpu" for finding in findings):
         return "Ready, without a GPU: small models train on the CPU of this machine."
-    slow = sum(finding.level == "slows" for finding in findings)
-    return (
-        "Ready."
-        if not slow
-        else f"Ready, but {_counted(slow, 'problem')} slow{'s' * (slow == 1)} training."
-    )
+    num_slow = sum(finding.level == "slows" for finding in findings)
+    if not num_slow:
+        return "Ready."
+    return f"Ready, but {_counted(num_slow, 'problem')} slow{'s' * (num_slow == 1)} training."
 
 
 def _counted(count: int, noun: str) -> str:
-    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    return f"{words[count] if count < len(words) else count} {noun}{'' if count == 1 else 's'}"
+    """A count in words up to nine: "no commands", "one command"."""
+    numerals = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    numeral = numerals[count] if count < len(numerals) else str(count)
+    return f"{numeral} {noun}{'' if count == 1 else 's'}"
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:
     """The GPUs, the PyTorch and the access to the GPUs."""
+    # GPUs that are described in the same words share a line: `GPU 0-7`.
     host = machine.host
     software = machine.software
-    groups: dict[str, list[int]] = {}
+    numbers_by_text: dict[str, list[int]] = {}
     for device in machine.accelerators:
-        size = (
-            f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")
-            if device.usable_bytes
-            else "memory unknown"
-        )
+        memory = "memory unknown"
+        if device.usable_bytes:
+            memory = f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")
         if device.integrated:
-            size += " of system memory"
+            memory += " of system memory"
         elif device.memory_used_bytes >= 0.05 * GIB:
-            size += f", {device.memory_used_bytes / GIB:.2f} GiB in use"
+            memory += f", {device.memory_used_bytes / GIB:.2f} GiB in use"
         kernel = ".".join(host.driver.kernel.split(".")[:2])
         driver = host.driver.nvidia and f"driver {host.driver.nvidia}"
         if device.vendor == "amd":
             driver = f"amdgpu, Linux {kernel}" if kernel else "amdgpu"
-        text = " · ".join(filter(None, (device.name, device.arch, size, driver)))
-        groups.setdefault(text, []).append(device.index)
-    for text, numbers in groups.items():
+        text = " · ".join(filter(None, (device.name, device.arch, memory, driver)))
+        numbers_by_text.setdefault(text, []).append(device.index)
+    for text, numbers in numbers_by_text.items():
         name = f"GPU {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
         yield from _labelled(name, [text])
     if not machine.accelerators:
         memory = f"{format_bytes(host.memory_free_bytes)} of {format_bytes(host.memory_bytes)} free"
         yield from _labelled("CPU", [f"{host.cpu_name} · {host.cpu_cores} cores · {memory}"])
-    installed = software.torch or "not installed"
+
+    # A version without a suffix such as +rocm6.4 does not name its build.
+    torch = software.torch or "not installed"
     if software.torch and "+" not in software.torch and software.build:
-        installed += f" ({BUILDS[software.build]} build)"
-    yield from _labelled(
-        "torch", [f"{installed} · Python {software.python} · {software.prefix}".rstrip(" ·")]
-    )
+        torch += f" ({BUILDS[software.build]} build)"
+    text = f"{torch} · Python {software.python} · {software.prefix}".rstrip(" ·")
+    yield from _labelled("torch", [text])
+
+    # Device files with permissions of their own are AMD's; those in the same state share a part.
     if not any(device.vendor == "amd" for device in machine.accelerators):
         return
     nodes = {device.node: device.access for device in machine.accelerators if device.node}
-    places = {"/dev/kfd": host.access.kfd, **nodes}
-    states = {
+    state_by_file = {"/dev/kfd": host.access.kfd, **nodes}
+    descriptions = {
         "open": "read-write",
         "denied": "permission denied",
         "absent": "missing",
         "hung": "no response",
     }
     parts = []
-    for state, words in states.items():
-        names = [name for name, one in places.items() if one == state]
-        if len(names) > 3:
-            names = [names[0], f"{names[1]} and {len(names) - 2} more"]
-            parts.append(f"{', '.join(names)}: {words}")
-        elif names:
-            parts.append(
-                " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) + f": {words}"
-            )
+    for state, description in descriptions.items():
+        files = [file for file, file_state in state_by_file.items() if file_state == state]
+        if len(files) > 3:
+            parts.append(f"{files[0]}, {files[1]} and {len(files) - 2} more: {description}")
+        elif files:
+            listing = " and ".join(filter(None, (", ".join(files[:-1]), files[-1])))
+            parts.append(f"{listing}: {description}")
     if parts:
         yield from _labelled("access", [" · ".join(parts)])
 
 
 def finding_lines(number: int, finding: Finding) -> Iterator[str]:
     """The number, the level and the problem; then the evidence, the fix and the command that verifies it."""
-    head = f"{number:<3}{finding.level:<7}"
-    first, *rest = textwrap.wrap(finding.what, ROOM) or [""]
-    yield head + first
-    yield from (" " * LABEL + line for line in rest)
+    heading = f"{number:<3}{finding.level:<7}"
+    first_line, *more_lines = textwrap.wrap(finding.what, TEXT_WIDTH) or [""]
+    yield heading + first_line
+    yield from (" " * LABEL_WIDTH + line for line in more_lines)
     if finding.evidence:
-        yield from _inner("found", textwrap.wrap(finding.evidence, ROOM))
+        yield from _inner("found", textwrap.wrap(finding.evidence, TEXT_WIDTH))
     yield from _inner("fix", list(step_lines(finding.fix)))
     if finding.level == "blocks" and finding.verify:
-        yield from _inner(
-            "verify", list(step_lines([finding.verify + PROBING * (finding.verify == PROBE)]))
-        )
+        step = finding.verify + PROBE_REMARK * (finding.verify == PROBE)
+        yield from _inner("verify", list(step_lines([step])))
 
 
 def step_lines(steps: Sequence[str]) -> Iterator[str]:
     """Commands with their remarks in a column; long commands continue after a backslash."""
-    width = ROOM
-    column = REMARKS
-    for command, _, remark in (step.partition("  # ") for step in steps):
-        # the column starts after the longest command with room for its remark
-        length = len(command) + GAP
-        column = max(column, length) if remark and length + len(remark) <= width else column
+    # The column starts after the longest command that shares a line with its remark.
+    column = REMARK_COLUMN
+    for step in steps:
+        command, _, remark = step.partition("  # ")
+        remark_start = len(command) + REMARK_GAP
+        if remark and remark_start + len(remark) <= TEXT_WIDTH:
+            column = max(column, remark_start)
+
     for step in steps:
         command, _, remark = step.partition("  # ")
         if command.startswith("# "):
-            yield from textwrap.wrap(command[2:], width)
+            yield from textwrap.wrap(command[2:], TEXT_WIDTH)
             continue
-        *lines, last = broken(command, width)
+        *lines, last_line = broken(command, TEXT_WIDTH)
         yield from lines
-        if not remark or len(last) + GAP + len(remark) > width:
-            yield last
-            yield from (f"    {line}" for line in textwrap.wrap(remark, width - 4))
+        remark_start = len(last_line) + REMARK_GAP
+        if not remark or remark_start + len(remark) > TEXT_WIDTH:
+            yield last_line
+            yield from (f"    {line}" for line in textwrap.wrap(remark, TEXT_WIDTH - 4))
         else:
-            start = min(max(column, len(last) + GAP), width - len(remark))
-            yield f"{last:<{start}}{remark}"
+            start = min(max(column, remark_start), TEXT_WIDTH - len(remark))
+            yield f"{last_line:<{start}}{remark}"
 
 
 def _inner(label: str, lines: Sequence[str]) -> Iterator[str]:
-    for position, line in enumerate(lines):
-        yield (f"   {label:<{BODY}}" if position == 0 else " " * LABEL) + line
+    for index, line in enumerate(lines):
+        yield (f"   {label:<{INNER_LABEL_WIDTH}}" if index == 0 else " " * LABEL_WIDTH) + line
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
-    wrapped = [part for line in lines for part in _in_parts(line, ROOM)]
-    for position, line in enumerate(wrapped):
-        yield (f"{label if position == 0 else '':<{LABEL}}{line}").rstrip()
+    wrapped_lines = [part for line in lines for part in _in_parts(line, TEXT_WIDTH)]
+    for index, line in enumerate(wrapped_lines):
+        yield f"{label if index == 0 else '':<{LABEL_WIDTH}}{line}".rstrip()
 
 
 def _in_parts(line: str, width: int) -> list[str]:
-    """`line`, broken between the parts of an enumeration if possible; the lines have equally many parts."""
+    """The line broken between the parts of an enumeration, equally many in each, or else between words."""
     parts = line.split(" · ")
-    for rows in range(1, len(parts) + 1):
-        each = -(-len(parts) // rows)
-        lines = [" · ".join(parts[at : at + each]) for at in range(0, len(parts), each)]
-        if all(len(one) <= width for one in lines):
+    for num_lines in range(1, len(parts) + 1):
+        size = -(-len(parts) // num_lines)
+        lines = [" · ".join(parts[start : start + size]) for start in range(0, len(parts), size)]
+        if all(len(candidate) <= width for candidate in lines):
             return lines
     return textwrap.wrap(line, width)
 
@@ -281,6 +294,6 @@ def explained_lines(findings: Sequence[Finding], cites: Sequence[str]) -> Iterat
     """The matches of `--explain`, the best first, and the sources of the best (`cites`)."""
     for number, finding in enumerate(findings, start=1):
         yield from finding_lines(number, finding)
-    yield from _inner("see", textwrap.wrap(", ".join(cites), ROOM))
+    yield from _inner("see", textwrap.wrap(", ".join(cites), TEXT_WIDTH))
     if not findings:
         yield "unknown message: bloomery doctor --bundle report.json collects what a bug report needs"

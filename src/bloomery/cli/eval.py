@@ -24,7 +24,6 @@ from bloomery.core.units import counted
 
 if TYPE_CHECKING:
     from bloomery.runs.tasks.evaluate import TaskReport
-    from bloomery.runs.tasks.statistics import Estimate
 
 
 @click.command()
@@ -104,7 +103,8 @@ def command(
 
     Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen2.5-0.5B
     """
-    given = {name: value for name, value in settings.items() if value not in (None, ())}
+    # Options of tasks have no default here, so that one without a task can be refused.
+    task_settings = {name: value for name, value in settings.items() if value not in (None, ())}
     if task is not None or against is not None or lm_eval is not None:
         _evaluate_task(
             model,
@@ -113,7 +113,7 @@ def command(
             data,
             against,
             outputs,
-            given,
+            task_settings,
             as_json,
             step=step,
             bos=not no_bos,
@@ -122,11 +122,10 @@ def command(
             quantize=quantize,
         )
         return
-    if given or outputs is not None:
-        flag = f"--{next(iter(given), 'outputs').replace('_', '-')}"
-        raise UserError(
-            f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2
-        )
+    if task_settings or outputs is not None:
+        raise _needs_task(next(iter(task_settings), "outputs"))
+
+    # Loss on text, or a reward model on pairs.
     from bloomery.api import evaluate
 
     with text_flags():
@@ -144,6 +143,7 @@ def command(
     if as_json:
         print_json(asdict(result))
         return
+
     from bloomery.runs.evaluate import TextScores
 
     if isinstance(result, TextScores):
@@ -166,6 +166,13 @@ def command(
         echo(f"{name:<11}{value}")
 
 
+def _needs_task(name: str) -> UserError:
+    """The error for a setting of tasks without a task."""
+    flag = f"--{name.replace('_', '-')}"
+    fix = f"add --task FILE, or remove {flag}"
+    return UserError(f"{flag} needs --task", where=flag, fix=fix, code=2)
+
+
 def _evaluate_task(
     model: str,
     task: str | None,
@@ -173,78 +180,72 @@ def _evaluate_task(
     data: Path | None,
     against: str | None,
     outputs: Path | None,
-    given: dict[str, Any],
+    settings: dict[str, Any],
     as_json: bool,
     **options: Any,
 ) -> None:
     """Print the results of a task or a comparison. Raises UserError."""
-    named = [
-        f
-        for f, value in (("--task", task), ("--lm-eval", lm_eval), ("--data", data))
-        if value is not None
-    ]
-    if len(named) > 1:
-        raise UserError(
-            f"{' and '.join(named)} exclude each other",
-            where=named[0],
-            fix="use one of them",
-            code=2,
-        )
-    allowed = (
-        {"shots", "limit", "include_path"}
-        if lm_eval
-        else set()
-        if task is None
-        else given.keys() - {"include_path"}
-    )
-    if wrong := sorted(given.keys() - allowed):
-        flag = f"--{wrong[0].replace('_', '-')}"
-        if lm_eval is not None:
-            raise UserError(
-                f"{flag} does not apply to --lm-eval", where=flag, fix=f"remove {flag}", code=2
-            )
-        raise UserError(
-            f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2
-        )
+    # What is evaluated on has to be one thing.
+    inputs = (("--task", task), ("--lm-eval", lm_eval), ("--data", data))
+    input_flags = [flag for flag, value in inputs if value is not None]
+    if len(input_flags) > 1:
+        problem = f"{' and '.join(input_flags)} exclude each other"
+        raise UserError(problem, where=input_flags[0], fix="use one of them", code=2)
+
+    # The harness has settings of its own; a comparison on text has none.
+    if lm_eval:
+        allowed_settings = {"shots", "limit", "include_path"}
+    elif task is not None:
+        allowed_settings = settings.keys() - {"include_path"}
+    else:
+        allowed_settings = set()
+    refused_settings = sorted(settings.keys() - allowed_settings)
+    if refused_settings and lm_eval is not None:
+        flag = f"--{refused_settings[0].replace('_', '-')}"
+        problem = f"{flag} does not apply to --lm-eval"
+        raise UserError(problem, where=flag, fix=f"remove {flag}", code=2)
+    if refused_settings:
+        raise _needs_task(refused_settings[0])
+
+    # The outputs are written last: a mistyped folder must not cost the evaluation.
     if outputs is not None and not outputs.absolute().parent.is_dir():
-        raise UserError(
-            "folder not found",
-            where=str(outputs.absolute().parent),
-            fix="set another --outputs",
-            code=2,
-        )
+        folder = str(outputs.absolute().parent)
+        raise UserError("folder not found", where=folder, fix="set another --outputs", code=2)
+
     from bloomery.api import compare, evaluate_harness, evaluate_task
 
     with text_flags():
         if lm_eval is not None:
             del options["bos"], options["template"]
-            names = [name.strip() for name in lm_eval.split(",") if name.strip()]
+            tasks = [name.strip() for name in lm_eval.split(",") if name.strip()]
             report = evaluate_harness(
-                model, names, against=against, **options, **given, on_load=loading
+                model, tasks, against=against, **options, **settings, on_load=loading
             )
         elif task is not None:
             report = evaluate_task(
-                model, task, against=against, **options, **given, on_load=loading
+                model, task, against=against, **options, **settings, on_load=loading
             )
         else:
             assert against is not None
-            place = None if data is None else data_path(data)
-            report = compare(model, against, place, **options, on_load=loading)
+            dataset = None if data is None else data_path(data)
+            report = compare(model, against, dataset, **options, on_load=loading)
+
     for note in report.notes:
         echo(f"note: {note}", err=True)
     if outputs is not None:
         from bloomery.core.files import write_durably
 
+        lines = [json.dumps(output) + "\n" for output in report.outputs]
         try:
-            write_durably(outputs, "".join(json.dumps(one) + "\n" for one in report.outputs))
+            write_durably(outputs, "".join(lines))
         except OSError as error:
             problem = f"cannot write the outputs: {error.strerror}"
             fix = "free disk space or fix the permissions"
             raise UserError(problem, where=str(outputs), fix=fix) from error
     if as_json:
-        shown = asdict(report)
-        del shown["outputs"]
-        print_json(shown)
+        document = asdict(report)
+        del document["outputs"]
+        print_json(document)
         return
     for line in _table(report):
         echo(line)
@@ -253,39 +254,41 @@ def _evaluate_task(
 def _table(report: "TaskReport") -> list[str]:
     """Each metric with its interval, and the difference of two models with its p-value."""
 
-    def figure(estimate: "Estimate", form: str) -> str:
-        if estimate.low is None or estimate.high is None:
-            return f"{estimate.value:{form}}"
-        return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
+    def figure(value: float, low: float | None, high: float | None, number_format: str) -> str:
+        interval = ""
+        if low is not None and high is not None:
+            interval = f" ({low:{number_format}} to {high:{number_format}})"
+        return f"{value:{number_format}}{interval}"
 
-    lines = [
-        f"{report.task}: {report.kind}, {counted(report.items, 'items')}; 95% confidence intervals"
-    ]
-    names = (
-        [report.model] if report.against is None else [report.model, report.against, "difference"]
-    )
+    names = [report.model]
+    if report.against is not None:
+        names += [report.against, "difference"]
     width = max(map(len, names)) + 2
+    items = counted(report.items, "items")
+    lines = [f"{report.task}: {report.kind}, {items}; 95% confidence intervals"]
     for result in report.results:
-        form = ".4f" if result.metric.endswith("bits_per_byte") else ".1%"
-        lines.append(
-            result.metric
-            if result.items == report.items
-            else f"{result.metric}, {result.items:,} items"
-        )
-        lines.append(f"  {report.model:<{width}}{figure(result.model, form)}")
+        # A metric of the harness may be computed on fewer items than the task has.
+        fewer_items = result.items != report.items
+        lines.append(result.metric + (f", {result.items:,} items" if fewer_items else ""))
+        number_format = ".4f" if result.metric.endswith("bits_per_byte") else ".1%"
+        model = result.model
+        model_figure = figure(model.value, model.low, model.high, number_format)
+        lines.append(f"  {report.model:<{width}}{model_figure}")
+
+        # A comparison adds the other model, the signed difference and its test.
         if result.against is None or result.difference is None:
             continue
-        lines.append(f"  {report.against:<{width}}{figure(result.against, form)}")
-        diff = result.difference
-        form = f"+{form}"
-        spread = (
-            ""
-            if diff.low is None or diff.high is None
-            else f" ({diff.low:{form}} to {diff.high:{form}})"
+        against = result.against
+        against_figure = figure(against.value, against.low, against.high, number_format)
+        lines.append(f"  {report.against:<{width}}{against_figure}")
+        difference = result.difference
+        signed_figure = figure(
+            difference.value, difference.low, difference.high, f"+{number_format}"
         )
-        lines.append(f"  {'difference':<{width}}{diff.value:{form}}{spread}")
-        tested = (
-            "no test: one item" if diff.p_value is None else f"p = {diff.p_value:.2g} ({diff.test})"
-        )
-        lines.append(f"  {'':<{width}}{tested}; higher on {diff.better:,}, lower on {diff.worse:,}")
+        lines.append(f"  {'difference':<{width}}{signed_figure}")
+        test = "no test: one item"
+        if difference.p_value is not None:
+            test = f"p = {difference.p_value:.2g} ({difference.test})"
+        counts = f"higher on {difference.better:,}, lower on {difference.worse:,}"
+        lines.append(f"  {'':<{width}}{test}; {counts}")
     return lines

@@ -56,30 +56,40 @@ SETTINGS: dict[str, tuple[click.ParamType[Any], Value, str | None]] = {
 
 def sampling_options(function: F) -> F:
     """Click options for every setting, passed on by their names."""
-    for name, (kind, default, line) in reversed(SETTINGS.items()):
-        flag = f"--{name.replace('_', '-')}"
-        function = click.option(
-            flag, type=kind, default=default, show_default=default is not None, help=line
-        )(function)
+    for name, (value_type, default, help_text) in reversed(SETTINGS.items()):
+        option = click.option(
+            _flag(name),
+            type=value_type,
+            default=default,
+            show_default=default is not None,
+            help=help_text,
+        )
+        function = option(function)
     return function
 
 
+def _flag(name: str) -> str:
+    """The command-line option of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
 def default_options(function: F) -> F:
-    """The same, but for `max_new_tokens`, for requests that leave a setting out; None where it is not given."""
-    for name, (kind, _, line) in reversed(SETTINGS.items()):
+    """Click options for the defaults of requests that leave a setting out: those of `sampling_options` without
+    `max_new_tokens`, and None where an option is not given.
+    """
+    for name, (value_type, _, help_text) in reversed(SETTINGS.items()):
         if name != "max_new_tokens":
-            flag = f"--{name.replace('_', '-')}"
-            function = click.option(flag, type=kind, help=line)(function)
+            function = click.option(_flag(name), type=value_type, help=help_text)(function)
     return function
 
 
 def speculation_options(function: F) -> F:
-    """`prompt_lookup` and `draft`."""
+    """The click options `prompt_lookup: int | None` and `draft: str | None`."""
     function = click.option(
         "--draft", metavar="MODEL", help="Speculate with this smaller model of the same vocabulary."
     )(function)
-    lookup = "Speculate with N tokens that followed the same words."
-    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=lookup)(
+    line = "Speculate with N tokens that followed the same words."
+    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=line)(
         function
     )
 
@@ -96,38 +106,37 @@ def finite(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings unchanged. Raises UserError for NaN and infinity."""
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
-            where = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"not a finite number: {value}", where=where, fix="use a finite number", code=2
-            )
+            problem = f"not a finite number: {value}"
+            raise UserError(problem, where=_flag(name), fix="use a finite number", code=2)
     return settings
 
 
-def setting(words: str) -> tuple[str, Value]:
+def setting(text: str) -> tuple[str, Value]:
     """Name and value of "temperature 0.7", also with `=` or with an option's name. Raises UserError."""
-    name, _, text = words.replace("=", " ", 1).strip().partition(" ")
-    name = name.lstrip("-").replace("-", "_").lower()
-    text = text.strip()
+    typed_name, _, typed_value = text.replace("=", " ", 1).strip().partition(" ")
+    typed_value = typed_value.strip()
+    name = typed_name.lstrip("-").replace("-", "_").lower()
     if name not in SETTINGS:
-        known = did_you_mean(name, SETTINGS, f"settings: {', '.join(SETTINGS)}")
-        raise UserError(f"no such setting: {name[:40]!r}", where="/set", fix=known, code=2)
-    kind, default, _ = SETTINGS[name]
-    if default is None and text.lower() in ("", "off", "none"):
+        fix = did_you_mean(name, SETTINGS, f"settings: {', '.join(SETTINGS)}")
+        raise UserError(f"no such setting: {name[:40]!r}", where="/set", fix=fix, code=2)
+
+    # Only settings that are off by default can be switched off.
+    value_type, default, _ = SETTINGS[name]
+    if default is None and typed_value.lower() in ("", "off", "none"):
         return name, None
     try:
-        value: Value = kind.convert(text, None, None)
+        value: Value = value_type.convert(typed_value, None, None)
     except click.BadParameter as error:
-        problem = (
-            f"invalid {name}: {error.message.rstrip('.')}" if text else f"missing value of {name}"
-        )
-        raise UserError(
-            problem, where="/set", fix=f"for example: /set {name} {default or 40}", code=2
-        ) from error
+        problem = f"missing value of {name}"
+        if typed_value:
+            problem = f"invalid {name}: {error.message.rstrip('.')}"
+        fix = f"for example: /set {name} {default or 40}"
+        raise UserError(problem, where="/set", fix=fix, code=2) from error
     return name, finite({name: value})[name]
 
 
-MOST_PROMPTS = 16 * MIB  # of a file
-_LONGEST_PROMPT = 4 * MIB  # of standard input
+_MAX_FILE_BYTES = 16 * MIB  # of prompts, or of a JSON schema
+_MAX_STDIN_BYTES = 4 * MIB
 
 
 @click.command()
@@ -141,7 +150,7 @@ _LONGEST_PROMPT = 4 * MIB  # of standard input
 @speculation_options
 @click.option(
     "--json-schema",
-    "schema",
+    "schema_path",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="Generate JSON that follows this schema.",
@@ -161,7 +170,7 @@ def command(
     chat: bool,
     prompt_lookup: int | None,
     draft: str | None,
-    schema: Path | None,
+    schema_path: Path | None,
     jsonl: bool,
     stop: tuple[str, ...],
     step: str,
@@ -176,95 +185,102 @@ def command(
 
     Example: bloomery generate last --prompt "func main() {" --max-new-tokens 100
     """
+    # Everything that the user can have mistyped is checked before torch is imported.
     finite(settings)
-    asked = None if schema is None else _schema(schema)
+    schema = None if schema_path is None else _schema(schema_path)
     texts = _prompts(prompt, prompts)
     folder = model_path(model)
-    drafts = draft_folder(prompt_lookup, draft)
-    use = chosen_use(devices, quantize)  # before torch is imported
+    draft_path = draft_folder(prompt_lookup, draft)
+    use = chosen_use(devices, quantize)
     from bloomery.model.decoding import Sampling
     from bloomery.runs.generate import Speed, load_model, speculation_of, writer
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
-    safe = harmless if sys.stdout.isatty() else str  # a file gets every character
-    speed = Speed(
-        speculation_of(
-            decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading
-        )
+    speculation = speculation_of(
+        decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
+    speed = Speed(speculation)
+
+    # A terminal gets no control characters; a file gets every character. JSON and a file of prompts decode in batches,
+    # a single prompt is printed as it is decoded.
+    printable = harmless if sys.stdout.isatty() else str
+    prompt_end = "\n" if chat else ""
+    sampling = Sampling(**settings)
     with writer(
-        decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed, schema=asked
-    ) as write:
-        pairs = zip(texts, write.complete(texts), strict=True)
+        decoder, tokenizer, sampling, stop, chat=chat, speed=speed, schema=schema
+    ) as generator:
+        pairs = zip(texts, generator.complete(texts), strict=True)
         if as_json:
-            print_json({"results": [{"prompt": text, "text": said} for text, said in pairs]})
+            results = [{"prompt": text, "text": completion} for text, completion in pairs]
+            print_json({"results": results})
         elif jsonl:
-            for text, said in pairs:
-                click.echo(json.dumps({"prompt": text, "text": said}, ensure_ascii=False))
+            for text, completion in pairs:
+                click.echo(json.dumps({"prompt": text, "text": completion}, ensure_ascii=False))
                 sys.stdout.flush()
         elif len(texts) == 1:
-            click.echo(safe(texts[0] + "\n" if chat else texts[0]), nl=False)
-            for piece in write.pieces(texts[0]):
-                click.echo(safe(piece), nl=False)
+            click.echo(printable(texts[0] + prompt_end), nl=False)
+            for piece in generator.pieces(texts[0]):
+                click.echo(printable(piece), nl=False)
                 sys.stdout.flush()
             click.echo()
         else:
-            for number, (text, said) in enumerate(pairs):
-                rule = "\n" + "-" * 40 + "\n" if number else ""
-                click.echo(rule + safe(text + "\n" if chat else text) + safe(said))
+            for index, (text, completion) in enumerate(pairs):
+                rule = "\n" + "-" * 40 + "\n" if index else ""
+                click.echo(rule + printable(text + prompt_end) + printable(completion))
     echo(f"speed      {speed}", err=True)
 
 
 def _schema(path: Path) -> dict[str, Any]:
     """The JSON schema of a file. Raises UserError."""
     try:
-        schema = json.loads(read_input(path, MOST_PROMPTS, pipes=True, code=2))
+        schema = json.loads(read_input(path, _MAX_FILE_BYTES, pipes=True, code=2))
     except (ValueError, RecursionError) as error:
         fix = "write a JSON schema"
         raise UserError(f"not JSON: {error}", where=str(path), fix=fix, code=2) from error
     if not isinstance(schema, dict):
-        raise UserError(
-            "a JSON schema is an object",
-            where=str(path),
-            fix='for example {"type": "object"}',
-            code=2,
-        )
+        fix = 'for example {"type": "object"}'
+        raise UserError("a JSON schema is an object", where=str(path), fix=fix, code=2)
     return schema
 
 
 def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
+    """The text of --prompt, the lines of --prompts that are not blank, or the text on standard input.
+
+    Raises UserError (code 2).
+    """
+    # A pipe is read where no option names a prompt.
+    single_prompt = prompt
     if prompt is None and prompts is None and sys.stdin is not None and not sys.stdin.isatty():
-        data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)
-        if len(data) > _LONGEST_PROMPT:
-            problem = f"the prompt is longer than {format_bytes(_LONGEST_PROMPT)}"
+        data = sys.stdin.buffer.read(_MAX_STDIN_BYTES + 1)
+        if len(data) > _MAX_STDIN_BYTES:
+            problem = f"the prompt is longer than {format_bytes(_MAX_STDIN_BYTES)}"
             raise UserError(problem, where="standard input", fix="pipe in a shorter prompt", code=2)
         try:
-            prompt = data.decode("utf-8").removesuffix("\n") or None
+            single_prompt = data.decode("utf-8").removesuffix("\n") or None
         except UnicodeDecodeError as error:
+            problem = "the prompt is not UTF-8"
             fix = "convert it to UTF-8"
-            raise UserError(
-                "the prompt is not UTF-8", where="standard input", fix=fix, code=2
-            ) from error
-    if (prompt is None) == (prompts is None):
+            raise UserError(problem, where="standard input", fix=fix, code=2) from error
+    if (single_prompt is None) == (prompts is None):
         problem = "expected either --prompt or --prompts"
         fix = 'add --prompt "...", or pipe in text'
         raise UserError(problem, where="`bloomery generate`", fix=fix, code=2)
-    if prompt is not None:
-        refuse_undecoded(prompt)
-        return [prompt]
+    if single_prompt is not None:
+        refuse_undecoded(single_prompt)
+        return [single_prompt]
+
+    # A file has one prompt per line.
     assert prompts is not None
     try:
-        text = read_input(prompts, MOST_PROMPTS, pipes=True, code=2).decode("utf-8")
+        text = read_input(prompts, _MAX_FILE_BYTES, pipes=True, code=2).decode("utf-8")
     except UnicodeDecodeError as error:
+        problem = f"cannot read the prompts: {error}"
         fix = "use a text file in UTF-8"
-        raise UserError(
-            f"cannot read the prompts: {error}", where=str(prompts), fix=fix, code=2
-        ) from error
+        raise UserError(problem, where=str(prompts), fix=fix, code=2) from error
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise UserError(
-            "the file has no prompts", where=str(prompts), fix="write one prompt per line", code=2
-        )
+        fix = "write one prompt per line"
+        raise UserError("the file has no prompts", where=str(prompts), fix=fix, code=2)
     return lines
 
 
@@ -285,7 +301,7 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
     show_default=True,
     help="Listen on this port.",
 )
-@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
+@click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 @click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
 @click.option(
     "--max-requests",
@@ -342,7 +358,7 @@ def serve_command(
     adapters: tuple[str, ...],
     host: str,
     port: int,
-    show: bool,
+    open_browser: bool,
     template: str | None,
     slots: int,
     queue: int,
@@ -361,11 +377,12 @@ def serve_command(
 
     Example: bloomery serve last --open
     """
-    places = [_placed(name, step) for name in models]  # all are found before one is loaded
-    pairs = dict(_pair(word) for word in adapters)
-    if pairs and len(models) > 1:
+    # Mistyped names, a missing token and a taken port are reported before torch is imported and a model is loaded.
+    sources = [_parse_model(model, step) for model in models]
+    adapter_paths = dict(_parse_adapter(adapter) for adapter in adapters)
+    if adapter_paths and len(models) > 1:
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
-    folders = {name: model_path(path) for name, path in pairs.items()}
+    adapter_folders = {name: model_path(path) for name, path in adapter_paths.items()}
     from bloomery.serve.address import bound, token_for
 
     token = token_for(host, os.environ)
@@ -373,13 +390,13 @@ def serve_command(
         problem = f"--max-seconds is {seconds}"
         fix = "pass a number of seconds"
         raise UserError(problem, where="--max-seconds", fix=fix, code=2)
-    # A taken port is reported before a model is loaded, and before torch is imported.
     with bound(host, port) as listener, ExitStack() as stack, text_flags():
         use = chosen_use(devices, quantize)
         from bloomery.serve.limits import Limits
         from bloomery.serve.listen import serve
         from bloomery.serve.served import load_served
 
+        # Every model decodes with the same limits, and shares the device's memory with the others.
         limits = Limits(
             slots=slots,
             context=context,
@@ -388,62 +405,63 @@ def serve_command(
             seconds=seconds,
             body_bytes=body_bytes,
         )
-        served = [
+        served_models = [
             load_served(
                 folder,
                 name,
                 limits,
                 stack,
-                step=at,
+                step=checkpoint,
                 use=use,
                 template=template,
-                adapters=folders,
-                parts=len(places),
+                adapters=adapter_folders,
+                parts=len(sources),
                 on_load=loading,
             )
-            for folder, name, at in places
+            for folder, name, checkpoint in sources
         ]
-        names = [model.name for model in served] + list(pairs)
+
+        # A request chooses its model by name.
+        names = [model.name for model in served_models] + list(adapter_paths)
         if len(set(names)) < len(names):
-            raise UserError(
-                "two models have one name", where=", ".join(names), fix="rename a folder", code=2
-            )
+            problem = "two models have one name"
+            raise UserError(problem, where=", ".join(names), fix="rename a folder", code=2)
         echo("models     " + ", ".join(names), err=True)
 
-        def ready(url: str) -> None:
+        def announce(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
 
-        given = {name: value for name, value in finite(defaults).items() if value is not None}
+        set_defaults = {
+            name: value for name, value in finite(defaults).items() if value is not None
+        }
         serve(
-            served,
+            served_models,
             limits,
             listener,
             host=host,
             token=token,
-            on_ready=ready,
-            show=show,
-            defaults=given,
+            on_ready=announce,
+            show=open_browser,
+            defaults=set_defaults,
         )
     echo("stopped", err=True)
 
 
-def _placed(model: str, step: str) -> tuple[Path, str, str]:
+def _parse_model(model: str, step: str) -> tuple[Path, str, str]:
     """The folder of MODEL or RUN@STEP, its name in the API and the checkpoint."""
-    run, at, number = model.rpartition("@")
-    if at and not Path(model).exists() and (number in ("best", "last") or number.isdecimal()):
+    run, separator, checkpoint = model.rpartition("@")
+    is_checkpoint = checkpoint in ("best", "last") or checkpoint.isdecimal()
+    if separator and is_checkpoint and not Path(model).exists():
         folder = model_path(run)
-        return folder, f"{folder.resolve().name}@{number}", number
+        return folder, f"{folder.resolve().name}@{checkpoint}", checkpoint
     folder = model_path(model)
     return folder, folder.resolve().name, step
 
 
-def _pair(word: str) -> tuple[str, str]:
-    name, sign, path = word.partition("=")
+def _parse_adapter(argument: str) -> tuple[str, str]:
+    """The name and the path in NAME=PATH. Raises UserError (code 2)."""
+    name, sign, path = argument.partition("=")
     if not (name and sign and path):
-        raise UserError(
-            f"expected NAME=PATH: {word!r}",
-            where="--adapter",
-            fix="--adapter poet=runs/poet",
-            code=2,
-        )
+        problem = f"expected NAME=PATH: {argument!r}"
+        raise UserError(problem, where="--adapter", fix="--adapter poet=runs/poet", code=2)
     return name, path

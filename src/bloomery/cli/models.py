@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--out",
+    "out_path",
     metavar="PATH",
     type=NewPath(),
     required=True,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 def command(
     model: str,
     layout: "Layout",
-    out: Path,
+    out_path: Path,
     dtype: str | None,
     weights: tuple[float, ...] | None,
     step: str,
@@ -86,9 +87,9 @@ def command(
     from bloomery.api import export
 
     with progress_line("export"):
-        done = export(
+        exported = export(
             model,
-            out,
+            out_path,
             layout=layout,
             dtype=dtype,
             weights=weights,
@@ -96,7 +97,7 @@ def command(
             verify=verify,
             device=devices,
         )
-    show_export(done)
+    show_export(exported)
 
 
 @click.command()
@@ -122,7 +123,12 @@ def command(
     help="Share of changes that ties keeps.",
 )
 @click.option(
-    "--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder."
+    "--out",
+    "out_path",
+    metavar="PATH",
+    type=NewPath(),
+    required=True,
+    help="Write to this new folder.",
 )
 @click.option(
     "--type",
@@ -138,7 +144,7 @@ def merge_command(
     weights: tuple[float, ...] | None,
     base: str | None,
     density: float,
-    out: Path,
+    out_path: Path,
     dtype: str | None,
     verify: bool,
     devices: str,
@@ -156,9 +162,9 @@ def merge_command(
     from bloomery.api import merge
 
     with progress_line("merge"):
-        done = merge(
+        merged = merge(
             models,
-            out,
+            out_path,
             method=method,
             weights=weights,
             base=base,
@@ -167,13 +173,18 @@ def merge_command(
             verify=verify,
             device=devices,
         )
-    show_export(done)
+    show_export(merged)
 
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option(
-    "--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder."
+    "--out",
+    "out_path",
+    metavar="PATH",
+    type=NewPath(),
+    required=True,
+    help="Write to this new folder.",
 )
 @click.option(
     "--type",
@@ -181,7 +192,7 @@ def merge_command(
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Store weights as [default: as in the file, quantized ones as bfloat16].",
 )
-def import_command(file: Path, out: Path, dtype: str | None) -> None:
+def import_command(file: Path, out_path: Path, dtype: str | None) -> None:
     """Convert a GGUF file to Hugging Face format.
 
     The weights are dequantized. Writes a folder with config, tokenizer and chat template to train, chat with and
@@ -192,15 +203,15 @@ def import_command(file: Path, out: Path, dtype: str | None) -> None:
     from bloomery.export.gguf_import import import_gguf
 
     with progress_line("import"):
-        done = import_gguf(file, out, dtype=dtype)
-    for proof in done.proofs:
+        imported = import_gguf(file, out_path, dtype=dtype)
+    for proof in imported.proofs:
         echo(f"read       {proof}", err=True)
-    echo(f"import     {done.folder} ({format_bytes(done.bytes)})")
+    echo(f"import     {imported.folder} ({format_bytes(imported.bytes)})")
 
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
-@click.argument("out", metavar="DST", type=NewPath())
+@click.argument("out_path", metavar="DST", type=NewPath())
 @click.option(
     "--to", "layout", type=click.Choice(["hf", "gguf"]), help="Format [default: by the end of DST]."
 )
@@ -234,7 +245,7 @@ def import_command(file: Path, out: Path, dtype: str | None) -> None:
 @devices_option
 def convert_command(
     source: str,
-    out: Path,
+    out_path: Path,
     layout: Literal["hf", "gguf"] | None,
     dtype: str | None,
     max_length: int | None,
@@ -261,9 +272,9 @@ def convert_command(
     from bloomery.api import convert
 
     with progress_line("convert"):
-        done = convert(
+        converted = convert(
             source,
-            out,
+            out_path,
             layout=layout,
             dtype=dtype,
             max_length=max_length,
@@ -274,7 +285,7 @@ def convert_command(
             verify=verify,
             device=devices,
         )
-    show_export(done)
+    show_export(converted)
 
 
 @click.command()
@@ -282,11 +293,12 @@ def convert_command(
 @click.option("--dataset", is_flag=True, help="Download a dataset instead of a model.")
 @click.option(
     "--to",
+    "target_folder",
     metavar="DIR",
     type=NewPath(file_okay=False),
     help="Download to DIR [default: the Hub's cache].",
 )
-def download_command(name: str, dataset: bool, to: Path | None) -> None:
+def download_command(name: str, dataset: bool, target_folder: Path | None) -> None:
     """Download a model or dataset from the Hugging Face Hub.
 
     ID is ORG/NAME or ORG/NAME@REVISION. Prints the folder. Weights are safetensors only. Run again to resume a
@@ -296,15 +308,14 @@ def download_command(name: str, dataset: bool, to: Path | None) -> None:
     """
     from bloomery.hub import download
 
-    # a local folder is never taken for an id, as in recipes
-    if to is None and name and Path(name).is_dir():
-        click.echo(
-            f"{name} is a local folder: recipes can use this path; nothing was downloaded", err=True
-        )
+    # A local folder is never taken for an id, as in recipes.
+    if target_folder is None and name and Path(name).is_dir():
+        note = "is a local folder: recipes can use this path; nothing was downloaded"
+        click.echo(f"{name} {note}", err=True)
         click.echo(name)
         return
     try:
-        folder = download(name, part="dataset" if dataset else "model", to=to)
+        folder = download(name, part="dataset" if dataset else "model", to=target_folder)
     except KeyboardInterrupt:
         click.echo("interrupted: run the same command again to resume the download", err=True)
         raise
@@ -326,12 +337,11 @@ def push_command(folder: Path, repo: str, public: bool, dry_run: bool) -> None:
     """
     from bloomery.hub import push
 
-    done = push(folder, repo, public=public, dry_run=dry_run)
-    for name, size in done.files.items():
-        echo(
-            f"{'would upload' if dry_run else 'upload':<12} {name} ({format_bytes(size)})",
-            err=not dry_run,
-        )
-    for warning in done.warnings:
+    upload = push(folder, repo, public=public, dry_run=dry_run)
+    # The list of files is the result of a dry run, and a log of an upload.
+    verb = "would upload" if dry_run else "upload"
+    for name, num_bytes in upload.files.items():
+        echo(f"{verb:<12} {name} ({format_bytes(num_bytes)})", err=not dry_run)
+    for warning in upload.warnings:
         echo(f"warning: {warning}", err=True)
-    echo(f"{'repository' if dry_run else 'pushed':<12} {done.page}")
+    echo(f"{'repository' if dry_run else 'pushed':<12} {upload.page}")

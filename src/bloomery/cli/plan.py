@@ -35,25 +35,26 @@ if TYPE_CHECKING:
 
 @final
 class PlanCommand(click.Command):
-    """`--gpu "MI300X" x 8` and `--gpu 4090 x2`, typed as several words, reach the option as one."""
+    """A click command to which `--gpu "MI300X" x 8` and `--gpu 4090 x2` are one argument each."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        joined = list[str]()
-        words = list(args)
-        while words:
-            word = words.pop(0)
-            joined.append(word)
-            if word == "--gpu" and words:
-                joined.append(words.pop(0))
-            elif not word.startswith("--gpu="):
+        joined_args = list[str]()
+        queue = list(args)
+        while queue:
+            argument = queue.pop(0)
+            joined_args.append(argument)
+            if argument == "--gpu" and queue:
+                joined_args.append(queue.pop(0))
+            elif not argument.startswith("--gpu="):
                 continue
-            if words and (times := re.fullmatch(r"[x×*](\d+)", words[0], re.IGNORECASE)):
-                joined[-1] += f" x {times[1]}"
-                del words[0]
-            elif len(words) > 1 and words[0].lower() in ("x", "×", "*") and words[1].isdecimal():
-                joined[-1] += f" x {words[1]}"
-                del words[:2]
-        return super().parse_args(ctx, joined)
+            # The argument just joined is a GPU: a count behind it, `x8` or `x 8`, belongs to it.
+            if queue and (count := re.fullmatch(r"[x×*](\d+)", queue[0], re.IGNORECASE)):
+                joined_args[-1] += f" x {count[1]}"
+                del queue[0]
+            elif len(queue) > 1 and queue[0].lower() in ("x", "×", "*") and queue[1].isdecimal():
+                joined_args[-1] += f" x {queue[1]}"
+                del queue[:2]
+        return super().parse_args(ctx, joined_args)
 
 
 @click.command(cls=PlanCommand)
@@ -97,22 +98,30 @@ def command(
     """
     from bloomery.hardware.specs import named_gpus
 
-    gpu, gpus = named_gpus(gpu, gpus)
-    loaded, source = chosen_recipe(recipe, overrides, model, data, planning=True)
-    if len(gpu) > 1 or "all" in gpu:
+    # Several GPUs are compared in one table; a single one, or this machine, gets a page.
+    gpu_names, gpus_per_node = named_gpus(gpu, gpus)
+    loaded_recipe, source = chosen_recipe(recipe, overrides, model, data, planning=True)
+    if len(gpu_names) > 1 or "all" in gpu_names:
         if simulate:
             fix = f"bloomery plan {source} --gpu MI300X --simulate"
             raise UserError("--simulate works with one GPU only", where="--gpu", fix=fix, code=2)
-        names = () if "all" in gpu else gpu
-        return show_gpus(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
-    one = gpu[0] if gpu else None
+        names = () if "all" in gpu_names else gpu_names
+        return show_gpus(
+            loaded_recipe, names, gpus=gpus_per_node, nodes=nodes, as_json=as_json, source=source
+        )
     return show_plan(
-        loaded, gpu=one, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source
+        loaded_recipe,
+        gpu=gpu_names[0] if gpu_names else None,
+        gpus=gpus_per_node,
+        nodes=nodes,
+        simulate=simulate,
+        as_json=as_json,
+        source=source,
     )
 
 
 def show_gpus(
-    loaded: "LoadedRecipe",
+    loaded_recipe: "LoadedRecipe",
     names: tuple[str, ...],
     *,
     gpus: int,
@@ -125,18 +134,21 @@ def show_gpus(
     from bloomery.plan.page import compare_gpus, gpus_page
     from bloomery.plan.resolve import local_facts
 
-    machine = local_facts(loaded).machine
-    chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
-    plans = compare_gpus(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
+    machine = local_facts(loaded_recipe).machine
+    # Two names of the same GPU give one line.
+    devices = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
+    plans = compare_gpus(
+        loaded_recipe, machine, chosen=list(devices.values()), gpus=gpus, nodes=nodes
+    )
     if as_json:
-        print_json([row.document() for row in plans])
+        print_json([plan.document() for plan in plans])
     else:
-        echo("\n".join(gpus_page(plans, loaded, gpus=gpus, nodes=nodes, source=source)))
-    return 0 if any(row.fits for row in plans) else 1
+        echo("\n".join(gpus_page(plans, loaded_recipe, gpus=gpus, nodes=nodes, source=source)))
+    return 0 if any(plan.fits for plan in plans) else 1
 
 
 def show_plan(
-    loaded: "LoadedRecipe",
+    loaded_recipe: "LoadedRecipe",
     *,
     gpu: str | None = None,
     devices: str | None = None,
@@ -153,27 +165,31 @@ def show_plan(
     from bloomery.plan.resolve import local_plan
     from bloomery.runs.devices import planned_devices
 
-    if gpu is None and gpus * nodes > 1 and not detect().accelerators:
-        where = " ".join(
-            f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1
-        )
+    # Without --gpu the plan is for the devices of this machine, as training would choose them.
+    recipe = loaded_recipe.recipe
+    detected = detect()
+    num_gpus = gpus
+    if gpu is None and gpus * nodes > 1 and not detected.accelerators:
+        counts = (("--gpus", gpus), ("--nodes", nodes))
+        where = " ".join(f"{flag} {count}" for flag, count in counts if count > 1)
         fix = f'name a GPU: --gpu "MI300X" {where}'
-        raise UserError(
-            "this machine has no GPU of which to plan several", where=where, fix=fix, code=2
-        )
-    machine = detect()
+        problem = "this machine has no GPU of which to plan several"
+        raise UserError(problem, where=where, fix=fix, code=2)
     if gpu is None and gpus * nodes == 1:
-        machine, gpus = planned_devices(loaded.recipe, machine, devices)
-        machine = with_check(machine)
-    plan, facts = local_plan(loaded, gpu=gpu, machine=machine, gpus=gpus, nodes=nodes)
-    report = advise(loaded, plan, facts)
+        selected, num_gpus = planned_devices(recipe, detected, devices)
+        detected = with_check(selected)
+
+    # The plan's machine has the GPU of --gpu, where that is named.
+    plan, facts = local_plan(loaded_recipe, gpu=gpu, machine=detected, gpus=num_gpus, nodes=nodes)
+    report = advise(loaded_recipe, plan, facts)
     machine = facts.machine
     simulation = simulated(plan, machine) if simulate else None
+    exit_code = 0 if plan.fits and (simulation is None or simulation.fits) else 1
     if as_json:
-        print_json(
-            document(report, machine) | ({"simulated": simulation.document()} if simulation else {})
-        )
-        return 0 if plan.fits and (simulation is None or simulation.fits) else 1
+        extra = {"simulated": simulation.document()} if simulation else {}
+        print_json(document(report, machine) | extra)
+        return exit_code
+
     from bloomery.cli import COMMANDS
     from bloomery.hub import cached_model, is_hub_id, local_model
     from bloomery.model.io.stored import is_bare
@@ -182,51 +198,50 @@ def show_plan(
     from bloomery.plan.page import page
     from bloomery.plan.unsupported import untrained
 
-    hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
-    if (source or "").startswith("--model "):  # bench requires a recipe, and this one has no name
-        hidden |= {"bench"}
-    if assumed := Path(loaded.recipe.data.path or "").name == ASSUMED:
-        hidden |= {"train"}
-    missing = absent(loaded.recipe) if gpu is None and plan.dataset is None else ()
-    if any(not place.startswith("hub:") for place in missing):
-        hidden |= {"train"}
-    words = "" if gpu is None else f' --gpu "{gpu}"'
-    words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
-    commands = [name for name in COMMANDS if name not in hidden]
-    lines = simulation.lines() if simulation else []
-    echo_page(
-        page(
-            report,
-            machine,
-            source=source or loaded.name,
-            commands=commands,
-            devices=words,
-            simulated=lines,
-        )
+    # The page suggests no command that would fail: `train` on a GPU of another machine or without its dataset, and
+    # `bench` of a generated recipe, which has no name.
+    dataset_assumed = Path(recipe.data.path or "").name == ASSUMED
+    missing_datasets = absent(recipe) if gpu is None and plan.dataset is None else []
+    missing_files = [path for path in missing_datasets if not path.startswith("hub:")]
+    hidden_commands = set[str]()
+    if gpu is not None or dataset_assumed or missing_files:
+        hidden_commands.add("train")
+    if (source or "").startswith("--model "):
+        hidden_commands.add("bench")
+    device_options = "" if gpu is None else f' --gpu "{gpu}"'
+    device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
+    device_options += f" --nodes {nodes}" if nodes > 1 else ""
+    lines = page(
+        report,
+        machine,
+        source=source or loaded_recipe.name,
+        commands=[name for name in COMMANDS if name not in hidden_commands],
+        devices=device_options,
+        simulated=simulation.lines() if simulation else [],
     )
+    echo_page(lines)
+
+    # Notes go to stderr: what the plan could not read, and what `train` does about it.
     notes = []
-    models = models_of(loaded.recipe)
-    for name in (name for name in models if cached_model(name) is None):
-        then = "`train` refuses it" if untrained(plan.model.config) else "`train` downloads it"
-        notes.append(f"{name} is not downloaded: shape from a table; {then}")
-    for name in (name for name in models if not is_hub_id(name) and is_bare(local_model(name))):
-        notes.append(f"no weights in {name}: `bloomery train` would fail")
-    notes += left_aside(loaded.recipe)
-    if assumed:
-        length = loaded.recipe.data.sequence_length
-        notes.append(
-            f"no --data: conversations in packed sequences of {length:,} tokens are assumed; --data adds steps"
-        )
-    for place in missing if not assumed else ():
-        then = (
-            "`train` downloads it"
-            if place.startswith("hub:")
-            else "set data.path to your dataset before `train`"
-        )
-        notes.append(f"data.path does not exist: {place}; {then}")
+    models = models_of(recipe)
+    for name in models:
+        if cached_model(name) is None:
+            action = "refuses" if untrained(plan.model.config) else "downloads"
+            notes.append(f"{name} is not downloaded: shape from a table; `train` {action} it")
+    for name in models:
+        if not is_hub_id(name) and is_bare(local_model(name)):
+            notes.append(f"no weights in {name}: `bloomery train` would fail")
+    notes += left_aside(recipe)
+    if dataset_assumed:
+        sequences = f"packed sequences of {recipe.data.sequence_length:,} tokens"
+        notes.append(f"no --data: conversations in {sequences} are assumed; --data adds steps")
+    for path in missing_datasets if not dataset_assumed else ():
+        on_hub = path.startswith("hub:")
+        fix = "`train` downloads it" if on_hub else "set data.path to your dataset before `train`"
+        notes.append(f"data.path does not exist: {path}; {fix}")
     for note in notes:
         echo(f"note: {note}", err=True)
-    return 0 if plan.fits and (simulation is None or simulation.fits) else 1
+    return exit_code
 
 
 def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
@@ -239,8 +254,8 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     if plan.model.config.transformers_backend is not None:
         problem = "cannot simulate transformers layers: they do not run on meta tensors"
         raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)
-    with progress() as show:
-        return SimulationResult(plan, simulate(plan, machine, progress=show))
+    with progress() as report:
+        return SimulationResult(plan, simulate(plan, machine, progress=report))
 
 
 @contextmanager
@@ -258,11 +273,9 @@ def progress() -> Iterator[Callable[[str], None]]:
 def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
     plan = report.plan
-    rate = (
-        plan.step_seconds.inverse(plan.train.tokens_per_step)
-        if plan.step_seconds is not None
-        else None
-    )
+    tokens_per_second = None
+    if plan.step_seconds is not None:
+        tokens_per_second = plan.step_seconds.inverse(plan.train.tokens_per_step)
     return {
         "fits": plan.fits,
         "tokens": plan.total_tokens,
@@ -270,7 +283,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "epochs": plan.epochs,
         "seconds": estimate(plan.seconds),
         "step_seconds": estimate(plan.step_seconds),
-        "tokens_per_second": estimate(rate),
+        "tokens_per_second": estimate(tokens_per_second),
         "memory": _memory(plan.memory),
         "disk": {name: value / GIB for name, value in report.disk.items()},
         "energy_kwh": report.energy_kwh,
@@ -293,34 +306,37 @@ def brief_document(plan: "RunPlan") -> dict[str, Any]:
 
 
 def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
-    """In GiB: the parts, the peak with the ends of its interval, and the limit."""
-    ends = {
+    """The parts, the peak with the ends of its interval, and the limit, in GiB."""
+    total = {
         "value": memory.total / GIB,
         "low": memory.low / GIB,
         "high": memory.high / GIB,
         "from": memory.origin,
     }
     return {
-        "parts": {name: value / GIB for name, value in memory.parts.items()},
-        "total": ends,
+        "parts": {name: part_bytes / GIB for name, part_bytes in memory.parts.items()},
+        "total": total,
         "limit": memory.limit / GIB,
     }
 
 
 def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
-    """Fractions of the GPU's peak and of its best published matmul; None where either is unknown."""
+    """The fractions of the GPU's peak and of its best published matmul that training reaches.
+
+    None where the GPU or the time of a step is unknown.
+    """
     from bloomery.hardware.profile import build_profile
     from bloomery.plan.page import dtype_of, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:
         return None
-    reached = reached_flops(plan)
-    peak = gpu.peak_flops(dtype_of(plan))
-    best = gpu.achievable_flops(dtype_of(plan))
+    flops = reached_flops(plan)
+    peak_flops = gpu.peak_flops(dtype_of(plan))
+    achievable_flops = gpu.achievable_flops(dtype_of(plan))
     return {
-        "peak": reached / peak if peak else None,
-        "achievable": reached / best if best else None,
+        "peak": flops / peak_flops if peak_flops else None,
+        "achievable": flops / achievable_flops if achievable_flops else None,
         "formula": "FLOPs per token: 6 per matmul weight + 12 L d T",
     }
 
@@ -329,16 +345,20 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
     return {
         "gpus": mesh.gpus,
         "nodes": mesh.nodes,
-        "runs_here": mesh.trains,
         "chosen": mesh.layouts[mesh.chosen].name,
         "reason": mesh.reason,
         "layouts": [
             {
-                "chosen": at == mesh.chosen,
+                "chosen": index == mesh.chosen,
                 "name": layout.name,
                 "replicate": layout.replicate,
                 "shard": layout.shard,
                 "pipeline": layout.pipeline,
+                "pipeline_schedule": layout.pipeline_schedule,
+                "pipeline_chunks": layout.pipeline_chunks,
+                "pipeline_layers": layout.pipeline_layers,
+                "stage_seconds": layout.stage_seconds,
+                "fullest_stage": layout.fullest_stage + 1,
                 "micro_batch_size": layout.micro_batch_size,
                 "accumulation": layout.accumulation,
                 "fits": layout.memory.fits,
@@ -348,18 +368,16 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
                 "exposed_seconds": layout.exposed_seconds,
                 "bubble_seconds": layout.bubble_seconds,
             }
-            for at, layout in enumerate(mesh.layouts)
+            for index, layout in enumerate(mesh.layouts)
         ],
     }
 
 
 def estimate(value: "Estimate | None") -> dict[str, Any] | None:
     """The JSON of an estimate."""
-    return (
-        None
-        if value is None
-        else {"value": value.value, "low": value.low, "high": value.high, "from": value.origin}
-    )
+    if value is None:
+        return None
+    return {"value": value.value, "low": value.low, "high": value.high, "from": value.origin}
 
 
 @click.group(invoke_without_command=True)
@@ -389,10 +407,9 @@ NEWEST_FIRST = (
 
 
 def by_release(name: str) -> int:
-    """The place of a recipe in the list."""
-    return next(
-        (at for at, start in enumerate(NEWEST_FIRST) if name.startswith(start)), len(NEWEST_FIRST)
-    )
+    """The rank of a recipe in the list: the index of its family in NEWEST_FIRST."""
+    ranks = (rank for rank, family in enumerate(NEWEST_FIRST) if name.startswith(family))
+    return next(ranks, len(NEWEST_FIRST))
 
 
 @recipes_command.command("list")
@@ -400,29 +417,33 @@ def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
     from bloomery.recipe.load import packaged
 
+    # The first line of a packaged recipe is a comment `# METHOD: MODEL, DATASET, GPU.`; the demos have another.
     rows = [("recipe", "method", "model", "GPU", "dataset")]
-    others = []
+    unlisted = []
     for name, path in sorted(packaged().items(), key=lambda item: (by_release(item[0]), item[0])):
         comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
-        method, colon, rest = comment.partition(": ")
+        method, colon, description = comment.partition(": ")
         if not colon or name.endswith("-tiny"):
-            others.append(name)
+            unlisted.append(name)
             continue
-        model, dataset, gpu = rest.split(", ")
-        smallest = gpu.removesuffix(" GPU").replace("one ", "").replace("no", "none")
-        smallest = smallest.removesuffix(" GPUs").replace("eight ", "8 x ")
-        rows.append((name, method, model, smallest, dataset))
+        model, dataset, gpu_phrase = description.split(", ")
+        gpu = gpu_phrase.removesuffix(" GPU").replace("one ", "").replace("no", "none")
+        for word, count in (("two", 2), ("four", 4), ("six", 6), ("eight", 8)):
+            gpu = gpu.removesuffix(" GPUs").replace(f"{word} ", f"{count} x ")
+        rows.append((name, method, model, gpu, dataset))
+
+    # A terminal too narrow for 20 columns of dataset gets none; a pipe gets complete lines.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = shutil.get_terminal_size((1000, 24)).columns  # a pipe gets whole lines
-    # no room for a dataset
-    for row in rows if room >= sum(widths[:-1]) + 20 else [row[:-1] for row in rows]:
-        line = "  ".join(
-            f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)
-        ).rstrip()
-        echo(line if len(line) <= room else line[: room - 1] + "…")
-    twins = sum(name.endswith("-tiny") for name in others)
+    num_columns = shutil.get_terminal_size((1000, 24)).columns
+    shows_dataset = num_columns >= sum(widths[:-1]) + 20
+    for row in rows:
+        cells = row if shows_dataset else row[:-1]
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)]
+        line = "  ".join(padded).rstrip()
+        echo(line if len(line) <= num_columns else line[: num_columns - 1] + "…")
+    num_tiny = sum(name.endswith("-tiny") for name in unlisted)
     echo("\nGPU         the smallest one that fits, estimated")
-    echo(f"NAME-tiny   {twins} of them with a small random model: test your setup on a CPU")
+    echo(f"NAME-tiny   {num_tiny} of them with a small random model: test your setup on a CPU")
     echo("everything  every key with its default: bloomery recipes show everything")
 
 
@@ -450,12 +471,8 @@ def show(
         return
     if recipe is None or overrides or model or data:
         fix = "bloomery recipes show NAME, or bloomery recipes show --model MODEL --data PATH [section.key=value ...]"
-        raise UserError(
-            "missing argument: NAME, or --model and --data",
-            where="`bloomery recipes show`",
-            fix=fix,
-            code=2,
-        )
+        problem = "missing argument: NAME, or --model and --data"
+        raise UserError(problem, where="`bloomery recipes show`", fix=fix, code=2)
     echo(_recipe_path(recipe).read_text(encoding="utf-8"), nl=False)
 
 
@@ -465,10 +482,12 @@ def show(
 def copy(name: str, path: Path | None) -> None:
     """Copy a recipe to PATH (default: NAME.yaml)."""
     source = _recipe_path(name)
-    name = source.parent.name if source.name == "recipe.yaml" else name
-    target = path if path is not None else Path(f"{name}.yaml")
-    target = target / f"{name}.yaml" if target.is_dir() else target
-    command = f"bloomery recipes copy {name} my-{name}.yaml"
+    # A run's recipe is named after the run.
+    recipe_name = source.parent.name if source.name == "recipe.yaml" else name
+    target = path if path is not None else Path(f"{recipe_name}.yaml")
+    if target.is_dir():
+        target /= f"{recipe_name}.yaml"
+    command = f"bloomery recipes copy {recipe_name} my-{recipe_name}.yaml"
     _write_new(target, source.read_text(encoding="utf-8"), command)
     echo(f"copied     {target}\nnext       bloomery plan {target}")
 
@@ -476,9 +495,13 @@ def copy(name: str, path: Path | None) -> None:
 @recipes_command.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH, not to stdout."
+    "--out",
+    "out_path",
+    metavar="PATH",
+    type=NewPath(),
+    help="Write the recipe to PATH, not to stdout.",
 )
-def import_(file: Path, out: Path | None) -> None:
+def import_(file: Path, out_path: Path | None) -> None:
     """Convert an Axolotl, LLaMA-Factory or TRL YAML to a recipe.
 
     Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and an alternative.
@@ -488,11 +511,12 @@ def import_(file: Path, out: Path | None) -> None:
     from bloomery.recipe.importing import import_recipe
 
     text, program = import_recipe(file)
-    if out is None:
+    if out_path is None:
         echo(text, nl=False)
         return
-    _write_new(out, text, "choose another --out")
-    echo(f"imported   {out}, from {file} ({program})\nnext       bloomery plan {out}", err=True)
+    _write_new(out_path, text, "choose another --out")
+    echo(f"imported   {out_path}, from {file} ({program})", err=True)
+    echo(f"next       bloomery plan {out_path}", err=True)
 
 
 def _write_new(path: Path, text: str, fix: str) -> None:
@@ -501,9 +525,8 @@ def _write_new(path: Path, text: str, fix: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(
-            "the file exists; nothing was overwritten", where=str(path), fix=fix
-        ) from error
+        problem = "the file exists; nothing was overwritten"
+        raise UserError(problem, where=str(path), fix=fix) from error
     except OSError as error:
         problem = f"cannot write the recipe: {error.strerror}"
         raise UserError(problem, where=str(path), fix="choose another PATH") from error
@@ -520,12 +543,12 @@ def schema() -> None:
 def _recipe_path(name: str) -> Path:
     from bloomery.recipe.load import packaged
 
-    known = packaged()
-    if name in known:
-        return known[name]
+    paths = packaged()
+    if name in paths:
+        return paths[name]
     try:
         return find_run(name) / "recipe.yaml"
     except UserError:  # its message is about runs
         pass
-    fix = did_you_mean(name, known, "`bloomery recipes list` lists the packaged recipes")
+    fix = did_you_mean(name, paths, "`bloomery recipes list` lists the packaged recipes")
     raise UserError(f"no such packaged recipe or run: {name!r}", fix=fix, code=2)

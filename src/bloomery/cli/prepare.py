@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from bloomery.data.shards import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
 
-_NAMES = {
+_PHASE_TITLES = {
     "tokenizer": "training the tokenizer",
     "tokens": "tokenizing",
     "checksums": "computing checksums",
 }
 _COLORS = ("cyan", "green", "yellow", "magenta")
-_TRAINED = ("bold green", "bold cyan")
-_MASKED = ("dim", "dim italic")
-_SHOWN = 400  # tokens of a previewed document
-_WIDTH = 40  # characters of the longest bar
+_LOSS_STYLES = ("bold green", "bold cyan")
+_MASKED_STYLES = ("dim", "dim italic")
+_MAX_PREVIEW_TOKENS = 400  # of a document
+_MAX_BAR_WIDTH = 40  # characters
 
 
 @click.command()
 @recipe_or_model
 @click.option(
     "--preview",
-    "count",
+    "num_previews",
     metavar="N",
     type=click.IntRange(1),
     help="Print N documents with their loss mask, then exit.",
@@ -49,7 +49,7 @@ def command(
     overrides: tuple[str, ...],
     model: str | None,
     data: str | None,
-    count: int | None,
+    num_previews: int | None,
     check: bool,
 ) -> None:
     """Tokenize the dataset of RECIPE into shards, on all cores.
@@ -63,39 +63,45 @@ def command(
     from bloomery.data.prepare.workers import fewer_workers
     from bloomery.plan.gather import fetch_text
 
-    loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
-    fetch_text(loaded.recipe)
+    # --check plans the run after the preparation: what would stop the plan is raised before the long part.
+    loaded_recipe, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
+    fetch_text(loaded_recipe.recipe)
     if check:
         from bloomery.plan.resolve import local_facts
 
-        local_facts(loaded)
-    folder = prepared_folder(loaded, Path())
-    if count is not None:
-        _preview(loaded, folder, count)
+        local_facts(loaded_recipe)
+
+    # A preview tokenizes the first documents alone, and writes nothing but a tokenizer that does not exist yet.
+    folder = prepared_folder(loaded_recipe, Path())
+    if num_previews is not None:
+        _preview(loaded_recipe, folder, num_previews)
         return
-    if (warning := fewer_workers(loaded.recipe.data.num_proc)) is not None:
+
+    if (warning := fewer_workers(loaded_recipe.recipe.data.num_proc)) is not None:
         echo(f"warning    {warning}")
     with reporting() as report:
-        manifest = prepare(loaded, folder, report=report)
-    _summarize(manifest, loaded, folder, check=check)
+        manifest = prepare(loaded_recipe, folder, report=report)
+    _summarize(manifest, loaded_recipe, folder, check=check)
     if check:
-        _check(loaded, folder, manifest)
+        _check(loaded_recipe, folder, manifest)
 
 
 @contextmanager
 def reporting() -> Iterator["Report"]:
     """A progress bar on a terminal, else a line per phase; on stderr, since stdout is for results."""
     if not sys.stderr.isatty():
-        begun: set[str] = set()
+        printed_phases: set[str] = set()
 
-        def report(phase: str, done: float, total: float) -> None:
-            del done, total
-            if phase not in begun:
-                begun.add(phase)
-                echo(f"{_NAMES[phase]} ...", err=True)
+        def print_phase(phase: str, completed: float, total: float) -> None:
+            del completed, total
+            if phase not in printed_phases:
+                printed_phases.add(phase)
+                echo(f"{_PHASE_TITLES[phase]} ...", err=True)
 
-        yield report
+        yield print_phase
         return
+
+    # A bar appears with the first report of its phase; a total of 0 is unknown, and gives a bar without an end.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -113,69 +119,78 @@ def reporting() -> Iterator["Report"]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks = {
-            name: progress.add_task(shown, total=None, visible=False)
-            for name, shown in _NAMES.items()
+            phase: progress.add_task(title, total=None, visible=False)
+            for phase, title in _PHASE_TITLES.items()
         }
-        yield lambda phase, done, total: progress.update(
-            tasks[phase], completed=done, total=total or None, visible=True
+        yield lambda phase, completed, total: progress.update(
+            tasks[phase], completed=completed, total=total or None, visible=True
         )
 
 
-def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, check: bool) -> None:
+def _summarize(
+    manifest: "Manifest", loaded_recipe: "LoadedRecipe", folder: Path, *, check: bool
+) -> None:
+    """Print what was prepared: units, sources, tokens, packing, and the warnings of the dataset's size."""
     from bloomery.data.prepare.split import MEASURABLE_ROWS, file_roles, size_warnings
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
     from bloomery.plan.gather import left_aside
 
+    # A preference pair is one unit of two documents; users count pairs.
     train = manifest.train
     validation = manifest.validation
-    each = DOCUMENTS_PER_UNIT[manifest.kind]
-    size = train.bytes + validation.bytes
-    tokens = train.tokens + validation.tokens
-    echo(
-        f"dataset    {_units(manifest, train.parts)} for training"
-        + f", {validation.documents // each:,} for validation"
-        + (f", {manifest.empty:,} empty" if manifest.empty else "")
-        + (
-            f", {manifest.held_back:,} left out (also in the validation set)"
-            if manifest.held_back
-            else ""
-        )
-    )
+    documents_per_unit = DOCUMENTS_PER_UNIT[manifest.kind]
+    validation_units = validation.documents // documents_per_unit
+    line = f"{_units(manifest, train.parts)} for training, {validation_units:,} for validation"
+    if manifest.empty:
+        line += f", {manifest.empty:,} empty"
+    if manifest.held_back:
+        line += f", {manifest.held_back:,} left out (also in the validation set)"
+    echo(f"dataset    {line}")
     if manifest.formats:
         echo(f"format     {', '.join(manifest.formats)}")
-    data = loaded.recipe.data
-    required_format = loaded.recipe.objective.spec.data_kind
+
+    # The sources of the recipe come first among the parts; those of a validation dataset follow.
+    data = loaded_recipe.recipe.data
     title = "sources"
-    for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
-        what = _units(manifest, [part]) + (" of text" if part.plain else "")
-        often = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
-        place = source.path.removeprefix(f"{Path.cwd()}/")
-        echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
+    for source, part in zip(data.sources, train.parts, strict=False):
+        path = source.path.removeprefix(f"{Path.cwd()}/")
+        units = _units(manifest, [part]) + (" of text" if part.plain else "")
+        repeats = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
+        echo(f"{title:<11}{path}: {units}, {format_count(part.tokens)} tokens{repeats}")
         title = ""
-    if (roles := file_roles(data, required_format)) is not None:
+
+    # Files: which ones train, which validate, and which were not read although they may be data. A small dataset
+    # gives more to validation than the recipe's share, because a few rows measure nothing.
+    roles = file_roles(data, loaded_recipe.recipe.objective.spec.data_kind)
+    if roles is not None:
         echo(f"files      {roles}")
-        units = (train.documents + validation.documents) // each
-        if roles.share and validation.documents // each > max(2 * roles.share * units, 1):
-            share = f"{100 * roles.share:g}%"
-            echo(
-                f"validation {share} are too few to measure: up to {MEASURABLE_ROWS} rows, or a fifth"
-            )
-    for line in left_aside(loaded.recipe):
-        echo(f"not read   {line}")
+        num_units = (train.documents + validation.documents) // documents_per_unit
+        if roles.share and validation_units > max(2 * roles.share * num_units, 1):
+            limit = f"up to {MEASURABLE_ROWS} rows, or a fifth"
+            echo(f"validation {100 * roles.share:g}% are too few to measure: {limit}")
+    for remark in left_aside(loaded_recipe.recipe):
+        echo(f"not read   {remark}")
     if manifest.skipped:
-        echo(
-            f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}"
-        )
-    if not check:  # which prints these among its own
+        first_reason = one_line(manifest.first_skipped)
+        echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {first_reason}")
+    if not check:  # --check prints these warnings among its own
         for warning in size_warnings(manifest, sequence_length=data.sequence_length):
             echo(f"warning    {warning}")
+
+    # Tokens: padding, the size of both splits, and how examples share sequences.
     if manifest.padding:
         echo(f"padding    {counted(manifest.padding, 'tokens')} removed")
-    counts = f"{format_count(train.tokens)} for training, {format_count(validation.tokens)} for validation"
-    echo(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes per token" if size else ""))
-    if manifest.kind != "text":
-        _print_packing(manifest, loaded, folder)
-    print_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
+    line = f"{format_count(train.tokens)} for training, "
+    line += f"{format_count(validation.tokens)} for validation"
+    num_bytes = train.bytes + validation.bytes
+    if num_bytes:
+        line += f", {num_bytes / (train.tokens + validation.tokens):.2f} bytes per token"
+    echo(f"tokens     {line}")
+    if manifest.kind == "prompts":
+        _print_columns(folder)
+    elif manifest.kind != "text":
+        _print_packing(manifest, loaded_recipe, folder)
+    print_tokenizer(loaded_recipe, manifest.vocab_size, manifest.tokenizer_hash)
     echo(f"folder     {folder}")
 
 
@@ -191,134 +206,155 @@ def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
     return " and ".join(counted(number, UNITS[kind]) for kind, number in numbers.items())
 
 
-def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+def _print_packing(manifest: "Manifest", loaded_recipe: "LoadedRecipe", folder: Path) -> None:
     """Print the share of loss tokens, and how the examples are packed into sequences."""
     from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
     from bloomery.data.shards import open_split
 
     train = manifest.train
-    data = loaded.recipe.data
-    share = (train.loss_tokens or 0) / max(1, train.tokens)
-    echo(f"loss on    {share:.1%} of the training tokens; the others are masked")
-    fill = packing_stats(
-        open_split(folder, "train", manifest),
-        sequence_length=data.sequence_length,
-        layout=data.layout,
-    )
-    if fill is None:
+    loss_share = (train.loss_tokens or 0) / max(1, train.tokens)
+    echo(f"loss on    {loss_share:.1%} of the training tokens; the others are masked")
+
+    # Packing: how full the sequences are, and what did not fit into one.
+    data = loaded_recipe.recipe.data
+    sequence_length = data.sequence_length
+    split = open_split(folder, "train", manifest)
+    stats = packing_stats(split, sequence_length=sequence_length, layout=data.layout)
+    if stats is None:
         return
-    full = fill.positions / max(1, fill.sequences * data.sequence_length)
+    fill = stats.positions / max(1, stats.sequences * sequence_length)
     units = UNITS[manifest.kind]
-    parts = [f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full"]
-    if fill.truncated:
-        parts.append(
-            f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"
-        )
-    if fill.dropped:
-        parts.append(f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation")
-    if fill.all_masked:
-        parts.append(f"left out: {counted(fill.all_masked, units)}, all labels are masked")
+    parts = [f"{stats.sequences:,} of {sequence_length:,} tokens, {fill:.1%} full"]
+    if stats.truncated:
+        truncated_units = counted(stats.truncated, unit_name(manifest))
+        parts.append(f"truncated: {truncated_units} by {stats.cut:,} tokens")
+    if stats.dropped:
+        parts.append(f"left out: {counted(stats.dropped, units)}, no loss tokens after truncation")
+    if stats.all_masked:
+        parts.append(f"left out: {counted(stats.all_masked, units)}, all labels are masked")
     echo(f"sequences  {'; '.join(parts)}")
 
 
-def print_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
+def _print_columns(folder: Path) -> None:
+    """Print the columns that rewards are given, by the first prompt."""
+    from bloomery.data.prompts import Prompts
+
+    first_prompt = next(iter(Prompts(folder, seed=0)))
+    echo(f"columns    {', '.join(map(one_line, first_prompt.columns)) or 'none but the prompt'}")
+
+
+def print_tokenizer(loaded_recipe: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
     """Print size and hash, and whether the dataset was too small for the requested size."""
-    settings = loaded.recipe.tokenizer.train
-    small = settings is not None and vocab_size < settings.vocab_size
-    remark = (
-        f" · dataset too small for {settings.vocab_size:,} tokens" if settings and small else ""
-    )
+    settings = loaded_recipe.recipe.tokenizer.train
+    remark = ""
+    if settings is not None and vocab_size < settings.vocab_size:
+        remark = f" · dataset too small for {settings.vocab_size:,} tokens"
     echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
-def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
+def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) -> None:
+    """Print the first documents, each with its loss mask."""
     from rich.console import Console
     from rich.text import Text
 
     from bloomery.data.prepare.prepare import preparation
     from bloomery.data.prepare.stats import preview
 
-    data = loaded.recipe.data
+    data = loaded_recipe.recipe.data
+    length = data.sequence_length
     console = Console(highlight=False)
-    with reporting() as report, preparation(loaded, folder, report=report) as work:
+    with reporting() as report, preparation(loaded_recipe, folder, report=report) as preparing:
         documents = list(
-            preview(work, count, sequence_length=data.sequence_length, layout=data.layout)
+            preview(preparing, num_documents, sequence_length=length, layout=data.layout)
         )
+
+    # Lines are not wrapped: a copied preview has the line breaks of the dataset.
     for document in documents:
         role = f" ({document.role})" if document.role else ""
-        line = f"  {document.split} · " + (f"{document.kind} · " if document.kind else "")
-        line += _counts(document, data.sequence_length)
-        console.print(
-            Text.assemble((f"{document.source}{role}", "bold"), (line, "")), soft_wrap=True
-        )
+        kind = f"{document.kind} · " if document.kind else ""
+        title = f"{document.source}{role}"
+        counts = f"  {document.split} · {kind}{_counts(document, length)}"
+        console.print(Text.assemble((title, "bold"), (counts, "")), soft_wrap=True)
         console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
-        colors = Text.assemble(("loss on", _TRAINED[0]), (" · masked", _MASKED[0]))
-        console.print("loss on: between ⟦ and ⟧" if console.color_system is None else colors)
+        legend = Text.assemble(("loss on", _LOSS_STYLES[0]), (" · masked", _MASKED_STYLES[0]))
+        console.print("loss on: between ⟦ and ⟧" if console.color_system is None else legend)
 
 
 def _counts(document: "Preview", sequence_length: int) -> str:
+    """The tokens, loss tokens and sequences of a document, or the reason why training leaves it out."""
     if document.bad_row:
         return f"left out: {_visible(document.bad_row)}"
 
-    cut = f" · {document.cut:,} tokens truncated" if document.cut else ""
+    # Plain text has a loss on every token and is packed into sequences.
+    truncation = f" · {document.cut:,} tokens truncated" if document.cut else ""
     sequences = f"{counted(document.sequences, 'sequences')} of {sequence_length:,} tokens"
+    tokens = f"{len(document.ids):,} tokens"
+    if document.kind == "prompt":
+        return tokens
     if document.loss_mask is None:
-        return f"{len(document.ids):,} tokens · {sequences}{cut}"
-    tokens = f"{len(document.ids):,} tokens · loss on {sum(document.loss_mask[1:]):,}{cut}"
+        return f"{tokens} · {sequences}{truncation}"
+
+    # The loss is on the prediction of a token, and nothing predicts the first one.
+    loss_tokens = sum(document.loss_mask[1:])
+    tokens += f" · loss on {loss_tokens:,}{truncation}"
     if document.kind == "text":
         return f"{tokens} · {sequences}"
     if document.sequences:
         return tokens
+
+    if not loss_tokens:
+        return f"{tokens} · left out: all labels are masked"
     side = " on one side of the pair" if document.role in ("chosen", "rejected") else ""
-    truncated = f"no loss tokens{side} after truncation to {sequence_length:,}"
-    return f"{tokens} · left out: {truncated if any(document.loss_mask[1:]) else 'all labels are masked'}"
+    return f"{tokens} · left out: no loss tokens{side} after truncation to {sequence_length:,}"
 
 
 def _colored(document: "Preview") -> "Text":
-    """Adjacent tokens in different colors, loss tokens bright and masked tokens dim. Without color: bars between
-    tokens, and brackets around loss tokens.
+    """The tokens of a document: neighbors in different colors, loss tokens bright and masked tokens dim.
+
+    A console without colors gets bars between tokens, and brackets around loss tokens.
     """
     from rich.console import Console
     from rich.text import Text
 
-    plain = Console().color_system is None
+    colorless = Console().color_system is None
     text = Text()
-    # nothing predicts the first token
-    flags = document.loss_mask and [False, *document.loss_mask[1:]]
-    for index, piece in enumerate(document.pieces[:_SHOWN]):
-        if flags is None:
-            text.append(
-                ("|" if plain and index else "") + _visible(piece),
-                style=_COLORS[index % len(_COLORS)],
-            )
+    pieces = document.pieces[:_MAX_PREVIEW_TOKENS]
+    # The first token has no loss: nothing predicts it.
+    loss_mask = None if document.loss_mask is None else [False, *document.loss_mask[1:]]
+    for index, piece in enumerate(pieces):
+        if loss_mask is None:
+            bar = "|" if colorless and index else ""
+            text.append(bar + _visible(piece), style=_COLORS[index % len(_COLORS)])
             continue
-        starts = flags[index] and not flags[index - 1]
-        ends = flags[index] and (index + 1 == min(len(flags), _SHOWN) or not flags[index + 1])
-        joined = (
-            index
-            and flags[index] == flags[index - 1]
-            and not document.pieces[index - 1].endswith("\n")
-        )
-        between = "¦" if joined else ""
-        shown = (
-            f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
-        )
-        text.append(shown, style=(_TRAINED if flags[index] else _MASKED)[index % 2])
-    if len(document.pieces) > _SHOWN:
-        text.append(f" ... and {len(document.pieces) - _SHOWN:,} more tokens", style="dim")
+
+        styles = _LOSS_STYLES if loss_mask[index] else _MASKED_STYLES
+        if not colorless:
+            text.append(_visible(piece), style=styles[index % 2])
+            continue
+
+        # Brackets stand at the ends of a stretch of loss tokens, bars between the tokens of any stretch.
+        starts = loss_mask[index] and not loss_mask[index - 1]
+        ends = loss_mask[index] and (index + 1 == len(pieces) or not loss_mask[index + 1])
+        continues = index and loss_mask[index] == loss_mask[index - 1]
+        bar = "¦" if continues and not pieces[index - 1].endswith("\n") else ""
+        text.append(f"{bar}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}", style=styles[index % 2])
+    num_hidden = len(document.pieces) - len(pieces)
+    if num_hidden:
+        text.append(f" ... and {num_hidden:,} more tokens", style="dim")
     return text
 
 
 def _visible(piece: str) -> str:
-    """Control characters as escapes: untrusted text must not control a terminal."""
+    """The text with escapes for control characters: untrusted text must not control a terminal."""
     return "".join(
-        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in piece
+        char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in piece
     )
 
 
-def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
+def _check(loaded_recipe: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     """Print the health of the dataset, the epochs of the planned run, and whether these are too many."""
     from bloomery.data.prepare.kinds import missing_markup
     from bloomery.data.prepare.stats import check_dataset
@@ -328,49 +364,53 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
+    data = loaded_recipe.recipe.data
     tokenizer = load_tokenizer(folder)
-    data = loaded.recipe.data
-    missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
-    length = data.sequence_length
-    layout = data.layout
-    _print_health(
-        check_dataset(
-            folder,
-            manifest,
-            tokenizer,
-            sequence_length=length,
-            layout=layout,
-            missing_tokens=missing,
-        )
+    missing_tokens = []
+    if manifest.kind != "text":
+        missing_tokens = missing_markup(tokenizer, data.chat.template)
+    check = check_dataset(
+        folder,
+        manifest,
+        tokenizer,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        missing_tokens=missing_tokens,
     )
-    corpus = gather.counted(manifest, data, folder)
+    _print_health(check)
+
+    # The epochs need a plan; a recipe that this machine cannot plan still has a dataset worth checking.
+    dataset = gather.counted(manifest, loaded_recipe.recipe, folder)
     try:
-        plan = resolve(loaded, gather.facts_of(loaded, detect(), prepared=folder, dataset=corpus))
+        facts = gather.facts_of(loaded_recipe, detect(), prepared=folder, dataset=dataset)
+        plan = resolve(loaded_recipe, facts)
     except UserError as error:
         echo(f"epochs     unknown: {error.problem}")
         return
+    sequences = f"{dataset.sequences_per_epoch:,} sequences per epoch"
     tokens = f"{plan.train.tokens_per_step:,} tokens per step"
-    echo(
-        f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}"
-    )
-    if (repeated := too_many_epochs(plan)) is not None:
-        echo(f"warning    {repeated}")
+    echo(f"epochs     {in_epochs(plan) or 'unknown'}: {sequences}, {tokens}")
+    if (warning := too_many_epochs(plan)) is not None:
+        echo(f"warning    {warning}")
 
 
 def _print_health(check: "DatasetCheck") -> None:
-
-    longer = counted(check.longer, check.unit_name)
-    echo(f"sequences  {check.sequences:,}; {longer} longer, {check.cut:,} tokens truncated")
+    if check.kind != "prompts":
+        longer = counted(check.longer, check.unit_name)
+        echo(f"sequences  {check.sequences:,}; {longer} longer, {check.cut:,} tokens truncated")
     echo(f"repeated   {check.duplicates:,} of {check.units:,} {check.unit_name}")
     echo(f"unknown    {check.unknown:,} of {check.tokens:,} tokens")
     if check.kind != "text":
         echo(f"BOS        {counted(check.double_bos, 'texts')} with two BOS tokens")
-        echo(
-            f"EOS        {counted(check.missing_eos, 'responses')} without an EOS token in the loss"
-        )
-    most = max((count for _, count in check.lengths), default=1)
-    for edge, count in check.lengths:
-        echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
+    if check.kind not in ("text", "prompts"):
+        responses = counted(check.missing_eos, "responses")
+        echo(f"EOS        {responses} without an EOS token in the loss")
+
+    # A histogram of lengths: a bar for the units of at most so many tokens.
+    max_count = max((count for _, count in check.lengths), default=1)
+    for max_length, count in check.lengths:
+        bar = "█" * round(_MAX_BAR_WIDTH * count / max_count)
+        echo(f"  to {max_length:>11,} tokens {count:>11,}  {bar}")
     for warning in check.warnings:
         echo(f"warning    {_visible(warning)}")
 
@@ -395,11 +435,11 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     from bloomery.data.prepare.prepare import preparation, prepared_folder
     from bloomery.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
-    folder = prepared_folder(loaded, Path())
-    with reporting() as report, preparation(loaded, folder, report=report) as work:
-        tokenizer = work.begin()
-    print_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
+    loaded_recipe = load_recipe(recipe, overrides)
+    folder = prepared_folder(loaded_recipe, Path())
+    with reporting() as report, preparation(loaded_recipe, folder, report=report) as preparing:
+        tokenizer = preparing.begin()
+    print_tokenizer(loaded_recipe, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
 
 
@@ -417,24 +457,26 @@ def inspect(folder: str, text: str) -> None:
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
     from bloomery.train.model_folder import model_folder
 
+    # A folder that is a run means the tokenizer of its last checkpoint.
     path = expanded(folder)
-    tokenizer = load_tokenizer(
-        path if path.exists() and not is_run(path) else model_folder(find_run(folder), "last")
-    )
+    if not path.exists() or is_run(path):
+        path = model_folder(find_run(folder), "last")
+    tokenizer = load_tokenizer(path)
+
     ids = tokenizer.encode(text)
-    sizes = tokenizer.token_bytes()
-    names = {
+    bytes_of_token = tokenizer.token_bytes()
+    special_ids = {
         "bos": tokenizer.bos_id,
         "eos": tokenizer.eos_id,
         "pad": tokenizer.pad_id,
         "unk": tokenizer.unk_id,
     }
-    special = " · ".join(f"{name} {index}" for name, index in names.items() if index is not None)
-    click.echo(
-        f"tokenizer  {tokenizer.vocab_size:,} tokens · {special or 'no special tokens'} · {tokenizer.hash[:12]}"
-    )
+    specials = [f"{name} {token}" for name, token in special_ids.items() if token is not None]
+    special_text = " · ".join(specials) or "no special tokens"
+    size = f"{tokenizer.vocab_size:,} tokens"
+    click.echo(f"tokenizer  {size} · {special_text} · {tokenizer.hash[:12]}")
     click.echo(f"text       {len(text.encode()):,} bytes in {len(ids):,} tokens")
-    for index, piece in zip(ids, pieces(ids, tokenizer), strict=True):
-        click.echo(f"{index:>8}  {sizes[index]:>3}  {piece!r}")
+    for token, piece in zip(ids, pieces(ids, tokenizer), strict=True):
+        click.echo(f"{token:>8}  {bytes_of_token[token]:>3}  {piece!r}")
     if tokenizer.decode(ids) != text:
         click.echo("warning    decoding the tokens returns another text")

@@ -14,10 +14,11 @@ from bloomery.runs.folder import find_run, is_run
 @click.argument("run")
 @click.option(
     "--out",
+    "out_path",
     type=click.Path(path_type=Path),
     help="Write to this file [default: RUN/report.html].",
 )
-def command(run: str, out: Path | None) -> None:
+def command(run: str, out_path: Path | None) -> None:
     """Write report.html about a run: one page that works offline.
 
     RUN is a run, finished or not, or a checkpoint or export in its folder. The page has training curves, evaluations,
@@ -28,7 +29,7 @@ def command(run: str, out: Path | None) -> None:
     from bloomery.report import refuse_occupied, write_report
 
     run_folder = _run_of(run)
-    page = (run_folder / "report.html" if out is None else expanded(out)).absolute()
+    page = (run_folder / "report.html" if out_path is None else expanded(out_path)).absolute()
     refuse_occupied(page)
     with progress_line("report"):
         write_report(run_folder, out=page)
@@ -41,12 +42,8 @@ def _run_of(name: str) -> Path:
     if name == "last" or is_run(Path("runs") / name) or is_run(folder) or not folder.is_dir():
         return find_run(name)
     # Only a folder with events is a run here: a folder above may hold a recipe and models of yours.
-    for above in folder.resolve().parents:
-        if is_run(above) and (above / "events.jsonl").is_file():
-            return above
-    raise UserError(
-        "this folder is not a run",
-        where=str(folder),
-        fix=f"to evaluate a model: bloomery eval {name} --data FILE",
-        code=2,
-    )
+    for parent in folder.resolve().parents:
+        if is_run(parent) and (parent / "events.jsonl").is_file():
+            return parent
+    fix = f"to evaluate a model: bloomery eval {name} --data FILE"
+    raise UserError("this folder is not a run", where=str(folder), fix=fix, code=2)

@@ -5,7 +5,6 @@
 
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -59,8 +58,8 @@ from bloomery.runs.folder import (
     worked_on,
 )
 from bloomery.runs.signals import SAVE_SIGNAL
-from bloomery.train.model_folder import NOT_SAVED
-from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, name_of
+from bloomery.train.model_folder import NOT_SAVED, best_on_disk, saved_steps, step_folder
+from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
 
 
 @final
@@ -77,11 +76,11 @@ class Runner:
 
     @property
     def working(self) -> bool:
-        """Whether it still holds the lock; the process itself may outlive the run."""
+        """Whether the process still holds the lock; it may outlive the run."""
         return holder_of(self.folder.lock) == self.entry and alive(self.entry)
 
-    def send(self, number: int) -> None:
-        """Raises UserError when the process has ended, or belongs to another user."""
+    def send(self, signal_number: int) -> None:
+        """Sends a signal. Raises UserError when the process has ended, or belongs to another user."""
         try:
             with ExitStack() as stack:
                 # An open handle prevents that the pid is reused between check and signal.
@@ -91,59 +90,56 @@ class Runner:
                 if start_mark(self.pid) != self.entry["started"]:
                     raise ProcessLookupError
                 if handle is None:
-                    os.kill(self.pid, number)
+                    os.kill(self.pid, signal_number)
                 else:
-                    signal.pidfd_send_signal(handle, number)
+                    signal.pidfd_send_signal(handle, signal_number)
         except ProcessLookupError as error:
             raise _idle(self.folder) from error
         except PermissionError as error:
-            raise UserError(
-                f"permission denied: process {self.pid} belongs to another user",
-                where=str(self.folder.path),
-                fix="run this command as that user",
-            ) from error
+            problem = f"permission denied: process {self.pid} belongs to another user"
+            fix = "run this command as that user"
+            raise UserError(problem, where=str(self.folder.path), fix=fix) from error
 
 
 def runner_of(folder: RunFolder) -> Runner:
     """The process of the run, on this host. Raises UserError when there is none, or it cannot receive signals."""
     entry = holder_of(folder.lock) if folder.lock.exists() else {}
-    elsewhere = bool(entry) and entry["host"] != host_name()
-    if elsewhere and beats(folder.lock):
-        raise UserError(
-            f"the run is on another machine: process {entry['pid']} on {entry['host']}",
-            where=str(folder.path),
-            fix=f"run the same command on {entry['host']}",
-        )
-    if elsewhere or not alive(entry):
+    # The lock of another machine is believed only while that machine updates it.
+    on_other_host = bool(entry) and entry["host"] != host_name()
+    if on_other_host and beats(folder.lock):
+        problem = f"the run is on another machine: process {entry['pid']} on {entry['host']}"
+        fix = f"run the same command on {entry['host']}"
+        raise UserError(problem, where=str(folder.path), fix=fix)
+    if on_other_host or not alive(entry):
         raise _idle(folder)
     if not entry.get("receives_signals", False):
-        raise UserError(
-            f"process {entry['pid']} trains outside its main thread, where Python receives no signals",
-            where=str(folder.path),
-            fix="stop it in that program",
-        )
+        process = f"process {entry['pid']} trains outside its main thread"
+        problem = f"{process}, where Python receives no signals"
+        raise UserError(problem, where=str(folder.path), fix="stop it in that program")
     return Runner(folder, entry)
 
 
 def _idle(folder: RunFolder) -> UserError:
-    return UserError(
-        "no process is training this run",
-        where=str(folder.path),
-        fix=f"bloomery resume {folder.name}",
-    )
+    fix = f"bloomery resume {folder.name}"
+    return UserError("no process is training this run", where=str(folder.path), fix=fix)
 
 
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
     """Requests a save and a stop; returns the final event. None when the process exited without one."""
-    ended = None
+    final_event = None
     for event in _events_after(runner, partial(runner.send, signal.SIGTERM)):
         on_event(event)
-        ended = event if isinstance(event, RunEnded) else ended
-    if ended is None:  # a run that was about to end had already written its final event
-        for event in deque(read_events(runner.folder.events), maxlen=1):
-            mine = event.time >= runner.entry.get("since", math.inf)
-            ended = event if mine and isinstance(event, RunEnded) else None
-    return ended
+        if isinstance(event, RunEnded):
+            final_event = event
+    if final_event is not None:
+        return final_event
+
+    # A run that was about to end had written its final event before the request.
+    start_time = runner.entry.get("since", math.inf)
+    for event in deque(read_events(runner.folder.events), maxlen=1):
+        if isinstance(event, RunEnded) and event.time >= start_time:
+            return event
+    return None
 
 
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
@@ -160,11 +156,8 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
         if isinstance(event, Saved) and event.step >= step and not event.weights_only:
             return event
         if isinstance(event, Warned) and NOT_SAVED in event.reason and event.step >= step:
-            raise UserError(
-                event.reason,
-                where=str(runner.folder.checkpoints),
-                fix="free disk space or correct the folder's permissions, then run this again",
-            )
+            fix = "free disk space or correct the folder's permissions, then run this again"
+            raise UserError(event.reason, where=str(runner.folder.checkpoints), fix=fix)
     raise _ended_before(runner)
 
 
@@ -173,59 +166,52 @@ def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]
 
     Raises UserError when they cannot be written, or the run ends before.
     """
-    asked = runner.folder.path / PROFILE_ASKED
+    # The number of steps does not fit into a signal: the training process looks for this file.
+    request_file = runner.folder.path / PROFILE_ASKED
     try:
-        for event in _events_after(runner, lambda: write_durably(asked, str(steps))):
+        for event in _events_after(runner, lambda: write_durably(request_file, str(steps))):
             on_event(event)
-            if (
-                isinstance(event, Phase)
-                and event.name == PROFILE
-                and event.total
-                and event.done >= event.total
-            ):
-                return (
-                    runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
-                )
-            if isinstance(event, Warned) and NOT_RECORDED in event.reason:
-                raise UserError(
-                    event.reason,
-                    where=str(runner.folder.path),
-                    fix="free disk space or correct the folder's permissions, then run this again",
-                )
+            if isinstance(event, Phase) and event.name == PROFILE:
+                if event.total and event.done >= event.total:
+                    # The files are named after the first profiled step.
+                    first_step = event.step - int(event.total) + 1
+                    return runner.folder.path / PROFILE / f"step-{first_step:08d}"
+            elif isinstance(event, Warned) and NOT_RECORDED in event.reason:
+                fix = "free disk space or correct the folder's permissions, then run this again"
+                raise UserError(event.reason, where=str(runner.folder.path), fix=fix)
     except OSError as error:
-        raise UserError(
-            f"cannot write the request file to the run folder: {error.strerror}",
-            where=str(runner.folder.path),
-            fix="correct its permissions or free disk space, then run this again",
-        ) from error
+        problem = f"cannot write the request file to the run folder: {error.strerror}"
+        fix = "correct its permissions or free disk space, then run this again"
+        raise UserError(problem, where=str(runner.folder.path), fix=fix) from error
     finally:
         with suppress(OSError):
-            asked.unlink(missing_ok=True)
+            request_file.unlink(missing_ok=True)
     raise _ended_before(runner)
 
 
 def _ended_before(runner: Runner) -> UserError:
-    return UserError(
-        "the run ended before its next step",
-        where=str(runner.folder.path),
-        fix=f"`bloomery resume {runner.folder.name}`; `bloomery runs` lists how each run ended",
-    )
+    fix = f"`bloomery resume {runner.folder.name}`; `bloomery runs` lists how each run ended"
+    return UserError("the run ended before its next step", where=str(runner.folder.path), fix=fix)
 
 
-def _events_after(runner: Runner, ask: Callable[[], None]) -> Iterator[Event]:
-    """Sends the request by `ask`; yields the events after it until the process ends."""
+def _events_after(runner: Runner, send_request: Callable[[], None]) -> Iterator[Event]:
+    """Sends the request; yields the events after it until the process ends."""
     events = runner.folder.events
     size = events.stat().st_size if events.exists() else 0
-    ask()
+    send_request()
     yield from follow(events, lambda: not runner.working, start=size)
 
 
-_HEAD = ("run", "state", "step", "loss", "val bpb", "on disk")
+_COLUMNS = ("run", "state", "step", "loss", "val bpb", "on disk")
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """`state`: running, done, stopped, failed, killed, unreadable. `command` resumes it; None when it is done."""
+    """A run in the list of runs.
+
+    `state`: running, done, stopped, failed, killed, unreadable. `command` resumes the run; None when it is running or
+    done.
+    """
 
     name: str
     state: str
@@ -254,23 +240,22 @@ def command(context: click.Context, as_json: bool) -> None:
     if not lines:
         echo("no runs in runs/; start one with `bloomery demo` or `bloomery train RECIPE`")
         return
-    rows = [_HEAD, *(_cells(line) for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    room = shutil.get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
-    # a narrow terminal shows fewer columns
-    while sum(widths) + 2 * (len(widths) - 1) > room and len(widths) > 3:
+
+    # A narrow terminal shows fewer columns, but always the run, its state and its step.
+    rows = [_COLUMNS, *(_cells(line) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    max_width = get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
+    while sum(widths) + 2 * (len(widths) - 1) > max_width and len(widths) > 3:
         widths.pop()
-    for row in rows:
-        name, state, *figures = (
-            cell.rjust(width) for cell, width in zip(row, widths, strict=False)
-        )
-        echo(
-            "  ".join(
-                [name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]
-            ).rstrip()
-        )
-    for number, resume in enumerate([line.command for line in lines if line.command][-3:]):
-        echo(f"{'' if number else 'next':<11}{resume}")
+    for name, state, *figures in rows:
+        cells = [name.ljust(widths[0]), state.ljust(widths[1])]
+        cells += [cell.rjust(width) for cell, width in zip(figures, widths[2:], strict=False)]
+        echo("  ".join(cells).rstrip())
+
+    # Only the newest runs are likely to be resumed.
+    resume_commands = [line.command for line in lines if line.command][-3:]
+    for index, resume_command in enumerate(resume_commands):
+        echo(f"{'' if index else 'next':<11}{resume_command}")
 
 
 command.add_command(rm_command)
@@ -278,23 +263,22 @@ command.add_command(clean_command)
 
 
 def describe(folder: Path) -> RunLine:
-    """Read from the run's events and its lock."""
-    from bloomery.runs.folder import worked_on
-    from bloomery.train.run import contradicted, name_of
-
+    """The line of a run, from its events and its lock."""
+    # A run without a final event was killed. So was one that is done before its planned steps: it was extended.
+    state = "killed"
     try:
         summary = summary_of(read_events(folder / "events.jsonl"))
-        unknown = "killed"
     except UserError:
         summary = RunSummary()
-        unknown = "unreadable"
-    state = "running" if worked_on(folder) else unknown
-    if (
-        state != "running"
-        and summary.ended is not None
-        and not contradicted(folder, summary.ended, summary.step)
-    ):
+        state = "unreadable"
+    if worked_on(folder):
+        state = "running"
+    elif summary.ended and not contradicted(folder, summary.ended, summary.step):
         state = summary.ended.status
+
+    command = None
+    if state not in ("running", "done"):
+        command = f"bloomery resume {name_of(folder.absolute())}"
     return RunLine(
         name=folder.name,
         state=state,
@@ -303,9 +287,7 @@ def describe(folder: Path) -> RunLine:
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-        command=None
-        if state in ("running", "done")
-        else f"bloomery resume {name_of(folder.absolute())}",
+        command=command,
     )
 
 
@@ -328,25 +310,26 @@ def stop_command(run: str) -> int:
     Example: bloomery stop last
     """
     from bloomery.runs.supervisor import existing
-    from bloomery.train.model_folder import saved_steps, step_folder
 
     folder = existing(find_run(run))
     runner = runner_of(folder)
     echo(f"requested  process {runner.pid} saves and stops after its current step")
     with waiting(folder.path) as on_event:
-        ended = stop_run(runner, on_event=on_event)
-    if ended is None or ended.status == "failed":
-        reason = "process killed without a final event" if ended is None else ended.error
-        fix = f"bloomery resume {folder.name}"
-        raise UserError(
-            f"the run failed before it stopped: {reason}", where=str(folder.log), fix=fix
-        )
+        final_event = stop_run(runner, on_event=on_event)
+
+    # The run may also have been done, or have failed, before the request reached it.
+    if final_event is None or final_event.status == "failed":
+        reason = "process killed without a final event"
+        if final_event is not None:
+            reason = final_event.error
+        problem = f"the run failed before it stopped: {reason}"
+        raise UserError(problem, where=str(folder.log), fix=f"bloomery resume {folder.name}")
     steps = saved_steps(folder.checkpoints)
-    saved = (
-        f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "no checkpoint yet"
-    )
-    echo(f"{ended.status:<11}at step {ended.step:,}; {saved}")
-    if ended.status == "stopped":
+    checkpoint = "no checkpoint yet"
+    if steps:
+        checkpoint = f"saved in {step_folder(folder.checkpoints, steps[-1])}"
+    echo(f"{final_event.status:<11}at step {final_event.step:,}; {checkpoint}")
+    if final_event.status == "stopped":
         echo(f"next       bloomery resume {folder.name}")
     return 0
 
@@ -365,7 +348,6 @@ def save_command(run: str, steps: int | None) -> int:
 
     Example: bloomery save last
     """
-    from bloomery.core.units import format_bytes
     from bloomery.runs.supervisor import existing
 
     folder = existing(find_run(run))
@@ -373,12 +355,12 @@ def save_command(run: str, steps: int | None) -> int:
     if steps is not None:
         echo(f"requested  process {runner.pid} profiles its next {steps} steps")
         with waiting(folder.path) as on_event:
-            files = profile_run(runner, steps, on_event=on_event)
-        echo(
-            f"trace      {files}.trace.json.gz (open in https://ui.perfetto.dev or chrome://tracing)"
-        )
-        echo(f"tables     {files}.operators.txt, {files.name}.memory.txt")
+            profile = profile_run(runner, steps, on_event=on_event)
+        viewers = "open in https://ui.perfetto.dev or chrome://tracing"
+        echo(f"trace      {profile}.trace.json.gz ({viewers})")
+        echo(f"tables     {profile}.operators.txt, {profile.name}.memory.txt")
         return 0
+
     echo(f"requested  process {runner.pid} saves after its current step")
     with waiting(folder.path) as on_event:
         saved = save_run(runner, on_event=on_event)
@@ -389,16 +371,17 @@ def save_command(run: str, steps: int | None) -> int:
 @contextmanager
 def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
     """Inside the block a status line on a terminal shows the run's progress, from the events passed to the callback."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(literal(f"waiting for {folder.name}")) as status:
+    text = f"waiting for {folder.name}"
+    with Console(stderr=True).status(literal(text)) as status:
 
         def on_event(event: Event) -> None:
-            if isinstance(event, StepDone | Saved):
-                done = "done" if isinstance(event, StepDone) else "saved"
-                status.update(literal(f"waiting for {folder.name}: step {event.step:,} {done}"))
-            elif isinstance(event, Phase):
-                status.update(literal(f"waiting for {folder.name}: {event.name}"))
+            match event:
+                case StepDone():
+                    status.update(literal(f"{text}: step {event.step:,} done"))
+                case Saved():
+                    status.update(literal(f"{text}: step {event.step:,} saved"))
+                case Phase():
+                    status.update(literal(f"{text}: {event.name}"))
 
         yield on_event
 
@@ -410,10 +393,13 @@ REDRAW_SECONDS = 0.5
 @click.command()
 @run_argument
 @click.option(
-    "--once", is_flag=True, help="Print one picture, then exit (default without a terminal)."
+    "--once",
+    "print_once",
+    is_flag=True,
+    help="Print one picture, then exit (default without a terminal).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def watch_command(run: str, once: bool, as_json: bool) -> None:
+def watch_command(run: str, print_once: bool, as_json: bool) -> None:
     """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
 
     RUN is a path, a name under runs/, or `last`. Ctrl+C closes the view; training continues.
@@ -421,44 +407,44 @@ def watch_command(run: str, once: bool, as_json: bool) -> None:
     Example: ssh -t that-machine 'cd my-models && bloomery watch last'
     """
     folder = find_run(run)
-    watched = _Watch(folder)
+    view = _RunView(folder)
     if as_json:
-        print_json(watched.document())
+        print_json(view.document())
         return
-    if not once and sys.stdout.isatty() and worked_on(folder):
+    if not print_once and sys.stdout.isatty() and worked_on(folder):
         try:
-            watched.follow()
+            view.follow()
         except KeyboardInterrupt:
-            echo(f"Training continues. Stop it with `bloomery stop {watched.name}`.")
+            echo(f"Training continues. Stop it with `bloomery stop {view.name}`.")
             return
-    watched.print()
+    view.print()
 
 
-class _Watch:
-    """The run in its present state."""
+class _RunView:
+    """A run in its present state, read from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._run = WatchedRun()
         self._tail = Tail(folder / "events.jsonl")
-        self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
+        self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self._facts: RunFacts | None = None
         self.name = name_of(folder.absolute())  # as an argument of commands
 
     def print(self) -> None:
         status, facts = self._read()
-        screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
+        screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._ascii_only)
         for line in frame(self._run, facts, screen, state=status, now=time.time()):
             echo(line)
         tail = self._tail
         if tail.unknown_lines > 1:  # a kill truncates one line
-            unknown = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
-            echo(f"\n{unknown} are damaged or of another version")
-        again = f"bloomery watch {self.name}     in a terminal: live view"
+            lines = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
+            echo(f"\n{lines} are damaged or of another version")
+        live_view = f"bloomery watch {self.name}     in a terminal: live view"
         commands = {
             "done": f"bloomery report {self.name}",
-            "running": again,
-            "paused": again,
+            "running": live_view,
+            "paused": live_view,
             "stopping": f"bloomery resume {self.name}   after it has stopped",
         }
         echo(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
@@ -469,14 +455,13 @@ class _Watch:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while worked_on(self._folder):
                 status, facts = self._read()
-                screen = Screen(console.size.width, console.size.height, self._plain)
-                live.update(
-                    picture(self._run, facts, screen, state=status, now=time.time()), refresh=True
-                )
+                screen = Screen(console.size.width, console.size.height, self._ascii_only)
+                view = picture(self._run, facts, screen, state=status, now=time.time())
+                live.update(view, refresh=True)
                 time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
-        """For programs: the keys of metrics.json and the present state."""
+        """The JSON of the run: the keys of metrics.json and the present state."""
         status, facts = self._read()
         run = self._run
         summary = self._run.summary
@@ -504,24 +489,24 @@ class _Watch:
 
     def _read(self) -> tuple[str, RunFacts]:
         """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
-        from bloomery.train.model_folder import best_on_disk
-
+        # The lock is asked before the events are read, so that the last events of a run are not missed.
         folder = self._folder
         summary = self._run.summary
-        working = worked_on(folder)  # before the read, so that the last events are not missed
+        is_running = worked_on(folder)
         for event in self._tail.read():
             self._run.add(event)
-        summary.best_saved = None if working else best_on_disk(folder / "checkpoints")
-        if not working:
+        summary.best_saved = None if is_running else best_on_disk(folder / "checkpoints")
+
+        if not is_running:
             status = "killed" if summary.ended is None else summary.ended.status
+        elif summary.stopping:
+            status = "stopping"
+        elif (folder / "pause").exists():
+            status = "paused"
         else:
-            status = (
-                "stopping"
-                if summary.stopping
-                else "paused"
-                if (folder / "pause").exists()
-                else "running"
-            )
+            status = "running"
+
+        # The plan does not change: it is read once.
         if self._facts is None:
             try:
                 plan = read_plan(folder / "plan.json")

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from bloomery.runs.flow import EndedRun
 
 
-LAUNCHER = "bloomery.launcher"  # of the context: arguments after --, and the words before
+LAUNCHER = "bloomery.launcher"  # key of click's context: the arguments after --, and those before
 
 
 class WithLauncher(click.Command):
-    """Keeps the arguments after `--` apart: torchrun gets them, and starts the ranks."""
+    """A click command that keeps the arguments after `--` apart: torchrun gets them, and starts the ranks."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
-            at = args.index("--")
-            ctx.meta[LAUNCHER] = (args[at + 1 :], args[:at])
-            args = args[:at]
+            separator = args.index("--")
+            ctx.meta[LAUNCHER] = (args[separator + 1 :], args[:separator])
+            args = args[:separator]
         return super().parse_args(ctx, args)
 
 
@@ -89,33 +89,37 @@ def command(
     if launch and not dry_run:
         sys.stdout.flush()
         os.execv(launch[0], launch)
-    loaded, words = chosen_recipe(recipe, overrides, model, data, fetch=not dry_run)
+
+    # A dry run downloads nothing; with a launcher it also prints what every rank would start with.
+    loaded_recipe, source = chosen_recipe(recipe, overrides, model, data, fetch=not dry_run)
     if dry_run:
         from bloomery.cli.plan import show_plan
 
-        code = show_plan(loaded, devices=devices, source=words)
+        code = show_plan(loaded_recipe, devices=devices, source=source)
         if launch:
             from bloomery.hardware.detect import detect
             from bloomery.plan.resolve import local_plan, wanted
             from bloomery.runs.devices import narrowed
 
-            variables = wanted(local_plan(loaded, machine=narrowed(detect(), devices))[0])
-            echo(
-                "environment "
-                + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-            )
+            plan, _ = local_plan(loaded_recipe, machine=narrowed(detect(), devices))
+            variables = [f"{name}={shlex.quote(value)}" for name, value in wanted(plan).items()]
+            echo(f"environment {' '.join(variables)}")
             echo(f"command    {shlex.join(launch)}")
         return code
+
     if smoke_test:
         from bloomery.cli.smoke_test import run_smoke_test
 
-        return run_smoke_test(loaded, words=words, run_dir=run_dir, devices=devices)
+        return run_smoke_test(loaded_recipe, arguments=source, run_dir=run_dir, devices=devices)
 
     # A recipe that leaves compilation open is timed before a long run on a CPU.
-    trial = time_compiling if loaded.recipe.train.compile == "auto" else None
-    folder = new_folder(loaded.name) if run_dir is None else run_dir
+    trial = time_compiling if loaded_recipe.recipe.train.compile == "auto" else None
+    folder = new_folder(loaded_recipe.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
-    return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover, planned=trial))
+    ended_run = start(
+        loaded_recipe, run_dir=folder, devices=devices, recover=recover, planned=trial
+    )
+    return conclude(ended_run)
 
 
 def torchrun(launcher_arguments: Sequence[str], train_arguments: Sequence[str]) -> list[str]:
@@ -135,13 +139,14 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     announced = False
 
     def announce(_phase: str) -> None:
-        """Only where something is measured: a known machine begins at once."""
+        # Called only where something is measured: a known machine begins at once.
         nonlocal announced
         if not announced:
             text = "measuring steps with and without torch.compile (once per model and machine)"
             echo(f"compile    {text}", err=True)
         announced = True
 
+    # Nothing is measured where the answer is known, or where the run is too short to pay for a trial.
     measurements = compile_trial(plan, machine, on_phase=announce)
     if measurements:
         compiled, uncompiled = (
@@ -152,6 +157,8 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
         )
         text = f"step time with torch.compile {compiled}, without {uncompiled}"
         echo(f"compile    {text}", err=True)
+
+    # Other programs on the CPU would make the figures wrong for every later run.
     measurement_file = make_measurement_file(measurements, machine)
     disturbed = any(measurement.disturbed for measurement in measurements)
     if measurement_file is not None and not disturbed:
@@ -162,6 +169,8 @@ def conclude(run: "EndedRun") -> int:
     """Print how the run ended and the next commands; return its exit code. Of several ranks, the first one prints."""
     if run.rank:
         return run.code
+
+    # A run that stopped before its end is resumed; exit code 75 is a stop that was asked for.
     if run.code != 0:
         from bloomery.train.model_folder import saved_steps
 
@@ -170,15 +179,16 @@ def conclude(run: "EndedRun") -> int:
             state = "before the first checkpoint: a resumed run starts over"
         echo(f"stopped    {state}\nnext       bloomery resume {run.name}", err=True)
         return run.code
+
     from bloomery.plan.store import read_plan
 
     commands = [f"bloomery report {run.name}"]
     objective = read_plan(run.folder / "plan.json").objective.spec
     if not objective.values:  # a reward model generates no text
-        try_it = f"bloomery chat {run.name}"
+        sampling_command = f"bloomery chat {run.name}"
         if objective.reads_text:
-            try_it = f'bloomery generate {run.name} --prompt "..."'
-        commands.insert(0, try_it)
+            sampling_command = f'bloomery generate {run.name} --prompt "..."'
+        commands.insert(0, sampling_command)
     echo(f"done       {run.folder}\nnext       " + "\n           ".join(commands))
     return 0
 
@@ -207,7 +217,7 @@ def resume_command(
 ) -> int:
     """Resume a run from its last checkpoint.
 
-    Only the length, eval.*, sample.*, checkpoint.*, logging.*, parallel.replicate and parallel.shard can be changed.
+    Only the length, eval.*, sample.*, checkpoint.*, logging.* and parallel.* can be changed.
 
     Example: bloomery resume last train.epochs=4
     """

@@ -28,6 +28,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -50,6 +51,7 @@ LONGEST_REASON = 300  # characters of an error message from a child
 DYING_SECONDS = 30.0
 
 # How the names of exceptions end.
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of torch, before each line of a traceback
 EXCEPTION_SUFFIXES = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
 
 Message = dict[str, Any]
@@ -250,7 +252,7 @@ def signal_name(number: int) -> str:
 
 def last_words(lines: Sequence[str]) -> str:
     """The exception of a traceback, otherwise the last line, without the stack of faulthandler."""
-    printed_lines = [line.strip() for line in lines if line.strip()]
+    printed_lines = [RANK_PREFIX.sub("", line).strip() for line in lines if line.strip()]
     exceptions = [
         line
         for line in printed_lines

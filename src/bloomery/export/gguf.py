@@ -52,7 +52,7 @@ from bloomery.model.adapters.settings import base_of, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import places
+from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import StoredModel, load_decoder
 from bloomery.model.presets import read_config
 from bloomery.model.rope import table_scale
@@ -227,7 +227,7 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
-    location = stored.places[name]
+    location = stored.locations[name]
     shape = parameter_shapes(stored.config)[name]
     if len(shape) > 1 and not location.transposed:
         pieces = stored.reader.pieces(
@@ -422,7 +422,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         raise UserError(problem, where=str(files.weights), fix=merge)
     library = gguf_library()
     stored = adapter_tensors(files.weights)
-    locations = places(config)
+    locations = tensor_locations(config)
     pairs_by_stored_name = {
         locations[f"{module}.weight"].name.removesuffix(".weight"): pair
         for module, pair in adaptation.pairs.items()
@@ -441,7 +441,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             if not piece.name.endswith(".weight") or A_name not in stored:
                 continue
             stored_pair = stored[A_name], stored[f"{PREFIX}{target}.lora_B.weight"]
-            A, B = (reader.read(matrix, 0, matrix.shape[0]).float() for matrix in stored_pair)
+            A, B = (reader.read(matrix).float() for matrix in stored_pair)
             # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair.
             B = B * (pairs_by_stored_name[target].scale * A.shape[0])
             for suffix, matrix in (("lora_a", A), ("lora_b", piece.apply(B))):

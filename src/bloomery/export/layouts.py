@@ -39,7 +39,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import Stored, find_tensors, read_object
+from bloomery.model.io.stored import StoredTensor, find_tensors, read_object
 from bloomery.model.io.weights import (
     StoredModel,
     load_decoder,
@@ -136,15 +136,14 @@ def _copy_weights(source: Path, draft: Path, config: ModelConfig, dtype: torch.d
     write_json(draft / "config.json", config_to_hf(config) | {"dtype": name, "torch_dtype": name})
 
 
-def _compare_bytes(tensors: Mapping[str, Stored], draft: Path) -> None:
+def _compare_bytes(tensors: Mapping[str, StoredTensor], draft: Path) -> None:
     """Raises UserError where a tensor of the draft has other bytes than its original."""
     copies = find_tensors(draft)
     with TensorReader() as reader:
-        for name, stored in tensors.items():
-            rows = stored.shape[0] if stored.shape else 1
-            original = reader.read(stored, 0, rows).view(torch.uint8)
-            copied = reader.read(copies[name], 0, rows).view(torch.uint8)
-            if not torch.equal(original, copied):
+        for name, original in tensors.items():
+            original_bytes = reader.read(original).view(torch.uint8)
+            copied_bytes = reader.read(copies[name]).view(torch.uint8)
+            if not torch.equal(original_bytes, copied_bytes):
                 raise UserError(
                     f"{name} changed during the copy", where=str(draft), fix="check the disk"
                 )

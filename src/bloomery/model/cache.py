@@ -14,10 +14,10 @@ from bloomery.model.config import ModelConfig
 FEW = 32  # tokens that a compiled step takes at most; PyTorch reads more of them faster
 
 
-class Seen(NamedTuple):
+class VisiblePast(NamedTuple):
     """Keys and values [B, K, S, E] that the new queries see; the last T of one text's are the new ones.
 
-    `mask`: True where seen, [B, 1, 1, S], of texts of several lengths; the window is then applied.
+    `mask`: True where a query sees the key, [B, 1, 1, S], of texts of several lengths; the window is then applied.
     """
 
     keys: Tensor
@@ -27,74 +27,86 @@ class Seen(NamedTuple):
 
 @final
 class LayerCache:
-    """One layer's keys and values [slots, K, kept, E]; with a window, a ring of those that a later query can see."""
+    """One layer's keys and values [slots, K, capacity, E]; with a window, a ring of those that later queries see."""
 
     def __init__(self, cache: "Cache", window: int | None) -> None:
         self.cache = cache
         self.window = window
-        self.kept = cache.capacity if window is None else min(cache.capacity, window)
+        self.capacity = cache.capacity if window is None else min(cache.capacity, window)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     @property
     def rolls(self) -> bool:
-        """Whether old keys make room for new ones."""
-        return self.kept < self.cache.capacity
+        """Whether new keys replace old ones."""
+        return self.capacity < self.cache.capacity
 
     def memory(self, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, both [slots, heads, kept, width].
+        """All keys and values, both [slots, heads, capacity, width].
 
-        Made in the dtype and on the device of `like` where they are not yet.
+        The first call makes them, in the dtype and on the device of `like`.
         """
         if self.keys is None or self.values is None:
             # Zeros: masked keys still are multiplied, and memory may hold NaN.
-            shape = self.cache.slots, heads, self.kept, width
+            shape = self.cache.slots, heads, self.capacity, width
             self.keys = like.new_zeros(shape)
             self.values = like.new_zeros(shape)
         return self.keys, self.values
 
-    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> Seen:
+    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> VisiblePast:
         """Appends to the cache's current slots, and returns what the new queries see."""
-        whole_keys, whole_values = self.memory(k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE)
-        if not self.cache.alike:
-            index, at = self.cache.places(self.kept, k_BKTE.device)
-            whole_keys[index, :, at] = k_BKTE[:, :, 0]
-            whole_values[index, :, at] = v_BKTE[:, :, 0]
-            mask = self.cache.mask(self.kept, k_BKTE.device)
-            seen = slice(len(self.cache.rows)), slice(None), slice(mask.shape[-1])
-            return Seen(whole_keys[seen], whole_values[seen], mask)
+        all_keys, all_values = self.memory(k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE)
         rows = self.cache.rows
-        begin = self.cache.lengths[rows.start]
         count = k_BKTE.shape[2]
-        keys = whole_keys[rows.start : rows.stop]
-        values = whole_values[rows.start : rows.stop]
-        if begin + count <= self.kept:
-            keys[:, :, begin : begin + count] = k_BKTE
-            values[:, :, begin : begin + count] = v_BKTE
-            return Seen(keys[:, :, : begin + count], values[:, :, : begin + count], None)
-        last = (
-            torch.arange(max(begin, begin + count - self.kept), begin + count, device=k_BKTE.device)
-            % self.kept
-        )
+        device = k_BKTE.device
+
+        # Texts of several lengths get one token each, at a position of its own. A mask hides the
+        # keys beyond the end of each shorter text.
+        if not self.cache.equal_lengths:
+            slots, positions = self.cache.slots_and_positions(self.capacity, device)
+            all_keys[slots, :, positions] = k_BKTE[:, :, 0]
+            all_values[slots, :, positions] = v_BKTE[:, :, 0]
+            mask = self.cache.mask(self.capacity, device)
+            num_keys = mask.shape[-1]
+            return VisiblePast(
+                all_keys[: len(rows), :, :num_keys], all_values[: len(rows), :, :num_keys], mask
+            )
+
+        # Texts of one length fill the same positions, in order while there is space for them.
+        keys = all_keys[rows.start : rows.stop]
+        values = all_values[rows.start : rows.stop]
+        start = self.cache.lengths[rows.start]
+        end = start + count
+        if end <= self.capacity:
+            keys[:, :, start:end] = k_BKTE
+            values[:, :, start:end] = v_BKTE
+            return VisiblePast(keys[:, :, :end], values[:, :, :end], None)
+
+        # A full ring holds the key of a position at its remainder by the capacity. The order of
+        # the keys does not matter to a single query.
+        new_indices = torch.arange(max(start, end - self.capacity), end, device=device)
+        new_indices = new_indices % self.capacity
         if count == 1:
-            keys[:, :, last] = k_BKTE
-            values[:, :, last] = v_BKTE
-            return Seen(keys, values, None)  # their order does not matter to one query
-        old = torch.arange(max(0, begin - self.kept + 1), begin, device=k_BKTE.device) % self.kept
-        seen_keys = torch.cat((keys[:, :, old], k_BKTE), dim=2)
-        seen_values = torch.cat((values[:, :, old], v_BKTE), dim=2)
-        keys[:, :, last], values[:, :, last] = (
-            k_BKTE[:, :, -len(last) :],
-            v_BKTE[:, :, -len(last) :],
-        )
-        return Seen(seen_keys, seen_values, None)
+            keys[:, :, new_indices] = k_BKTE
+            values[:, :, new_indices] = v_BKTE
+            return VisiblePast(keys, values, None)
+
+        # The first of several queries see old keys that the last new keys replace: these are copied
+        # before they are overwritten.
+        old_indices = torch.arange(max(0, start - self.capacity + 1), start, device=device)
+        old_indices = old_indices % self.capacity
+        visible_keys = torch.cat((keys[:, :, old_indices], k_BKTE), dim=2)
+        visible_values = torch.cat((values[:, :, old_indices], v_BKTE), dim=2)
+        keys[:, :, new_indices] = k_BKTE[:, :, -len(new_indices) :]
+        values[:, :, new_indices] = v_BKTE[:, :, -len(new_indices) :]
+        return VisiblePast(visible_keys, visible_values, None)
 
 
 @final
 class Cache:
-    """The cache of a whole decoder for `slots` texts of at most `capacity` tokens; `lengths` of them are in it.
+    """The cache of a decoder for `slots` texts of at most `capacity` tokens; `lengths` of them are in it.
 
-    A forward appends to the slots `rows`: any number of tokens where their lengths are alike, as of one slot; else one
+    A forward appends to the slots `rows`: any number of tokens where their lengths are equal, as of one slot; else one
     token to each of the first n.
     """
 
@@ -113,23 +125,23 @@ class Cache:
         return max(self.lengths[row] for row in self.rows)
 
     @property
-    def alike(self) -> bool:
+    def equal_lengths(self) -> bool:
         """Whether the current slots hold equally many tokens."""
         return len(self.rows) == 1 or len({self.lengths[row] for row in self.rows}) == 1
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Of `count` new tokens: [T] where lengths are alike, else [B, 1]."""
-        if self.alike:
+        """The positions of `count` new tokens: [T] where lengths are equal, else [B, 1]."""
+        if self.equal_lengths:
             return torch.arange(self.length, self.length + count, device=device)
         assert count == 1, "slots of several lengths take one token each"
         return self._lengths(device)[:, None]
 
     def advance(self, count: int) -> None:
-        """The forward is over: every current slot has `count` more tokens."""
+        """Must run after a forward: every current slot has `count` more tokens."""
         self.append(self.rows.start, [count] * len(self.rows))
 
     def append(self, first: int, counts: Sequence[int]) -> None:
-        """The slots from `first` on have so many more tokens."""
+        """Must run when the slots from `first` on have got so many more tokens."""
         for row, count in enumerate(counts, first):
             self.lengths[row] += count
             assert self.lengths[row] <= self.capacity, (
@@ -138,55 +150,65 @@ class Cache:
         self._shared.clear()
 
     def cut(self, length: int, row: int = 0) -> bool:
-        """Forget all but the first `length` tokens of a slot; False where a window has let some of these go."""
-        had = self.lengths[row]
-        if 0 < length < had and any(had > layer.kept for layer in self.layers):
+        """Forgets all but the first `length` tokens of a slot; False where a window has dropped some of these."""
+        old_length = self.lengths[row]
+        if 0 < length < old_length and any(old_length > layer.capacity for layer in self.layers):
             return False
         if self.pasts[row] is not None and length == 0:
             self.pasts[row] = None
-        elif self.pasts[row] is not None and length < had:
-            self.pasts[row].crop(length - had)  # negative: so many go
-        self.lengths[row] = min(had, length)
+        elif self.pasts[row] is not None and length < old_length:
+            self.pasts[row].crop(length - old_length)  # a negative number drops as many
+        self.lengths[row] = min(old_length, length)
         return True
 
     def clear(self, row: int) -> None:
-        """Forget a slot, and the numbers in it: of a text that was not finite, they would reach others as 0 * NaN."""
+        """Forgets a slot, and zeroes it: numbers that are not finite would reach other texts as 0 * NaN."""
         self.cut(0, row)
         self._shared.clear()
         for layer in self.layers:
-            for kept in (layer.keys, layer.values):
-                if kept is not None:
-                    kept[row].zero_()
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    tensor[row].zero_()
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the contents of two slots."""
+    def swap(self, slot: int, other_slot: int) -> None:
+        """Exchanges the contents of two slots."""
+        pair = [slot, other_slot]
+        swapped_pair = [other_slot, slot]
+        length = max(self.lengths[slot], self.lengths[other_slot])
         for layer in self.layers:
-            most = min(max(self.lengths[one], self.lengths[other]), layer.kept)
-            for kept in (layer.keys, layer.values):
-                if kept is not None:
-                    kept[[one, other], :, :most] = kept[[other, one], :, :most]
-        for of in (self.lengths, self.pasts):
-            of[one], of[other] = of[other], of[one]
+            num_keys = min(length, layer.capacity)
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    tensor[pair, :, :num_keys] = tensor[swapped_pair, :, :num_keys]
+        lengths = self.lengths
+        lengths[slot], lengths[other_slot] = lengths[other_slot], lengths[slot]
+        pasts = self.pasts
+        pasts[slot], pasts[other_slot] = pasts[other_slot], pasts[slot]
 
-    def places(self, kept: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(slots, places in them) of the new tokens of several slots, int64 [B] each."""
-        if ("places", kept) not in self._shared:
+    def slots_and_positions(self, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The slots of the new tokens, and their positions in a layer of that capacity: int64 [B] each."""
+        key = ("slots and positions", capacity)
+        if key not in self._shared:
             lengths = self._lengths(device)
-            self._shared["places", kept] = torch.arange(len(lengths), device=device), lengths % kept
-        found: tuple[Tensor, Tensor] = self._shared["places", kept]
-        return found
+            slots = torch.arange(len(lengths), device=device)
+            self._shared[key] = slots, lengths % capacity
+        slots_and_positions: tuple[Tensor, Tensor] = self._shared[key]
+        return slots_and_positions
 
-    def mask(self, kept: int, device: torch.device) -> Tensor:
+    def mask(self, capacity: int, device: torch.device) -> Tensor:
         """The keys that the new tokens of several slots see, their own included: bool [B, 1, 1, S]."""
-        if ("mask", kept) not in self._shared:
-            seen = torch.arange(min(self.length + 1, kept), device=device)
-            self._shared["mask", kept] = (seen <= self._lengths(device)[:, None])[:, None, None]
-        found: Tensor = self._shared["mask", kept]
-        return found
+        key = ("mask", capacity)
+        if key not in self._shared:
+            positions = torch.arange(min(self.length + 1, capacity), device=device)
+            self._shared[key] = (positions <= self._lengths(device)[:, None])[:, None, None]
+        mask: Tensor = self._shared[key]
+        return mask
 
     def _lengths(self, device: torch.device) -> Tensor:
-        if ("lengths", 0) not in self._shared:
+        """Of the current slots, before the new tokens: int64 [B]."""
+        key = ("lengths", 0)
+        if key not in self._shared:
             assert self.rows.start == 0
-            self._shared["lengths", 0] = torch.tensor(self.lengths[: len(self.rows)], device=device)
-        found: Tensor = self._shared["lengths", 0]
-        return found
+            self._shared[key] = torch.tensor(self.lengths[: len(self.rows)], device=device)
+        lengths: Tensor = self._shared[key]
+        return lengths

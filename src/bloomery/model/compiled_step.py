@@ -1,8 +1,8 @@
 """A step of decoding on a CPU as one compiled function: `step.cpp`, built once per machine by its C++ compiler.
 
 PyTorch spends much of a step of a small model between its kernels, and on CPUs without bfloat16 instructions its
-matmuls read slower than memory can (benchmarks/README.md). Weights are read where they are; numbers between them stay
-float32.
+matmuls read slower than memory can (benchmarks/README.md). The code reads the weights in place; activations
+stay float32.
 """
 
 import contextlib
@@ -27,14 +27,26 @@ from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
 
-# numbers that the code handles at once, and bytes
-LANES = 16
-LINE = 64
-HUGE = 2**21
+LANES = 16  # numbers that the code handles at once
+LINE = 64  # bytes of a cache line, and of an alignment
+HUGE = 2**21  # bytes of a huge page
 MADV_HUGEPAGE = 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+# Modules other than linear maps that the code computes.
+SUPPORTED_MODULES = (
+    Decoder,
+    Backbone,
+    Block,
+    Attention,
+    MLP,
+    QuantizedLinear,
+    RMSNorm,
+    LayerNorm,
+    nn.Embedding,
+    nn.ModuleList,
+)
 
 
 class _Matrix(Structure):
@@ -57,7 +69,7 @@ class _Layer(Structure):
         ),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
         *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
-        ("kept", c_int64),
+        ("capacity", c_int64),
     )
 
 
@@ -78,7 +90,7 @@ class _Model(Structure):
                 "half",
                 "activation",
                 "cache_kind",
-                "norm_whole",
+                "qk_norm_full",
             )
         ),
         ("scale", c_float),
@@ -87,9 +99,9 @@ class _Model(Structure):
 
 
 def compile_step(decoder: Decoder, on_load: Callable[[str], None]) -> None:
-    """Texts of the decoder are decoded by compiled code where there is some; `on_load` gets why they are not.
+    """Gives the decoder a compiled step where the machine can build one; `on_load` gets a line on what decodes.
 
-    Its weights must stay as they are from then on.
+    The decoder's weights must not change afterwards.
     """
     size = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     if decoder.model.embed_tokens.weight.device.type != "cpu" or size < LEAST:
@@ -104,9 +116,9 @@ def compile_step(decoder: Decoder, on_load: Callable[[str], None]) -> None:
 
 @final
 class CompiledStep:
-    """A function of tokens that reads the decoder's weights where they are: make another when these change.
+    """A function of tokens that reads the decoder's weights in place: make another when these change.
 
-    Raises Uncompiled with the reason where the decoder, the device or the machine has none.
+    Raises Uncompiled with the reason where the decoder, the device or the machine does not support it.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -118,13 +130,20 @@ class CompiledStep:
         self.config = config
         self._body = body
         self._run = _built()
-        self._held: list[Tensor] = []  # what the structures point to, and the decoder does not hold
+        # Converted copies that the structures point to; nothing else keeps them alive.
+        self._copies: list[Tensor] = []
+        # The rotations of the positions of the largest cache so far.
+        self._table_length = 0
+        self._tables: list[Rotary | None] = []
         _move_together([*decoder.parameters(), *decoder.buffers()])
-        self._tables: tuple[int, list[Rotary | None]] = 0, []
-        layers: Any = body.layers
+
+        # PyTorch turns all int8 weights into floats at each forward, so that this code stays faster
+        # for more tokens.
         quantized = any(isinstance(module, QuantizedWeight) for module in decoder.modules())
-        # PyTorch turns all int8 weights into floats at each forward
-        self._most = 8 * FEW if quantized else FEW
+        self._max_tokens = 8 * FEW if quantized else FEW
+
+        # The model as the structures of step.cpp, in the order of their fields.
+        layers: Any = body.layers
         self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in layers))
         self._model = _Model(
             self._layers,
@@ -145,11 +164,14 @@ class CompiledStep:
         )
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
-        """Whether it may append these tokens: not many, and none pushes another of them out of a window."""
-        count = sum(map(len, tokens))
-        one = all(len(ids) <= 1 for ids in tokens)
-        longest = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
-        return one or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
+        """Whether it can append these tokens: not many, and none pushes another of them out of a window."""
+        if all(len(ids) <= 1 for ids in tokens):
+            return True
+        num_tokens = sum(map(len, tokens))
+        max_length = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
+        return num_tokens <= self._max_tokens and all(
+            max_length <= layer.capacity for layer in cache.layers
+        )
 
     def __call__(
         self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
@@ -158,34 +180,38 @@ class CompiledStep:
 
         Returns logits, float32 [N, V], after the last token of each slot or, with `every`, after each token.
         """
-        slots = [first + row for row, ids in enumerate(tokens) for _ in ids]
-        places = [
-            cache.lengths[first + row] + at
-            for row, ids in enumerate(tokens)
-            for at in range(len(ids))
-        ]
-        assert max(places) < cache.capacity, (
-            f"{max(places) + 1} tokens do not fit into {cache.capacity}"
+        # The tokens of all slots as one list: of each its slot, its position there, and whether its
+        # logits are computed.
+        slots: list[int] = []
+        positions: list[int] = []
+        logit_indices: list[int] = []
+        for slot, ids in enumerate(tokens, first):
+            for position in range(cache.lengths[slot], cache.lengths[slot] + len(ids)):
+                if every:
+                    logit_indices.append(len(slots))
+                slots.append(slot)
+                positions.append(position)
+            if ids and not every:
+                logit_indices.append(len(slots) - 1)
+        assert max(positions) < cache.capacity, (
+            f"{max(positions) + 1} tokens do not fit into {cache.capacity}"
         )
-        ends = [
-            at
-            for at in range(len(slots))
-            if every or at + 1 == len(slots) or slots[at] != slots[at + 1]
-        ]
+
+        # The compiled code reads and writes the memory of tensors that Python holds.
         self._point_to(cache)
         numbers = c_int64 * len(slots)
         with torch.no_grad():
-            ids = torch.tensor([token for row in tokens for token in row])
-            embedded = self._body.embed(ids, torch.tensor(places)).float().contiguous()
-            logits = torch.empty(len(ends), self._model.head.outputs)
+            flat_ids = torch.tensor([token for ids in tokens for token in ids])
+            embedded = self._body.embed(flat_ids, torch.tensor(positions)).float().contiguous()
+            logits = torch.empty(len(logit_indices), self._model.head.outputs)
             self._run(
                 ctypes.byref(self._model),
                 len(slots),
                 numbers(*slots),
-                numbers(*places),
+                numbers(*positions),
                 embedded.data_ptr(),
-                len(ends),
-                (c_int64 * len(ends))(*ends),
+                len(logit_indices),
+                (c_int64 * len(logit_indices))(*logit_indices),
                 logits.data_ptr(),
                 torch.get_num_threads(),
             )
@@ -193,41 +219,46 @@ class CompiledStep:
             return capped(logits, self.config.final_softcap)
 
     def _point_to(self, cache: Cache) -> None:
-        """Names the cache's tensors, and tables of as many positions as it has, in the structures."""
-        capacity, tables = self._tables
-        if capacity < cache.capacity:
-            tables = self._body.rotary(torch.arange(cache.capacity))
-            self._tables = cache.capacity, tables
+        """Points the structures to the cache's tensors, and to rotations of as many positions as it has."""
+        config = self.config
+        if self._table_length < cache.capacity:
+            self._tables = self._body.rotary(torch.arange(cache.capacity))
+            self._table_length = cache.capacity
         embeddings = self._body.embed_tokens.weight
-        for layer, held, table in zip(self._layers, cache.layers, tables, strict=True):
-            keys, values = held.memory(self.config.num_kv_heads, self.config.head_dim, embeddings)
+        for layer, layer_cache, table in zip(self._layers, cache.layers, self._tables, strict=True):
+            keys, values = layer_cache.memory(config.num_kv_heads, config.head_dim, embeddings)
             layer.keys = keys.data_ptr()
             layer.values = values.data_ptr()
-            layer.kept = held.kept
+            layer.capacity = layer_cache.capacity
             if table is not None:
                 layer.cos = table.cos.data_ptr()
                 layer.sin = table.sin.data_ptr()
             self._model.cache_kind = KINDS[keys.dtype]
 
     def _layer(self, block: Any) -> _Layer:
-        config = self.config
+        """The matrices and norms of a block, in the order of the structure."""
         attention = block.self_attn
         mlp = block.mlp
-        before = config.norm_placement != "after"
-        after = config.norm_placement != "before"
-        names = (
-            "input_layernorm" if before else None,
-            "post_attention_layernorm" if after else None,
-            ("pre_feedforward_layernorm" if after else "post_attention_layernorm")
-            if before
-            else None,
-            "post_feedforward_layernorm" if after else None,
-        )
-        norms = [None if name is None else getattr(block, name) for name in names]
+
+        # Where a norm stands only before each part, "post_attention_layernorm" is the MLP's.
+        norm_names: tuple[str | None, ...]
+        match self.config.norm_placement:
+            case "before":
+                norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
+            case "after":
+                norm_names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+            case "both":
+                norm_names = (
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                )
+        norms = [None if name is None else getattr(block, name) for name in norm_names]
         norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        maps = [getattr(attention, f"{name}_proj") for name in "qkvo"]
-        maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        return _Layer(*map(self._matrix, maps), *map(self._norm, norms))
+        projections = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        return _Layer(*map(self._matrix, projections), *map(self._norm, norms))
 
     def _norm(self, norm: nn.Module | None) -> _Norm:
         if norm is None:
@@ -235,70 +266,82 @@ class CompiledStep:
         assert isinstance(norm, RMSNorm | LayerNorm)
         gain = norm.weight.detach().float()
         if isinstance(norm, RMSNorm):
-            return _Norm(self._hold(gain + 1 if norm.unit_offset else gain), None, 0, norm.eps)
-        return _Norm(self._hold(gain), self._hold(norm.bias), 1, norm.eps)
+            scale = gain + 1 if norm.unit_offset else gain
+            return _Norm(self._floats(scale), None, 0, norm.eps)
+        return _Norm(self._floats(gain), self._floats(norm.bias), 1, norm.eps)
 
     def _matrix(self, linear: nn.Module | None, *, int8: bool = False) -> _Matrix:
-        """`int8`: in a copy, where the weight is not."""
+        """A linear map with its LoRA matrices. `int8`: a float weight is copied as int8."""
         if linear is None:
             return _Matrix()
         assert isinstance(linear, nn.Linear | QuantizedLinear)
-        A = B = None
+
+        # LoRA's rank is padded with zeros to what the code multiplies at once.
+        A = None
+        B = None
         rank = 0
         if isinstance(linear, LoraLinear):
-            A, B = (each.detach() for each in linear.pair(torch.float32))
-            spare = -len(A) % LANES
-            rank = len(A) + spare
-            A = F.pad(A, (0, 0, 0, spare))
-            B = F.pad(B * linear.scale, (0, spare))
+            lora_A, lora_B = linear.pair(torch.float32)
+            padding = -len(lora_A) % LANES
+            rank = len(lora_A) + padding
+            A = F.pad(lora_A.detach(), (0, 0, 0, padding))
+            B = F.pad(lora_B.detach() * linear.scale, (0, padding))
+
         scales = None
-        stored = None if type(linear) is nn.Linear else linear.stored
-        if isinstance(stored, QuantizedWeight):
-            weight = stored.codes
-            scales = stored.scales.view(torch.float32)
-            shape = (stored.outputs, stored.inputs)
+        quantized_weight = None if type(linear) is nn.Linear else linear.stored
+        if isinstance(quantized_weight, QuantizedWeight):
+            weight = quantized_weight.codes
+            scales = quantized_weight.scales.view(torch.float32)
+            shape = (quantized_weight.outputs, quantized_weight.inputs)
         else:
             assert isinstance(linear, nn.Linear)
             weight = linear.weight.detach()
             shape = (linear.out_features, linear.in_features)
             if int8:
                 weight, scales = quantize_int8(weight.flatten())
-        pointers = [self._hold(each, whole=False) for each in (weight, scales)]
         return _Matrix(
-            *pointers,
-            *(self._hold(each) for each in (linear.bias, A, B)),
+            self._address(weight),
+            self._address(scales),
+            self._floats(linear.bias),
+            self._floats(A),
+            self._floats(B),
             *shape,
             KINDS[weight.dtype],
             rank,
         )
 
-    def _hold(self, tensor: Tensor | None, *, whole: bool = True) -> int | None:
-        """The address of a tensor, kept as it is or as float32 (`whole`)."""
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        """The address of a tensor as float32, which this object keeps alive."""
+        return None if tensor is None else self._address(tensor.detach().float())
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        """The address of a tensor in its own dtype, which this object keeps alive."""
         if tensor is None:
             return None
-        tensor = (tensor.detach().float() if whole else tensor).contiguous()
-        self._held.append(tensor)
-        return tensor.data_ptr()
+        contiguous = tensor.contiguous()
+        self._copies.append(contiguous)
+        return contiguous.data_ptr()
 
 
 @torch.no_grad()
 def _move_together(tensors: Sequence[Tensor]) -> None:
-    """Into one block of huge pages (where Linux gives these to who asks), one after another, so that no copy is left.
+    """Moves the tensors into one block of huge pages, one after another, so that no copy is left.
 
-    Of many small pages a CPU spends a tenth of the time on finding them.
+    With small pages, a CPU spends a tenth of a step on looking up their addresses.
     """
     sizes = [-(-tensor.nbytes // LINE) * LINE for tensor in tensors]
     block = torch.empty(sum(sizes) + 2 * HUGE, dtype=torch.uint8)
     start = -block.data_ptr() % HUGE
-    whole = (len(block) - start) // HUGE * HUGE
-    with contextlib.suppress(OSError, AttributeError):  # another system: pages stay as they are
+    huge_bytes = (len(block) - start) // HUGE * HUGE
+    # Linux must be asked for huge pages; on another system the pages stay as they are.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).madvise(
-            c_void_p(block.data_ptr() + start), ctypes.c_size_t(whole), MADV_HUGEPAGE
+            c_void_p(block.data_ptr() + start), ctypes.c_size_t(huge_bytes), MADV_HUGEPAGE
         )
     for tensor, size in zip(tensors, sizes, strict=True):
-        place = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
-        tensor.data = place
+        moved_tensor = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        moved_tensor.copy_(tensor)
+        tensor.data = moved_tensor
         start += size
 
 
@@ -312,31 +355,23 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "it is not on a CPU"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
+    # The code reads a matrix in full cache lines, and a head in full vectors.
     widths = config.hidden_size, config.intermediate_size, config.query_width
     if config.head_dim % LANES or any(width % LINE for width in widths):
         return f"its widths are not multiples of {LINE}"
+    # Every module must be one that the code computes, with weights that it reads.
     for name, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
-            good = not module.dora and (module.stored is None or module.stored.base == "int8")
-        elif isinstance(module, QuantizedWeight):
-            good = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
-        elif isinstance(module, nn.Linear):
-            good = type(module) is nn.Linear and module.weight.dtype in KINDS
-        else:
-            known = (
-                Decoder,
-                Backbone,
-                Block,
-                Attention,
-                MLP,
-                QuantizedLinear,
-                RMSNorm,
-                LayerNorm,
-                nn.Embedding,
-                nn.ModuleList,
+            is_supported = not module.dora and (
+                module.stored is None or module.stored.base == "int8"
             )
-            good = isinstance(module, known)
-        if not good:
+        elif isinstance(module, QuantizedWeight):
+            is_supported = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
+        elif isinstance(module, nn.Linear):
+            is_supported = type(module) is nn.Linear and module.weight.dtype in KINDS
+        else:
+            is_supported = isinstance(module, SUPPORTED_MODULES)
+        if not is_supported:
             return f"{name} is stored or computed in another way"
     return None
 

@@ -1,6 +1,6 @@
 """Decoding: several texts at once, each in a slot of one KV cache. Chat, generate, samples and serve all come here.
 
-A step reads a piece of one prompt, then gives every text that is begun one token, in one forward for all of them.
+A step reads a piece of one prompt, then gives every running text one token, in one forward for all of them.
 Sampling: the settings, and the distribution that they make of logits. Speculation: guesses of a text's next tokens,
 several of which one forward checks, by prompt lookup or by a smaller draft model.
 """
@@ -22,7 +22,7 @@ from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
 from bloomery.model.heads import LastLogits
 
 COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
-# the likeliest tokens, which nearly always reach top_p: sorting a whole vocabulary takes milliseconds
+# The likeliest tokens, which nearly always reach top_p: sorting a full vocabulary takes milliseconds.
 HEAD = 1024
 
 
@@ -82,17 +82,19 @@ def draw(
     sampling: Sampling,
     random: torch.Generator,
 ) -> int:
-    """A token from float32 logits [V] on the CPU, after the prompt and the tokens that are new since."""
-    logits = penalized(logits, prompt, new, sampling)
+    """A token from float32 logits [V] on the CPU, after the prompt and the new tokens."""
+    penalized_logits = penalized(logits, prompt, new, sampling)
     if sampling.temperature < COLDEST:
-        return int(logits.argmax())
-    return int(torch.multinomial(next_distribution(logits, sampling), 1, generator=random))
+        return int(penalized_logits.argmax())
+    distribution = next_distribution(penalized_logits, sampling)
+    return int(torch.multinomial(distribution, 1, generator=random))
 
 
 def penalized(
     logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sampling
 ) -> Tensor:
-    """Logits [V] after the penalties of what occurred; the same tensor where there are none."""
+    """Logits [V] after the penalties of tokens that occurred; the same tensor where there are none."""
+    # Lower logits, for repetition in all of the text and for frequency in the new tokens.
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted({*prompt, *new}))
         id_logits = logits[ids]
@@ -104,9 +106,10 @@ def penalized(
         logits = logits.index_add(
             0, ids, -(sampling.frequency_penalty * counts + sampling.presence_penalty)
         )
+
+    # Impossible tokens: an end that is too early, and the end of an n-gram that occurred.
     banned = list(sampling.stop_ids) if len(new) < sampling.min_new_tokens else []
     if size := sampling.no_repeat_ngram_size:
-        # A token is banned when it would end an n-gram that the text has already.
         tokens = [*prompt, *new]
         ngram_start = tokens[len(tokens) - size + 1 :]
         for start in range(len(tokens) - size + 1):
@@ -185,18 +188,21 @@ class Past:
                 return position
         return min(len(slot_ids), len(ids) - 1)
 
-    def rest(
+    def reuse(
         self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None
     ) -> list[int]:
-        """Keeps what is common with `ids` and returns what is left to read; there is room for `capacity` tokens."""
+        """Keeps the beginning that a slot has in common with `ids`, and returns the tokens that are not read yet.
+
+        Afterwards `capacity` tokens fit into the slot.
+        """
         common = self.common(slot, ids, adapter)
         if capacity > self.cache.capacity:
             assert self.slots == 1, (
                 f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
             )
-            room = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
+            larger_capacity = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
             common = 0
-            self.cache = Cache(self.decoder.config, room)
+            self.cache = Cache(self.decoder.config, larger_capacity)
         elif not self.cache.cut(common, slot):
             common = 0
             self.cache.cut(0, slot)
@@ -207,25 +213,31 @@ class Past:
     def read(
         self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False
     ) -> Tensor:
-        """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU; with `every`, [N, V]
-        after each token, of as many as `ahead` allows. What interrupts it leaves nothing of their past.
+        """Appends tokens to the slots from `first` on, and returns logits, float32 on the CPU.
+
+        They are [slots, V], after the last token of each slot, or with `every` [N, V], after each token, of as many as
+        `max_guesses` allows. An interruption leaves nothing of the slots' past.
         """
+        # Compiled code takes few tokens of any slots; a forward of PyTorch takes equally many of
+        # each, and some models one slot at a time.
         rows = range(first, first + len(tokens))
         step = self.decoder.step
         if step is not None and step.takes(tokens, first, self.cache):
             logits = step(tokens, first, self.cache, every=every)
-            for row, more in zip(rows, tokens, strict=True):
-                self.ids[row].extend(more)
+            for row, new_ids in zip(rows, tokens, strict=True):
+                self.ids[row].extend(new_ids)
             return logits
         if len(rows) > 1 and not in_one_forward(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
-        past = [self.ids[row] for row in rows]
+
+        # While the forward runs, the slots have no valid tokens.
+        old_ids = [self.ids[row] for row in rows]
         self.cache.rows = rows
         for row in rows:
             self.ids[row] = []
         if self.choose is not None:
             self.choose([self.adapters[row] for row in rows])
-        device = self.decoder.model.embed_tokens.weight.device
+        device = next(self.decoder.parameters()).device
         head = ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
@@ -236,55 +248,65 @@ class Past:
             for row in rows:
                 self.cache.clear(row)
             raise
-        for row, ids, more in zip(rows, past, tokens, strict=True):
-            ids.extend(more)
+        for row, ids, new_ids in zip(rows, old_ids, tokens, strict=True):
+            ids.extend(new_ids)
             self.ids[row] = ids
         return output.head.flatten(0, -2).float().cpu()
 
-    def ahead(self, slots: int) -> int:
-        """How many guessed tokens of each of the first slots one forward can check, and drop again."""
-        cache = self.cache
+    def max_guesses(self, slots: int) -> int:
+        """How many guessed tokens of each of the first slots one forward can check, and drop again.
+
+        A token that a window's ring has lost to a guess would not come back: all of them must fit.
+        """
         if not in_one_forward(self.decoder.config) or (self.decoder.step is None and slots > 1):
             return 0
-        held = max(cache.lengths[:slots])
-        return max(0, min(FEW // slots, min(layer.kept for layer in cache.layers) - held) - 1)
+        length = max(self.cache.lengths[:slots])
+        capacity = min(layer.capacity for layer in self.cache.layers)
+        return max(0, min(FEW // slots, capacity - length) - 1)
 
     def drop(self, slot: int, count: int) -> None:
-        """Forgets the last tokens of a slot, which `ahead` allowed."""
-        kept = len(self.ids[slot]) - count
-        self.cache.cut(kept, slot)
-        del self.ids[slot][kept:]
+        """Forgets the last tokens of a slot, guesses that `max_guesses` allowed."""
+        length = len(self.ids[slot]) - count
+        self.cache.cut(length, slot)
+        del self.ids[slot][length:]
 
     def forget(self, slot: int) -> None:
-        """Nothing of a text that was not finite may reach another."""
+        """Clears a slot: numbers of a text that were not finite must not reach another text."""
         self.ids[slot] = []
         self.cache.clear(slot)
 
-    def swap(self, one: int, other: int) -> None:
-        if one != other:
-            self.cache.swap(one, other)
-            self.ids[one], self.ids[other] = self.ids[other], self.ids[one]
-            self.adapters[one], self.adapters[other] = self.adapters[other], self.adapters[one]
+    def swap(self, slot: int, other_slot: int) -> None:
+        """Exchanges the contents of two slots."""
+        if slot == other_slot:
+            return
+        self.cache.swap(slot, other_slot)
+        ids = self.ids
+        ids[slot], ids[other_slot] = ids[other_slot], ids[slot]
+        adapters = self.adapters
+        adapters[slot], adapters[other_slot] = adapters[other_slot], adapters[slot]
 
 
 class Constraint(Protocol):
     """A grammar of new tokens, such as JSON of a schema."""
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Logits [V] in which what may not come next is impossible."""
+        """Logits [V] in which tokens that the grammar forbids are impossible."""
 
     def take(self, token: int) -> None:
-        """It came next."""
+        """Must be called with each new token."""
 
 
 @final
 @dataclass(eq=False)
 class Text:
-    """A text that is being decoded. `new`: its new tokens; `unread`: tokens that the cache lacks."""
+    """A text that is being decoded. `new`: its new tokens; `unread`: tokens that the cache lacks.
+
+    `max_new_tokens`: those of the sampling settings, or fewer where the cache or the model's positions end.
+    """
 
     prompt: list[int]
     sampling: Sampling
-    room: int
+    max_new_tokens: int
     unread: list[int]
     adapter: Adapter
     logprobs: int | None
@@ -296,9 +318,10 @@ class Text:
 @final
 @dataclass(frozen=True)
 class Drawn:
-    """A token of a text. `ended`: after it, or instead of it (`token` is then None); an error where its logits are not
-    finite (NotFinite), or its grammar gave up.
+    """A token of a text, or its end, or both.
 
+    `ended`: why the text ended after the token, or instead of it (`token` is then None); an error where its logits are
+    not finite (NotFinite), or its grammar gave up.
     `logprob`: of the token before temperature and filters, with those of the `top` likeliest; None unless asked for.
     """
 
@@ -312,7 +335,7 @@ class Drawn:
 @final
 @dataclass
 class Speculation:
-    """`guess`: of (text, most) the next tokens, at most so many, which one forward checks.
+    """Guesses of next tokens. `guess` gets a text and a limit, and returns at most so many tokens.
 
     Each token is sampled as without guesses, from the same random numbers: the text is the same, whatever is guessed.
     """
@@ -344,7 +367,7 @@ class RunningBatch:
         self.past = past
         self.agree = agree
         self.speculation = speculation
-        # What rotations that depend on the length make of a token depends on the piece in which it is read.
+        # Where rotations depend on the length, the result for a token depends on the piece in which it is read.
         self.exact = in_one_forward(past.decoder.config)
         self.piece = piece if self.exact else None
         self.texts: list[Text] = []
@@ -372,7 +395,7 @@ class RunningBatch:
         max_tokens = past.decoder.config.max_positions
         if past.slots > 1:
             max_tokens = min(max_tokens, past.cache.capacity)
-        room = max(0, min(sampling.max_new_tokens, max_tokens - len(prompt)))
+        max_new_tokens = max(0, min(sampling.max_new_tokens, max_tokens - len(prompt)))
 
         # Running texts hold the first slots: the best of the free ones is swapped to the place
         # behind them.
@@ -384,25 +407,32 @@ class RunningBatch:
             past.swap(slot, best_slot)
         elif past.slots > 1:
             past.ids[slot] = []
-        unread = past.rest(prompt, len(prompt) + room, slot, adapter)
-        random = torch.Generator().manual_seed(sampling.seed)
-        text = Text(list(prompt), sampling, room, unread, adapter, logprobs, random, constraint)
+        text = Text(
+            prompt=list(prompt),
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            unread=past.reuse(prompt, len(prompt) + max_new_tokens, slot, adapter),
+            adapter=adapter,
+            logprobs=logprobs,
+            random=torch.Generator().manual_seed(sampling.seed),
+            constraint=constraint,
+        )
         self.texts.append(text)
         return text
 
     def remove(self, text: Text) -> None:
-        """Ends a text; its slot is free, and keeps the tokens for one that begins alike."""
+        """Ends a text; its slot is free, and keeps the tokens for a text that begins alike."""
         slot = self.texts.index(text)
-        last = self.texts.pop()
+        last_text = self.texts.pop()
         self.past.swap(slot, len(self.texts))
-        if last is not text:
-            self.texts[slot] = last
+        if last_text is not text:
+            self.texts[slot] = last_text
 
     def step(self) -> list[Drawn]:
         """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
+        # A text that may have no new token ends before anything is computed for it.
         drawn = []
-        # A text without room ends before anything is computed for it.
-        for text in [text for text in self.texts if text.room == 0]:
+        for text in [text for text in self.texts if text.max_new_tokens == 0]:
             self.remove(text)
             drawn.append(Drawn(text, None, "length"))
         waiting = next((text for text in self.texts if not text.new), None)
@@ -422,38 +452,51 @@ class RunningBatch:
             logits = self.past.read([piece_tokens], slot)
             if not waiting.unread:
                 drawn += self._draw([waiting], [[]], logits)
-        # Texts with one unread token come first, so that they are the rows of one forward.
-        ready = [text for text in self.texts if text.new and text is not waiting]
-        for place, text in enumerate(ready):
-            slot = self.texts.index(text)
-            self.past.swap(place, slot)
-            self.texts[place], self.texts[slot] = text, self.texts[place]
-        if ready:
-            guesses = [self._guessed(text, len(ready)) for text in ready]
-            tokens = [[*text.unread, *more] for text, more in zip(ready, guesses, strict=True)]
-            drawn += self._draw(ready, guesses, self.past.read(tokens, every=any(guesses)))
+
+        # Running texts, which have one unread token, are moved to the first slots, so that they are
+        # the rows of one forward.
+        running_texts = [text for text in self.texts if text.new and text is not waiting]
+        for slot, text in enumerate(running_texts):
+            old_slot = self.texts.index(text)
+            self.past.swap(slot, old_slot)
+            self.texts[slot], self.texts[old_slot] = self.texts[old_slot], self.texts[slot]
+        if running_texts:
+            guesses = [self._guess(text, len(running_texts)) for text in running_texts]
+            tokens = [
+                [*text.unread, *guess] for text, guess in zip(running_texts, guesses, strict=True)
+            ]
+            logits = self.past.read(tokens, every=any(guesses))
+            drawn += self._draw(running_texts, guesses, logits)
         return drawn
 
     def _short_prompts(self) -> list[list[int]]:
         """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
+        # Every running text has its token; prompts share the other tokens of a compiled step.
         step = self.past.decoder.step
-        left = FEW - sum(bool(text.new) for text in self.texts)
-        tokens = list[list[int]]()
+        num_free = FEW - sum(bool(text.new) for text in self.texts)
+        num_prompts = 0
+        slot_tokens = list[list[int]]()
         for text in self.texts:
-            fits = bool(text.new) or len(text.unread) <= left
-            left -= 0 if text.new or not fits else len(text.unread)
-            tokens.append(text.unread if fits else [])
-        prompts = sum(
-            bool(ids) for ids, text in zip(tokens, self.texts, strict=True) if not text.new
-        )
-        able = step is not None and prompts > 0 and step.takes(tokens, 0, self.past.cache)
-        return tokens if able else []
+            if text.new:
+                slot_tokens.append(text.unread)
+            elif len(text.unread) <= num_free:
+                slot_tokens.append(text.unread)
+                num_free -= len(text.unread)
+                num_prompts += bool(text.unread)
+            else:
+                slot_tokens.append([])
+        if step is None or num_prompts == 0 or not step.takes(slot_tokens, 0, self.past.cache):
+            return []
+        return slot_tokens
 
-    def _guessed(self, text: Text, texts: int) -> list[int]:
+    def _guess(self, text: Text, num_texts: int) -> list[int]:
+        """The text's next tokens as speculation guesses them, where one forward can check any."""
         if self.speculation is None:
             return []
-        most = min(self.past.ahead(texts), text.room - len(text.new) - 1)
-        return self.speculation.guess(text, most) if most > 0 else []
+        # The forward draws one token more than it checks.
+        num_missing = text.max_new_tokens - len(text.new)
+        limit = min(self.past.max_guesses(num_texts), num_missing - 1)
+        return self.speculation.guess(text, limit) if limit > 0 else []
 
     def _draw(
         self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor
@@ -487,6 +530,7 @@ class RunningBatch:
         return drawn
 
     def _next(self, text: Text, logits: Tensor) -> Drawn:
+        """Draws a text's next token from logits [V], and appends it unless it ends the text."""
         if not bool(logits.isfinite().all()):
             return Drawn(text, None, NotFinite())
         try:
@@ -501,14 +545,17 @@ class RunningBatch:
             text.constraint.take(token)
         text.new.append(token)
         text.unread = [token]
+
+        # Log-probabilities are the model's own, before the grammar and the sampling settings.
         logprob = None
         top = tuple[tuple[int, float], ...]()
         if text.logprobs is not None:
-            shares = logits.log_softmax(-1)
-            logprob = float(shares[token])
-            likeliest = shares.topk(min(text.logprobs, len(shares)))
+            logprobs = logits.log_softmax(-1)
+            logprob = float(logprobs[token])
+            likeliest = logprobs.topk(min(text.logprobs, len(logprobs)))
             top = tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
-        return Drawn(text, token, "length" if len(text.new) == text.room else None, logprob, top)
+        is_full = len(text.new) == text.max_new_tokens
+        return Drawn(text, token, "length" if is_full else None, logprob, top)
 
 
 def sample_tokens(
@@ -521,8 +568,9 @@ def sample_tokens(
     speculation: Speculation | None = None,
     constraint: Constraint | None = None,
 ) -> Iterator[int]:
-    """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
-    a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
+    """Yields new tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the positions.
+
+    With a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
     """
     batch = RunningBatch(past or Past(decoder), agree=agree, speculation=speculation)
     batch.add(prompt_ids, sampling, constraint=constraint)
@@ -539,42 +587,46 @@ NGRAMS = (3, 2)  # tokens at the end of a text that are searched in it, the long
 
 @final
 class PromptLookup:
-    """Guess what followed the last tokens where they occurred before (`prompt_lookup_num_tokens` of transformers)."""
+    """Guesses the tokens that followed the last ones where these occurred before.
+
+    transformers calls it `prompt_lookup_num_tokens`.
+    """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def __call__(self, text: Text, most: int) -> list[int]:
-        """At most `most` tokens; none where the end of the text is new."""
+    def __call__(self, text: Text, limit: int) -> list[int]:
+        """At most `limit` tokens; none where the end of the text did not occur before."""
+        # The search of bytes is quick; a match that begins within a number is none.
         ids = array("q", [*text.prompt, *text.new])
-        whole = ids.tobytes()
+        text_bytes = ids.tobytes()
         for size in NGRAMS:
-            last = ids[-size:].tobytes()
-            at = 1
-            end = len(whole) - ids.itemsize
-            while at > 0 and at % ids.itemsize:  # elsewhere it begins within a number
-                at = whole.rfind(last, 0, end)
-                end = at + len(last) - 1
-            if at >= 0 and len(ids) > size:
-                first = at // ids.itemsize + size
-                return ids[first : first + min(most, self.tokens)].tolist()
+            ngram_bytes = ids[-size:].tobytes()
+            offset = 1
+            end = len(text_bytes) - ids.itemsize
+            while offset > 0 and offset % ids.itemsize:
+                offset = text_bytes.rfind(ngram_bytes, 0, end)
+                end = offset + len(ngram_bytes) - 1
+            if offset >= 0 and len(ids) > size:
+                first = offset // ids.itemsize + size
+                return ids[first : first + min(limit, self.tokens)].tolist()
         return []
 
 
 @final
 class DraftModel:
-    """Guess with a smaller model of the same vocabulary, sampled with the noise that the text itself will be.
+    """Guesses with a smaller model of the same vocabulary, sampled with the text's own random numbers.
 
-    The same noise over nearly the same probabilities mostly gives the same token, at any temperature.
+    The same random numbers with nearly the same probabilities mostly give the same token, at any temperature.
     """
 
     def __init__(self, decoder: Decoder, target: Decoder, tokens: int = 4) -> None:
         """Raises UserError where the vocabularies differ."""
-        ours = target.config.vocab_size
-        theirs = decoder.config.vocab_size
-        if ours != theirs:
+        target_size = target.config.vocab_size
+        draft_size = decoder.config.vocab_size
+        if draft_size != target_size:
             raise UserError(
-                f"the draft model has {theirs:,} tokens in its vocabulary, the model {ours:,}",
+                f"the draft model has {draft_size:,} tokens in its vocabulary, the model {target_size:,}",
                 where="--draft",
                 fix="take a smaller model of the same family",
                 code=2,
@@ -583,24 +635,25 @@ class DraftModel:
         self.tokens = tokens
         self._pasts = WeakKeyDictionary[Text, Past]()
 
-    def __call__(self, text: Text, most: int) -> list[int]:
-        """At most `most` tokens."""
+    def __call__(self, text: Text, limit: int) -> list[int]:
+        """At most `limit` tokens; none where the draft model's positions end before the text does."""
         past = self._pasts.get(text)
         if past is None:
-            past = self._pasts[text] = Past(self.decoder)
-        capacity = len(text.prompt) + text.room + 1
-        most = min(
-            most,
-            self.tokens,
-            self.decoder.config.max_positions - len(text.prompt) - len(text.new) - 1,
-        )
-        if most < 1 or capacity > self.decoder.config.max_positions:
+            past = Past(self.decoder)
+            self._pasts[text] = past
+        max_positions = self.decoder.config.max_positions
+        capacity = len(text.prompt) + text.max_new_tokens + 1
+        num_free_positions = max_positions - len(text.prompt) - len(text.new) - 1
+        num_guesses = min(limit, self.tokens, num_free_positions)
+        if num_guesses < 1 or capacity > max_positions:
             return []
-        unread = past.rest([*text.prompt, *text.new], capacity)
-        random = torch.Generator()
+
+        # A copy of the text's random stream: drawing the text itself must not notice the guesses.
+        unread = past.reuse([*text.prompt, *text.new], capacity)
         new = list(text.new)
+        random = torch.Generator()
         random.set_state(text.random.get_state())
-        for _ in range(most):
+        for _ in range(num_guesses):
             [logits] = past.read([unread])
             if not bool(logits.isfinite().all()):
                 break

@@ -38,18 +38,18 @@ def library(source: Library) -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise Uncompiled("no C++ compiler is installed: apt install g++")
-    # The machine and its CPU are part of the name: a home folder may be shared by several.
+
+    # All that the result depends on is part of its name: several machines may share a home folder.
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
     facts = [code.decode(), compiler, version, " ".join(FLAGS), _cpu()]
+    digest = hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
     stem = source.file.partition(".")[0]
-    built = (
-        cache_folder() / f"{stem}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}.so"
-    )
-    if not built.exists():
-        _compile(compiler, code, built)
-    return ctypes.CDLL(str(built))
+    library_file = cache_folder() / f"{stem}-{digest}.so"
+    if not library_file.exists():
+        _compile(compiler, code, library_file)
+    return ctypes.CDLL(str(library_file))
 
 
 def find_compiler() -> str | None:
@@ -57,27 +57,26 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def _compile(compiler: str, code: bytes, into: Path) -> None:
-    """Atomically; readable by this user alone, since what is in the file runs."""
+def _compile(compiler: str, code: bytes, library_file: Path) -> None:
+    """Writes the file atomically, for this user alone, since its content runs. Raises Uncompiled."""
     try:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into.parent) as folder:
-            made = Path(folder) / into.name
-            done = subprocess.run(
-                [compiler, *FLAGS, "-x", "c++", "-", "-o", str(made)],
+        library_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library_file.parent) as folder:
+            draft = Path(folder) / library_file.name
+            compilation = subprocess.run(
+                [compiler, *FLAGS, "-x", "c++", "-", "-o", str(draft)],
                 input=code,
                 capture_output=True,
                 check=False,
             )
-            if done.returncode:
-                lines = done.stderr.decode(errors="replace").splitlines() or [""]
-                raise Uncompiled(
-                    f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}"
-                )
-            made.chmod(0o700)
-            made.replace(into)
+            if compilation.returncode:
+                lines = compilation.stderr.decode(errors="replace").splitlines() or [""]
+                first_error = next((line for line in lines if "error" in line), lines[0])
+                raise Uncompiled(f"{compiler} failed: {first_error}")
+            draft.chmod(0o700)
+            draft.replace(library_file)
     except OSError as error:
-        raise Uncompiled(f"cannot write {into}: {error.strerror}") from error
+        raise Uncompiled(f"cannot write {library_file}: {error.strerror}") from error
 
 
 def _cpu() -> str:
@@ -86,7 +85,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return (
-        next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        + platform.machine()
-    )
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return features + platform.machine()

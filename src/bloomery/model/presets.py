@@ -32,7 +32,7 @@ from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
 INSTALL = 'pip install "bloomery[hf]"'
-OTHER = "choose a language model that decodes text, from left to right"
+OTHER_MODEL = "choose a language model that decodes text, from left to right"
 # Names that configs use for one size, where transformers has no common one.
 SIZES = {
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
@@ -41,23 +41,28 @@ SIZES = {
 }
 
 
-def chosen(config_json: Mapping[str, Any], implementation: str) -> str:
+def choose_implementation(config_json: Mapping[str, Any], implementation: str) -> str:
     """ "native" or "transformers", for a config.json and the recipe's `implementation`."""
     if implementation != "auto":
         return implementation
-    named = config_json.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
-    native = any(architecture == family.architecture for family in FAMILIES.values())
-    known = native or text_part(config_json).get("model_type") in FAMILIES
-    return (
-        "native"
-        if known or find_spec("transformers") is None or "model_type" not in config_json
-        else "transformers"
+    architectures = config_json.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    is_native_architecture = any(
+        architecture == family.architecture for family in FAMILIES.values()
     )
+    if is_native_architecture or text_part(config_json).get("model_type") in FAMILIES:
+        return "native"
+    # Without transformers or a model_type, the native implementation reports what is missing.
+    if find_spec("transformers") is None or "model_type" not in config_json:
+        return "native"
+    return "transformers"
 
 
 def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
-    """Raises UserError where transformers has no decoder of text for it, or one that does not fit under our head."""
+    """The config of a model with transformers' layers.
+
+    Raises UserError where transformers has no decoder of text for it, or one that does not fit under our head.
+    """
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
         raise UserError(problem, where=where, fix=INSTALL)
@@ -66,15 +71,18 @@ def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelC
         raise UserError(problem, where=where, fix="use the unquantized model")
     if any(key in config_json for key in ("vision_config", "audio_config", "text_config")):
         raise UserError(
-            "it is a multimodal model, and only text is trained here", where=where, fix=OTHER
+            "it is a multimodal model, and only text is trained here",
+            where=where,
+            fix=OTHER_MODEL,
         )
-    # no code comes with a model
-    kept = {key: value for key, value in config_json.items() if key != "auto_map"}
-    return _asked(json.dumps(kept, sort_keys=True), where)
+    # "auto_map" names Python code of the model's author, which is never run.
+    settings = {key: value for key, value in config_json.items() if key != "auto_map"}
+    return _quietly_probed(json.dumps(settings, sort_keys=True), where)
 
 
+# Several parts of a plan ask for the same model, and an answer builds it.
 @lru_cache(maxsize=4)
-def _asked(raw_config: str, where: str) -> ModelConfig:
+def _quietly_probed(raw_config: str, where: str) -> ModelConfig:
     from transformers.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()
@@ -86,6 +94,7 @@ def _asked(raw_config: str, where: str) -> ModelConfig:
 
 
 def _probed(raw_config: str, where: str) -> ModelConfig:
+    """The config, with facts about transformers' model that only the built model shows."""
     from bloomery.model.transformers_backend import (
         Unlike,
         blank_model,
@@ -93,14 +102,15 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         transformers_facts,
     )
 
+    # The model is built without memory for its matrices: its modules say whether they fit.
     fields = _fields(json.loads(raw_config), where)
     sizes = _sizes(fields)
     try:
-        whole, attention = blank_model(raw_config)
-        facts = transformers_facts(whole, sizes["num_layers"])
+        model, attention = blank_model(raw_config)
+        facts = transformers_facts(model, sizes["num_layers"])
     except Unlike as error:
         raise UserError(
-            f"transformers' layers do not fit here: {error}", where=where, fix=OTHER
+            f"transformers' layers do not fit here: {error}", where=where, fix=OTHER_MODEL
         ) from error
     except (
         ValueError,
@@ -114,38 +124,42 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         raise UserError(
             problem[:300], where=where, fix="fix config.json, or download the model again"
         ) from error
+
+    # Where buffers do not follow from the config, transformers itself must load the model.
     try:
         computed_buffers(raw_config, attention)
-        reason = ""
+        safe_reason = ""
     except Unlike as error:
-        reason = str(error)
-    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    rate = fields.number("attention_dropout", high=0.999, default=0.0)
+        safe_reason = str(error)
+
+    # The native head follows transformers' tying and its factors of hidden states.
+    output_weight = model.get_output_embeddings().weight
+    is_tied = output_weight is model.get_input_embeddings().weight
     factor = fields.number("logit_scale", default=1.0) / fields.number(
         "logits_scaling", low=1e-6, default=1.0
     )
     activation = fields.get("hidden_act") or fields.get("activation_function") or "gelu"
-    ids = {
+    token_ids = {
         key: fields.token(key, sizes["vocab_size"])
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    facts_of_all: dict[str, Any] = {**sizes, **ids}
+    common_facts: dict[str, Any] = {**sizes, **token_ids}
     config = ModelConfig(
         family=fields.get("model_type"),
-        **facts_of_all,
+        **common_facts,
         norm="layer",
         gated_mlp=any("gate" in name for name, *_ in facts["matrices"]),
         activation=ACTIVATIONS.get(str(activation), "gelu"),
-        tie_embeddings=tied,
+        tie_embeddings=is_tied,
         final_softcap=fields.optional_number("final_logit_softcapping"),
-        attention_dropout=rate,
+        attention_dropout=fields.number("attention_dropout", high=0.999, default=0.0),
         sliding_window=_windows(fields, sizes["num_layers"]),
         transformers_backend=TransformersBackend(
             raw_config=raw_config,
-            architecture=type(whole).__name__,
+            architecture=type(model).__name__,
             attention=attention,
             factor=factor,
-            safe_reason=reason,
+            safe_reason=safe_reason,
             **facts,
         ),
     )
@@ -153,44 +167,43 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
 
 
 def _fields(config_json: dict[str, Any], where: str) -> Fields:
-    """The config as transformers completes it. Raises UserError for what is no decoder of text."""
+    """The config as transformers completes it. Raises UserError for a model that is no decoder of text."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = str(config_json.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        problem = (
-            f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers supports"
-        )
+    # transformers' class of the config, and its own defaults and checks.
+    model_type = str(config_json.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        problem = f"{model_type[:60]!r} is an architecture that neither Bloomery nor transformers supports"
         raise UserError(problem, where=where, fix="choose another model; remote code is never run")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(config_json)
-        whole = config.to_dict()
+        config = CONFIG_MAPPING[model_type].from_dict(config_json)
+        settings = config.to_dict()
     except Exception as error:  # transformers' validators raise errors of their own kinds
         problem = f"transformers refuses it: {str(error).strip().partition(chr(10))[0]}"
         raise UserError(
             problem[:300], where=where, fix="fix config.json, or download the model again"
         ) from error
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
-        what = (
-            "has an encoder" if getattr(config, "is_encoder_decoder", False) else "writes no text"
-        )
+
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    if has_encoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        difference = "has an encoder" if has_encoder else "writes no text"
         raise UserError(
-            f"a model of the kind {kind} {what}, and is not trained here", where=where, fix=OTHER
+            f"a model of the kind {model_type} {difference}, and is not trained here",
+            where=where,
+            fix=OTHER_MODEL,
         )
+
+    # Under their common names, whatever a family calls these sizes in its config.json.
     common = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    return Fields(whole | {key: getattr(config, key, None) for key in common}, {}, where=where)
+    sizes = {key: getattr(config, key, None) for key in common}
+    return Fields(settings | sizes, {}, where=where)
 
 
 def _sizes(fields: Fields) -> dict[str, int]:
-    def first(native_name: str, default: int) -> int:
-        key = next(
-            (key for key in SIZES[native_name] if isinstance(fields.get(key), int)),
-            SIZES[native_name][0],
-        )
-        return fields.size(key, LARGEST[native_name], default=default)
+    def size_by_any_name(native_name: str, default: int) -> int:
+        names = SIZES[native_name]
+        name = next((name for name in names if isinstance(fields.get(name), int)), names[0])
+        return fields.size(name, LARGEST[native_name], default=default)
 
     width = fields.size("hidden_size", LARGEST["hidden_size"])
     heads = fields.size("num_attention_heads", 2**16)
@@ -199,25 +212,28 @@ def _sizes(fields: Fields) -> dict[str, int]:
         "hidden_size": width,
         "num_heads": heads,
         "num_layers": fields.size("num_hidden_layers", LARGEST["num_layers"]),
-        "intermediate_size": first("intermediate_size", 4 * width),
-        "num_kv_heads": first("num_kv_heads", heads),
+        "intermediate_size": size_by_any_name("intermediate_size", 4 * width),
+        "num_kv_heads": size_by_any_name("num_kv_heads", heads),
         "head_dim": fields.size("head_dim", LARGEST["head_dim"], default=max(2, width // heads)),
-        "max_positions": first("max_positions", 2048),
+        "max_positions": size_by_any_name("max_positions", 2048),
     }
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The layers with sliding-window attention, from transformers' common keys."""
+    """The window of each layer, None without one, from transformers' common keys."""
     window = fields.get("sliding_window")
-    kinds = fields.get("layer_types")
+    layer_types = fields.get("layer_types")
     if not isinstance(window, int) or fields.get("use_sliding_window") is False:
         return ()
-    if not isinstance(kinds, list):
+    if not isinstance(layer_types, list):
         return (window,) * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+    return tuple(
+        window if layer_type == "sliding_attention" else None
+        for layer_type in layer_types[:num_layers]
+    )
 
 
-SAFE = "model.load_with=transformers asks for it"
+SAFE_REASON = "model.load_with=transformers asks for it"
 
 
 @dataclass(frozen=True)
@@ -268,7 +284,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def preset(name: str) -> ModelConfig:
-    """Raises UserError for an unknown name."""
+    """The config of a preset. Raises UserError for an unknown name."""
     if name not in PRESETS:
         fix = f"these are: {', '.join(PRESETS)}"
         raise UserError(f"{name!r} is no preset", where="model.preset", fix=fix, code=2)
@@ -278,39 +294,35 @@ def preset(name: str) -> ModelConfig:
 def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     """The config of a folder in Hugging Face format. Raises UserError without a valid one.
 
-    `implementation`: auto: native where supported, else transformers.
+    `implementation`: "native", "transformers", or "auto" for native where it is supported.
     """
-    said = stated_config(folder)
+    config_json = stated_config(folder)
     where = str(folder / "config.json")
-    refuse_experts(said, where=where)
-    if chosen(said, implementation) == "transformers":
-        return transformers_config(said, where=where)
-    return config_from_hf(said, where=where)
+    refuse_experts(config_json, where=where)
+    if choose_implementation(config_json, implementation) == "transformers":
+        return transformers_config(config_json, where=where)
+    return config_from_hf(config_json, where=where)
 
 
-# keys of their number
+# The keys under which configs state the number of experts.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def refuse_experts(config_json: Mapping[str, Any], *, where: str) -> None:
     """Raises UserError for a mixture of experts, by the keys of transformers' configs."""
-    count = next(
-        (
-            number
-            for key in EXPERTS
-            if isinstance(number := config_json.get(key), int) and number > 1
-        ),
-        None,
-    )
-    if count is not None:
-        kind = str(config_json.get("model_type"))[:60]
-        problem = f"{kind} is a mixture of {count:,} experts, which is not trained here"
-        fix = "choose a dense model, such as Qwen/Qwen3-8B"
-        raise UserError(problem, where=where, fix=fix)
+    for key in EXPERTS:
+        num_experts = config_json.get(key)
+        if isinstance(num_experts, int) and num_experts > 1:
+            model_type = str(config_json.get("model_type"))[:60]
+            raise UserError(
+                f"{model_type} is a mixture of {num_experts:,} experts, which is not trained here",
+                where=where,
+                fix="choose a dense model, such as Qwen/Qwen3-8B",
+            )
 
 
 def stated_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json, unjudged. Raises UserError."""
+    """The object in a folder's config.json, unchecked. Raises UserError."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         fix = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
@@ -323,10 +335,13 @@ def stated_config(folder: Path) -> dict[str, Any]:
 
 
 def known_config(name: str, implementation: str = "auto") -> ModelConfig:
-    """Of a folder or of a model that was fetched; of one that was not, from our table. Raises UserError."""
+    """The config of a folder, or of a model of the Hub: downloaded, else from our table. Raises UserError."""
     folder = cached_model(name)
-    table = published_config(name) if folder is None and implementation != "transformers" else None
-    return table or read_config(folder or local_model(name), implementation)
+    if folder is None and implementation != "transformers":
+        config = published_config(name)
+        if config is not None:
+            return config
+    return read_config(folder or local_model(name), implementation)
 
 
 def build_config(
@@ -342,8 +357,9 @@ def build_config(
     `vocab_size` and the token ids are the tokenizer's. Raises UserError for settings that are missing, that contradict
     each other, or that the family cannot store.
     """
-    named = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
-    if len(named) != 1 and named != ["preset", "family"]:
+    # A pretrained model has its own sizes; all others are given here.
+    origins = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
+    if len(origins) != 1 and origins != ["preset", "family"]:
         fix = "set one of model.from, model.preset and model.family"
         raise UserError("the recipe names no single model", where="model", fix=fix, code=2)
     if model.from_ is not None:
@@ -352,21 +368,27 @@ def build_config(
         fix = "set model.from to the folder of a model, or model.implementation=auto"
         problem = "transformers' layers are trained from a model's weights, not from fresh ones"
         raise UserError(problem, where="model.implementation", fix=fix, code=2)
+
+    # The recipe's sizes win over the preset's, and over the tokenizer's vocabulary.
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
-    config = (
-        _resized(preset(model.preset), sizes) if model.preset is not None else _new(model, sizes)
+    sized_config = (
+        _new(model, sizes) if model.preset is None else _resized(preset(model.preset), sizes)
     )
-    facts = {key: getattr(model, key) for key in _COPIED if getattr(model, key) is not None}
+
+    # Every other key of the recipe replaces one fact.
+    facts = {key: getattr(model, key) for key in _FACTS if getattr(model, key) is not None}
     if model.rope_scaling is not None:
         facts["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
-    ids: dict[str, Any] = {
+    token_ids: dict[str, Any] = {
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    config = replace(config, **facts, **_dropout(model), **ids)
+    config = replace(sized_config, **facts, **_dropout(model), **token_ids)
+
+    # A contradiction is found here, and not when the first checkpoint is written.
     if vocab_size is not None and vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}",
@@ -387,7 +409,7 @@ _SIZES = (
     "head_dim",
     "max_positions",
 )
-_COPIED = (
+_FACTS = (
     "norm",
     "norm_eps",
     "activation",
@@ -398,71 +420,81 @@ _COPIED = (
 )
 
 
-# the context extension of a pretrained model
+# The recipe's keys that extend the context of a pretrained model.
 CONTEXT_KEYS = ("rope_scaling", "rope_theta", "max_positions")
 
 
 def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
+    """The config of the model that `model.from` names, with at least `vocab_size` tokens."""
     assert model.from_ is not None
-    longer = {key: getattr(model, key) for key in CONTEXT_KEYS if getattr(model, key) is not None}
-    free = {"from_", "implementation", "load_with", "dropout", *longer}
+    extension = {
+        key: getattr(model, key) for key in CONTEXT_KEYS if getattr(model, key) is not None
+    }
     config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
-    rotary = (
+
+    # The weights fix every size. Only native models with rotary positions have their context extended.
+    changeable_keys = {"from_", "implementation", "load_with", "dropout", *extension}
+    fixed_keys = [
+        key
+        for key in type(model).model_fields
+        if key not in changeable_keys and getattr(model, key) is not None
+    ]
+    is_extensible = (
         config.positions == "rotary"
         and config.transformers_backend is None
         and config.experts is None
     )
-    fixed = [
-        key
-        for key in type(model).model_fields
-        if key not in free and getattr(model, key) is not None
-    ]
-    if fixed or (longer and not rotary):
+    if fixed_keys or (extension and not is_extensible):
+        refused_keys = ", ".join(fixed_keys or extension)
         raise UserError(
-            f"{', '.join(fixed or longer)} cannot be changed with model.from: {model.from_} defines them",
+            f"{refused_keys} cannot be changed with model.from: {model.from_} defines them",
             where="model",
             fix="remove them, or set model.family instead of model.from",
             code=2,
         )
     if model.rope_scaling is not None:
-        longer["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
-    if longer:
-        config = replace(config, **longer)
+        extension["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if extension:
+        config = replace(config, **extension)
         config_to_hf(checked(config, where="model"))
+
+    # The recipe can have transformers load what Bloomery could load itself.
     if config.transformers_backend is not None and model.load_with == "transformers":
         config = replace(
-            config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE)
+            config,
+            transformers_backend=replace(config.transformers_backend, safe_reason=SAFE_REASON),
         )
     return replace(config, **_dropout(model))
 
 
 def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
-    """The same with at least `vocab_size` tokens; `weights.read_model` gives those that are new rows of their own."""
+    """The config with at least `vocab_size` tokens; `weights.read_model` initializes the rows of new ones."""
     if vocab_size <= config.vocab_size:
         return config
     if config.transformers_backend is None:
         return replace(config, vocab_size=vocab_size)
-    said = json.loads(config.transformers_backend.raw_config) | {"vocab_size": vocab_size}
-    larger = transformers_config(said, where="model.from")
-    assert larger.transformers_backend is not None
+    # The facts of transformers' modules depend on the vocabulary: the larger model is built again.
+    config_json = json.loads(config.transformers_backend.raw_config) | {"vocab_size": vocab_size}
+    larger_config = transformers_config(config_json, where="model.from")
+    assert larger_config.transformers_backend is not None
     return replace(
-        larger,
+        larger_config,
         transformers_backend=replace(
-            larger.transformers_backend, safe_reason=config.transformers_backend.safe_reason
+            larger_config.transformers_backend,
+            safe_reason=config.transformers_backend.safe_reason,
         ),
     )
 
 
 def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
+    """The config of an untrained model of a family, whose further sizes follow from the width."""
     assert model.family is not None
-    missing = [
-        key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes
-    ]
-    if missing:
-        fix = f"set {', '.join(f'model.{key}' for key in missing)}"
-        raise UserError(
-            f"a {model.family} model needs {', '.join(missing)}", where="model", fix=fix, code=2
-        )
+    required_keys = ("vocab_size", "hidden_size", "num_layers", "num_heads")
+    missing_keys = [key for key in required_keys if key not in sizes]
+    if missing_keys:
+        problem = f"a {model.family} model needs {', '.join(missing_keys)}"
+        fix = f"set {', '.join(f'model.{key}' for key in missing_keys)}"
+        raise UserError(problem, where="model", fix=fix, code=2)
     width = sizes["hidden_size"]
     heads = sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
@@ -473,14 +505,20 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
             fix="change one of them, or set model.head_dim",
             code=2,
         )
+
     # 4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64.
-    gated = known_family(model.family).facts.get("gated_mlp", True)
-    inner = -(-8 * width // 3 // 64) * 64 if gated else 4 * width
-    shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": inner}
-    return fresh_config(model.family, {**shared, **sizes}, window=model.sliding_window)
+    is_gated = known_family(model.family).facts.get("gated_mlp", True)
+    inner_width = -(-8 * width // 3 // 64) * 64 if is_gated else 4 * width
+    defaults = {
+        "head_dim": width // heads,
+        "num_kv_heads": heads,
+        "intermediate_size": inner_width,
+    }
+    return fresh_config(model.family, {**defaults, **sizes}, window=model.sliding_window)
 
 
 def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    """The config with other sizes; those that are not given keep their ratio to the width and the heads."""
     derived: dict[str, int] = {}
     if "hidden_size" in sizes and "intermediate_size" not in sizes:
         derived["intermediate_size"] = round(
@@ -489,9 +527,8 @@ def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     if "num_heads" in sizes and config.num_kv_heads == config.num_heads:
         derived["num_kv_heads"] = sizes["num_heads"]
     if {"hidden_size", "num_heads"} & sizes.keys():
-        derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get(
-            "num_heads", config.num_heads
-        )
+        width = sizes.get("hidden_size", config.hidden_size)
+        derived["head_dim"] = width // sizes.get("num_heads", config.num_heads)
     return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]  # the fields of that name are ints
 
 

@@ -51,7 +51,7 @@ def published_models() -> tuple[Published, ...]:
 
 @cache
 def _entries() -> dict[str, Published]:
-    """By lower-case name: the Hub does not distinguish them."""
+    """Entries by lower-case name: names of the Hub that differ in case alone mean one model."""
     entries = {name.lower(): entry for entry in published_models() for name in entry.names}
     aliases = {alias.lower(): entries[name.lower()] for alias, name in _table()["aliases"].items()}
     return {**aliases, **entries}
@@ -59,16 +59,16 @@ def _entries() -> dict[str, Published]:
 
 @cache
 def _mirrored() -> dict[str, Published]:
-    """By the name without its organization, for those that publish copies."""
+    """Entries by the name without its organization, for organizations that publish copies."""
     return {name.rpartition("/")[2]: entry for name, entry in _entries().items()}
 
 
 def published_entry(name: str) -> Published | None:
-    """The entry of a Hub id, of a mirror of it too, with or without a revision; None where the table has none."""
-    plain = name.partition("@")[0].lower()
-    organization, _, model = plain.rpartition("/")
-    if (entry := _entries().get(plain)) is not None:
+    """The entry of a Hub id or of a mirror of it, with or without a revision; None where the table has none."""
+    hub_id = name.partition("@")[0].lower()
+    if (entry := _entries().get(hub_id)) is not None:
         return entry
+    organization, _, model = hub_id.rpartition("/")
     mirrors = {mirror.lower() for mirror in _table()["mirrors"]}
     return _mirrored().get(model) if organization in mirrors else None
 
@@ -82,32 +82,36 @@ def published_config(name: str) -> ModelConfig | None:
 def entry_config(entry: Published, *, where: str) -> ModelConfig:
     """The facts of an entry; those of a mixture of experts have `experts`."""
     # TOML has no null: Mistral's config.json writes one where there is no window.
-    null = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
-    keys = {**null, **entry.config}
+    defaults = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
+    settings = {**defaults, **entry.config}
     if entry.kind in FAMILIES:
-        return config_from_hf({"model_type": entry.kind, **keys}, where=where)
-    per_token = keys["num_experts_per_tok"]
-    of_gpt_oss = entry.kind == "gpt_oss"
-    width = keys.get("moe_intermediate_size", keys["intermediate_size"])
+        return config_from_hf({"model_type": entry.kind, **settings}, where=where)
+
+    # Families name the same facts of their experts differently; biases and sinks are GPT-OSS's.
+    is_gpt_oss = entry.kind == "gpt_oss"
     experts = Experts(
-        count=keys.get("num_experts") or keys["num_local_experts"],
-        per_token=per_token,
-        width=width,
-        bias=of_gpt_oss,
-        sinks=of_gpt_oss,
+        count=settings.get("num_experts") or settings["num_local_experts"],
+        per_token=settings["num_experts_per_tok"],
+        width=settings.get("moe_intermediate_size", settings["intermediate_size"]),
+        bias=is_gpt_oss,
+        sinks=is_gpt_oss,
     )
     # A token passes through `per_token` experts: together they are as wide as one MLP.
-    dense = keys | {"model_type": DENSE_KIN[entry.kind], "intermediate_size": per_token * width}
-    return replace(config_from_hf(dense, where=where), family=entry.kind, experts=experts)
+    dense_settings = settings | {
+        "model_type": DENSE_KIN[entry.kind],
+        "intermediate_size": experts.per_token * experts.width,
+    }
+    dense_config = config_from_hf(dense_settings, where=where)
+    return replace(dense_config, family=entry.kind, experts=experts)
 
 
 def similar_names(name: str) -> list[str]:
     """Up to three names of the table that resemble this one."""
-    names = {
-        published.rpartition("/")[2].lower(): published
+    names_by_model = {
+        published_name.rpartition("/")[2].lower(): published_name
         for entry in published_models()
-        for published in entry.names
+        for published_name in entry.names
     }
-    return [
-        names[near] for near in closest(name.rpartition("/")[2].lower(), names, count=3, cutoff=0.6)
-    ]
+    model = name.rpartition("/")[2].lower()
+    similar_models = closest(model, names_by_model, count=3, cutoff=0.6)
+    return [names_by_model[similar_model] for similar_model in similar_models]

@@ -133,11 +133,12 @@ class _Rotate(torch.autograd.Function):
 def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates halves of a head, as in transformers, not neighboring elements."""
     half = cos.shape[-1]
-    x_BTHE, rest = widened(x_BTHE[..., : 2 * half]), x_BTHE[..., 2 * half :]
-    turned = x_BTHE * torch.cat((cos, cos), -1)
-    turned[..., :half].addcmul_(x_BTHE[..., half:], sin, value=-1.0)
-    turned[..., half:].addcmul_(x_BTHE[..., :half], sin)
-    return torch.cat((turned, rest.to(turned.dtype)), -1) if rest.shape[-1] else turned
+    rotary_part = widened(x_BTHE[..., : 2 * half])
+    plain_part = x_BTHE[..., 2 * half :]
+    turned = rotary_part * torch.cat((cos, cos), -1)
+    turned[..., :half].addcmul_(rotary_part[..., half:], sin, value=-1.0)
+    turned[..., half:].addcmul_(rotary_part[..., :half], sin)
+    return torch.cat((turned, plain_part.to(turned.dtype)), -1) if plain_part.shape[-1] else turned
 
 
 def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:

@@ -39,14 +39,14 @@ struct Layer {
     Matrix q, k, v, o, gate, up, down;
     Norm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;
     const float *cos, *sin;  // [positions, half]; null: nothing rotates
-    void *keys, *values;     // [slots, kv_heads, kept, width]; a ring where more positions than `kept` came
-    Long kept;
+    void *keys, *values;     // [slots, kv_heads, capacity, width]; a ring where more positions than `capacity` came
+    Long capacity;
 };
 struct Model {
     const Layer *layers;
     Norm norm;
     Matrix head;
-    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, norm_whole;
+    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, qk_norm_full;
     float scale, softcap;  // of attention; no soft-cap: 0
 };
 
@@ -312,7 +312,7 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                 Long own = query ? head : (head - heads) % kv;
                 const float *from = (query ? &q[t * queries] : key ? &k[t * narrow] : &v[t * narrow]) + own * width;
                 const Norm &norm = query ? layer.q_norm : layer.k_norm;
-                if ((query || key) && norm.gain && model.norm_whole) {
+                if ((query || key) && norm.gain && model.qk_norm_full) {
                     normed(norm, from - own * width, query ? queries : narrow, whole.data());
                     from = whole.data() + own * width;
                 } else if ((query || key) && norm.gain) {
@@ -321,7 +321,7 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                 }
                 if (query) { turned(from, width, model.half, cos, sin, &turned_q[t * queries + own * width]); continue; }
                 T *into = (T *)(key ? layer.keys : layer.values);
-                into += ((slots[t] * kv + own) * layer.kept + position % layer.kept) * width;
+                into += ((slots[t] * kv + own) * layer.capacity + position % layer.capacity) * width;
                 float *final = scores.data();  // not used yet
                 turned(from, width, model.half, key ? cos : nullptr, sin, final);
                 for (Long i = 0; i < width; i++) put(into + i, final[i]);
@@ -329,9 +329,11 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
 #pragma omp barrier
             items = part_of(count * heads, 1, thread, team);
             for (Long item = items.first; item < items.last; item++) {
-                Long t = item / heads, head = item % heads, place = (slots[t] * kv + head / (heads / kv)) * layer.kept * width;
-                attend<T>(model, (const T *)layer.keys + place, (const T *)layer.values + place,
-                          std::min(positions[t] + 1, layer.kept), &turned_q[item * width], scores.data(), &mixed[item * width]);
+                Long t = item / heads, head = item % heads;
+                Long first_key = (slots[t] * kv + head / (heads / kv)) * layer.capacity * width;
+                attend<T>(model, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
+                          std::min(positions[t] + 1, layer.capacity), &turned_q[item * width], scores.data(),
+                          &mixed[item * width]);
             }
 #pragma omp barrier
             product(layer.o, mixed.data(), count, y.data(), thread, team);

@@ -131,7 +131,10 @@ class TransformersBackbone(nn.Module):
         assert config.transformers_backend is not None
         self.config = config
         self.backend = backend
+        # A model of transformers is never cut into stages.
         self.stage = whole_model(config)
+        self.link = None
+        self.group = None
         self.transformers_backend = config.transformers_backend
         reference, _ = blank_model(
             self.transformers_backend.raw_config, self.transformers_backend.attention
@@ -178,10 +181,8 @@ class TransformersBackbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
-        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states [B, T, D]. A model of transformers is never cut into stages."""
-        assert hidden_BTD is None, "the transformers implementation supports one device"
+        """The last hidden states [B, T, D]."""
         embedded_BTD = self.embed_tokens(tokens_BT)
         inputs: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
         if self._takes_positions:
@@ -232,6 +233,7 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
     """Transformers reads the folder by itself, from safetensors alone: its parameters by our names, its buffers set."""
     from transformers import AutoModelForCausalLM
 
+    # From this folder alone: no code of the model's author, no pickle and no download.
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         reference = load(
@@ -246,6 +248,8 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
         raise UserError(
             problem, where=str(folder), fix="save or download the model again"
         ) from error
+
+    # Its buffers are final; its parameters are copied into ours by the caller.
     device = backbone.embed_tokens.weight.device
     backbone.set_buffers(dict(reference.named_buffers()), device)
     return {

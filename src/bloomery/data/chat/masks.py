@@ -1,9 +1,9 @@
 """The loss mask of conversations: the characters of assistant turns, for any chat template, and their tokens.
 
 A template does not report where it writes a response. So the conversation is rendered a second time, with marks around
-every content: characters that no text contains. Where both renderings are equal except for the marks, the place of each
-content is exact. The template text between two contents is split with two more renderings: of the turns before the
-response with the generation prompt, for its begin, and of the turns up to the response, for its end.
+every content: characters that no text contains. Where both renderings are equal except for the marks, the position of
+each content is exact. The template text between two contents is split with two more renderings: of the turns before the
+response with the generation prompt, for its start, and of the turns up to the response, for its end.
 """
 
 import json
@@ -23,8 +23,8 @@ MAX_TURNS = 0xFFF0 // 3
 _BEGINS = 0xFFF8
 _ENDS = 0xFFF9
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
-_KEPT = 4096  # pieces of template kept
-_SHORT = 512  # characters of such a piece
+_MAX_CUTS = 4096  # pieces of template whose split is remembered
+_MAX_PIECE = 512  # characters of such a piece
 
 
 class Unclear(Exception):
@@ -43,13 +43,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Marked:
-    """A rendering without its marks, and the marks with their places, in order."""
+    """A rendering without its marks, and the marks with their positions in the text, in order."""
 
     text: str
     marks: tuple[tuple[int, int], ...]
 
-    def place(self, mark: int, *, nth: int | None = None) -> int:
-        """The index of a mark. A call's name may occur more than once; `nth` selects one."""
+    def index_of(self, mark: int, *, nth: int | None = None) -> int:
+        """The index of a mark in `marks`. A call's name may occur more than once; `nth` selects one.
+
+        Raises Unclear when the mark is missing or ambiguous.
+        """
         indices = self._indices.get(mark, [])
         part = "the call" if mark % 3 == _CALL else "the content"
         if not indices:
@@ -59,11 +62,12 @@ class Marked:
         return indices[nth or 0]
 
     def last_of(self, beginning: "Marked") -> int:
-        """The index of the last mark of a rendering of the first turns alone."""
-        names = [name for name, _ in beginning.marks]
-        return self.place(names[-1], nth=names.count(names[-1]) - 1)
+        """The index here of the last mark in `beginning`, a rendering of the first turns alone."""
+        beginning_marks = [mark for mark, _ in beginning.marks]
+        last_mark = beginning_marks[-1]
+        return self.index_of(last_mark, nth=beginning_marks.count(last_mark) - 1)
 
-    def once(self, mark: int | None) -> bool:
+    def has_once(self, mark: int | None) -> bool:
         return mark is not None and len(self._indices.get(mark, [])) == 1
 
     @cached_property
@@ -73,8 +77,8 @@ class Marked:
             indices.setdefault(mark, []).append(index)
         return indices
 
-    def places(self, mark: int) -> list[int]:
-        """The places of a mark in the text."""
+    def positions(self, mark: int) -> list[int]:
+        """The positions of a mark in the text."""
         return [self.marks[index][1] for index in self._indices.get(mark, [])]
 
     def after(self, index: int) -> str:
@@ -102,6 +106,7 @@ def free_plane(turns: Iterable[Turn], tools: object) -> int:
 
 
 def unmarked(text: str, plane: int) -> Marked:
+    """A rendering split into its text and its marks, which are characters of the plane."""
     parts = []
     marks = []
     start = 0
@@ -119,28 +124,28 @@ def _with_marks(turns: Sequence[Turn], plane: int, both_edges: bool) -> list[Tur
 
 
 def _with_mark(turn: Turn, index: int, plane: int, both_edges: bool) -> Turn:
-    """Marks are inside the white space at the edges, so that templates trim it as without marks."""
-    content = turn["content"]
+    """A copy of a turn with marks around its content (`both_edges`: else only after it) and after its last call's name.
+
+    Marks are inside the white space at the edges, so that templates trim it as without marks.
+    """
+    marked_turn = dict(turn)
     first_mark = plane + 3 * index
+    content = turn["content"]
     core = content.strip()
     if core:  # an empty content stays empty, as templates test for it
         start = content.index(core)
         leading_space = content[:start]
         trailing_space = content[start + len(core) :]
-        opened = chr(first_mark + _OPEN) if both_edges else ""
-        turn = {
-            **turn,
-            "content": f"{leading_space}{opened}{core}{chr(first_mark + _CLOSE)}{trailing_space}",
-        }
+        open_mark = chr(first_mark + _OPEN) if both_edges else ""
+        close_mark = chr(first_mark + _CLOSE)
+        marked_turn["content"] = f"{leading_space}{open_mark}{core}{close_mark}{trailing_space}"
     if turn.get("tool_calls"):
         *earlier_calls, last_call = turn["tool_calls"]
         function = last_call["function"]
-        marked = {
-            **last_call,
-            "function": {**function, "name": function["name"] + chr(first_mark + _CALL)},
-        }
-        turn = {**turn, "tool_calls": [*earlier_calls, marked]}
-    return turn
+        marked_function = {**function, "name": function["name"] + chr(first_mark + _CALL)}
+        marked_call = {**last_call, "function": marked_function}
+        marked_turn["tool_calls"] = [*earlier_calls, marked_call]
+    return marked_turn
 
 
 def _last_mark(turn: Turn, index: int) -> int | None:
@@ -158,8 +163,7 @@ class RenderedConversation:
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None
     enders: re.Pattern[str]  # the tokenizer's special tokens, any of which may end a turn
-    # Where pieces of template between two contents were split before: equal pieces are split
-    # equally.
+    # Where pieces of template between two contents were split, in earlier conversations too.
     cuts: dict[tuple[str, ...], int]
 
     def __post_init__(self) -> None:
@@ -171,10 +175,11 @@ class RenderedConversation:
         self.plane = free_plane(self.turns, self.tools)
         self.text = self.render(self.turns)
         self._marked: Marked | None = None
-        self._both = True
+        self._both_edges = True
 
     def spans(self, turns: Sequence[int]) -> list[Span]:
         """Characters to train on, of the turns with these numbers. Raises Unclear."""
+        # Without a marked rendering, the renderings of the first turns alone must do.
         self._mark()
         try:
             spans = [
@@ -183,12 +188,14 @@ class RenderedConversation:
             ]
         except Refused as error:
             raise Unclear(f"of the first turns alone, {error}") from error
+
         for (_, previous_end), (start, end) in zip([(0, 0), *spans], spans, strict=False):
             if not previous_end <= start <= end:
                 raise Unclear("the template changes the order of turns")
         return spans
 
     def _mark(self) -> None:
+        """Renders the conversation with marks, and keeps the result where only the marks differ."""
         # A mark before a content changes templates that test how it begins: then only the end is
         # marked.
         for both_edges in (True, False):
@@ -200,14 +207,14 @@ class RenderedConversation:
                 continue
             if marked.text == self.text:
                 self._marked = marked
-                self._both = both_edges
+                self._both_edges = both_edges
                 return
 
     def _prefix(self, count: int, *, prompt: bool) -> Marked:
-        """The first turns alone, with marks."""
+        """The rendering of the first turns alone. Raises Unclear where marks change it."""
         turns = self.turns[:count]
         marked = unmarked(
-            self.render(_with_marks(turns, self.plane, self._both), prompt=prompt), self.plane
+            self.render(_with_marks(turns, self.plane, self._both_edges), prompt=prompt), self.plane
         )
         if marked.text != self.render(turns, prompt=prompt):
             raise Unclear("the template writes the first turns alone differently")
@@ -217,95 +224,121 @@ class RenderedConversation:
         assert self._marked is not None
         start = self._start(turn)
         end = self._end(turn, start)
+
+        # The span must hold the content and the calls that it is for.
         if self.turns[turn]["content"].strip():
-            # Some templates omit the content of turns with calls: `place` refuses those.
-            self._marked.place(3 * turn + _CLOSE)
+            # Some templates omit the content of turns with calls: `index_of` refuses those.
+            self._marked.index_of(3 * turn + _CLOSE)
         positions = [
-            *self._marked.places(3 * turn + _OPEN),
-            *self._marked.places(3 * turn + _CLOSE),
+            *self._marked.positions(3 * turn + _OPEN),
+            *self._marked.positions(3 * turn + _CLOSE),
         ]
         if self.turns[turn].get("tool_calls"):
-            positions.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
+            call_index = self._marked.index_of(3 * turn + _CALL, nth=0)
+            positions.append(self._marked.marks[call_index][1])
         if not all(start <= position <= end for position in positions):
             raise Unclear(f"turn {turn + 1} is not where the template's generation prompt ends")
         return start, end
 
-    def _keep(self, key: tuple[str, ...], cut: int) -> None:
-        """Equal pieces are split equally."""
-        if len(self.cuts) < _KEPT and len(key[-1]) <= _SHORT:
+    def _remember(self, key: tuple[str, ...], cut: int) -> None:
+        """Keeps where a piece of template was split: equal pieces are split equally, without another rendering."""
+        if len(self.cuts) < _MAX_CUTS and len(key[-1]) <= _MAX_PIECE:
             self.cuts[key] = cut
 
     def _start(self, turn: int) -> int:
-        """The place after the generation prompt."""
+        """The position after the generation prompt."""
         assert self._marked is not None
+
+        # The template's text since the turn before may have been split before.
         key: tuple[str, ...] | None = None
-        previous_mark = _last_mark(self.turns[turn - 1], turn - 1) if turn and self._both else None
-        if previous_mark is not None and self._marked.once(previous_mark):
-            index = self._marked.place(previous_mark)
+        previous_mark = None
+        if turn and self._both_edges:
+            previous_mark = _last_mark(self.turns[turn - 1], turn - 1)
+        if previous_mark is not None and self._marked.has_once(previous_mark):
+            index = self._marked.index_of(previous_mark)
             key = ("start", self.turns[turn - 1]["role"], self._marked.after(index))
             if key in self.cuts:
                 return self._marked.marks[index][1] + self.cuts[key]
+
+        # The turns before, with the generation prompt, end where the response begins.
         try:
             prompt = self._prefix(turn, prompt=True)
             if not prompt.marks:
-                return _agreed(prompt.text, self.text)
+                return _response_start(prompt.text, self.text)
         except (Refused, Unclear):
             if turn:
                 raise
             # There is no turn before it: its content alone is trained on.
-            return self._marked.marks[self._marked.place(_OPEN)][1]
+            return self._marked.marks[self._marked.index_of(_OPEN)][1]
+
+        # Both renderings have the last mark of the prompt: what follows it is compared.
         index = self._marked.last_of(prompt)
-        cut = _agreed(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
+        cut = _response_start(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
         if key is not None and prompt.marks[-1][0] == previous_mark:
-            self._keep(key, cut)
+            self._remember(key, cut)
         return self._marked.marks[index][1] + cut
 
     def _end(self, turn: int, start: int) -> int:
-        """The place after the last special token of the turn; without one, after the template's text."""
+        """The position after the last special token of the turn; without one, after the template's text."""
         assert self._marked is not None
         is_last = turn == len(self.turns) - 1
+
+        # The template's text after the turn may have been split before. After the name of a call it
+        # is compared without the arguments of the call.
         key: tuple[str, ...] | None = None
         mark = _last_mark(self.turns[turn], turn)
-        if mark is not None and self._marked.once(mark):
-            continuation = self._marked.after(self._marked.place(mark))
-            # The template's text after the name of a call, without the arguments of the call.
-            beyond = continuation
+        if mark is not None and self._marked.has_once(mark):
+            marked_continuation = self._marked.after(self._marked.index_of(mark))
+            template_text = marked_continuation
             if calls := self.turns[turn].get("tool_calls"):
                 arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
-                beyond = continuation.replace(arguments, "\0", 1)
-            key = ("last" if is_last else "end", beyond) if self._both else None
+                template_text = marked_continuation.replace(arguments, "\0", 1)
+            key = ("last" if is_last else "end", template_text) if self._both_edges else None
             if key in self.cuts:  # counted from the end, as the arguments of calls differ in length
-                return self._marked.places(mark)[0] + len(continuation) - self.cuts[key]
+                return self._marked.positions(mark)[0] + len(marked_continuation) - self.cuts[key]
+
+        # The turns up to this one, as a conversation that ends here.
         rendering = self._marked if is_last else self._prefix(turn + 1, prompt=False)
         if not rendering.marks:
             raise Unclear("the template does not write the first turns")
         index = self._marked.last_of(rendering)
-        # A turn without any mark has none after its header.
-        header = max(0, start - self._marked.marks[index][1])
+        # A turn without any mark has none after its header, in which no end is looked for.
+        header_length = max(0, start - self._marked.marks[index][1])
         continuation = self._marked.after(index)
-        cut = self._ended(rendering.after(len(rendering.marks) - 1), continuation, header)
+        last_turn_text = rendering.after(len(rendering.marks) - 1)
+        cut = self._turn_end(last_turn_text, continuation, header_length)
         if key is not None and rendering.marks[-1][0] == mark:
-            self._keep(key, len(continuation) - cut)
+            self._remember(key, len(continuation) - cut)
         return self._marked.marks[index][1] + cut
 
-    def _ended(self, alone: str, continuation: str, header: int = 0) -> int:
-        """The end of a turn in `within`, given the end of the last turn, `alone`."""
-        common = _common(alone, continuation)
+    def _turn_end(self, last_turn_text: str, continuation: str, header_length: int = 0) -> int:
+        """Where a turn ends in `continuation`, its text and all after it.
+
+        `last_turn_text`: the same turn as the last one of a conversation. Only its special tokens after the first
+        `header_length` characters end it.
+        """
+        common_length = _common_length(last_turn_text, continuation)
         ends = [
-            match.end() for match in self.enders.finditer(alone, header) if match.end() <= common
+            match.end()
+            for match in self.enders.finditer(last_turn_text, header_length)
+            if match.end() <= common_length
         ]
-        if not ends and common < min(len(alone), len(continuation)):
+        if ends:
+            return ends[-1]
+        if common_length < min(len(last_turn_text), len(continuation)):
             raise Unclear("the template ends the last turn differently")
-        return ends[-1] if ends else max(header, len(alone[:common].rstrip()))
+        return max(header_length, len(last_turn_text[:common_length].rstrip()))
 
     def _plain_span(self, turn: int) -> Span:
-        """Without marks: the rendering must begin with the rendering of its first turns."""
+        """The span of a turn without marks: the rendering must begin with the rendering of its first turns."""
         prompt_text = self.render(self.turns[:turn], prompt=True)
         turn_text = self.render(self.turns[: turn + 1])
         start = len(prompt_text)
-        if not self.text.startswith(prompt_text) or _common(turn_text, self.text) < start:
+        if not self.text.startswith(prompt_text) or _common_length(turn_text, self.text) < start:
             raise Unclear("the template changes earlier turns when a conversation continues")
-        end = start + self._ended(turn_text[start:], self.text[start:])
+        end = start + self._turn_end(turn_text[start:], self.text[start:])
+
+        # Without marks nothing else shows that the span holds the content and the calls.
         if self.turns[turn]["content"].strip() not in self.text[start:end]:
             raise Unclear(f"the template changes the content of turn {turn + 1}")
         names = [call["function"]["name"] for call in self.turns[turn].get("tool_calls", ())]
@@ -314,23 +347,25 @@ class RenderedConversation:
         return start, end
 
 
-def _common(first: str, second: str) -> int:
-    """The length of the common beginning."""
-    if second.startswith(first):
-        return len(first)
-    shortest = 0
-    longest = min(len(first), len(second))
-    while shortest < longest:
-        middle = (shortest + longest + 1) // 2
-        shortest, longest = (
-            (middle, longest) if first[:middle] == second[:middle] else (shortest, middle - 1)
-        )
-    return shortest
+def _common_length(text: str, other_text: str) -> int:
+    """The length of the common beginning, by bisection: comparing slices is quicker than characters."""
+    if other_text.startswith(text):
+        return len(text)
+    lower_bound = 0
+    upper_bound = min(len(text), len(other_text))
+    while lower_bound < upper_bound:
+        middle = (lower_bound + upper_bound + 1) // 2
+        if text[:middle] == other_text[:middle]:
+            lower_bound = middle
+        else:
+            upper_bound = middle - 1
+    return lower_bound
 
 
-def _agreed(prompt: str, continuation: str) -> int:
-    """Where a response begins in `within`, given the generation prompt. Thinking markup at its end belongs
-    to the response where the template writes the turn without it.
+def _response_start(prompt: str, continuation: str) -> int:
+    """Where a response begins in `continuation`, which follows the turns before, given the generation prompt.
+
+    Thinking markup at the prompt's end belongs to the response where the template writes the turn without it.
     """
     header = _THOUGHT.sub("", prompt)
     for beginning in (prompt, header, header.rstrip()):
@@ -347,13 +382,11 @@ def generation_marks(plane: int) -> tuple[str, str]:
 def generated_spans(marked: Marked) -> list[Span]:
     """Characters between the marks of `{% generation %}`. Raises Unclear when they are not in pairs."""
     positions = [(mark, position) for mark, position in marked.marks if mark in (_BEGINS, _ENDS)]
-    begins = positions[::2]
-    ends = positions[1::2]
-    if [mark for mark, _ in begins] != [_BEGINS] * len(ends) or any(
-        mark != _ENDS for mark, _ in ends
-    ):
+    if [mark for mark, _ in positions] != [_BEGINS, _ENDS] * (len(positions) // 2):
         raise Unclear("the template's {% generation %} blocks are nested or incomplete")
-    return [(start, end) for (_, start), (_, end) in zip(begins, ends, strict=True)]
+    starts = positions[::2]
+    ends = positions[1::2]
+    return [(start, end) for (_, start), (_, end) in zip(starts, ends, strict=True)]
 
 
 def loss_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -39,7 +39,7 @@ _TRIAL = (Message("user", "a"), Message("assistant", "b"))
 CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch
 _PATIENCE = 3  # conversations that may kill the process; one more per thousand
-_KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
 _TEMPLATE_FIX = f"correct the template, or set data.chat.template to another: {', '.join(BUILTIN)}"
 _SOURCES = Path(__file__).parents[3]  # where the child finds this package
 Json = dict[str, Any]
@@ -67,7 +67,8 @@ class TemplateProcess:
         self._names = dict(names)
         self._enders = list(enders)
         self._child: Child | None = None
-        self._deaths = self._answered = 0
+        self._num_crashes = 0
+        self._num_answers = 0
 
     def read(self, jobs: Sequence[Json]) -> list[Json]:
         """One answer per job: {"text", "spans"} or {"error"}. Raises UserError for a template that always fails."""
@@ -77,13 +78,16 @@ class TemplateProcess:
         answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
         if not isinstance(answer, str):
             answers: list[Json] = answer["answers"]
-            self._answered += len(answers)
+            self._num_answers += len(answers)
             return answers
-        reason = self._ended(answer)
-        if len(jobs) > 1:  # one of them killed the child: one by one
+
+        # A conversation of the batch killed the child: read one by one, only that one fails. A
+        # template that does so again and again is refused.
+        reason = self._end_reason(answer)
+        if len(jobs) > 1:
             return [answer for job in jobs for answer in self.read([job])]
-        self._deaths += 1
-        if self._deaths >= _PATIENCE + self._answered // 1000:
+        self._num_crashes += 1
+        if self._num_crashes >= _PATIENCE + self._num_answers // 1000:
             raise self.error(reason)
         return [{"error": reason}]
 
@@ -93,8 +97,11 @@ class TemplateProcess:
         )
 
     def _start(self) -> Child:
-        """Start the child with only the environment variables that Python needs: no token, no key."""
-        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        """The child, started with only the environment variables that Python needs: no token, no key.
+
+        Raises UserError when the template cannot be compiled.
+        """
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
         settings = {
@@ -108,14 +115,14 @@ class TemplateProcess:
         ).start()
         answer = self._child.next(WALL_SECONDS + CPU_SECONDS)
         if isinstance(answer, str):
-            raise self.error(self._ended(answer))
+            raise self.error(self._end_reason(answer))
         if "error" in answer:
             self.close()
             raise self.error(answer["error"])
         return self._child
 
-    def _ended(self, silence: str) -> str:
-        """The reason why the child ended. Closes it."""
+    def _end_reason(self, silence: str) -> str:
+        """Closes the child and returns why it gave no answer."""
         assert self._child is not None
         code = self._child.code if silence == "ended" else -signal.SIGKILL
         self.close()
@@ -136,7 +143,7 @@ class TemplateProcess:
 class Renderer:
     """Tokens of examples for one tokenizer and one chat template. Has a child process: use it in a `with` block.
 
-    Whole renderings are tokenized, never pieces. A token is trained on when at least one of its characters is.
+    Complete renderings are tokenized, never pieces. A token is trained on when at least one of its characters is.
     """
 
     def __init__(
@@ -153,9 +160,9 @@ class Renderer:
         `verbatim`: they are not, as for pretraining.
         """
         self._tokenizer = tokenizer
-        self._name = template
+        self._template_name = template
         self._train_on = train_on
-        self._formats = not verbatim and formats_texts(template, tokenizer.config)
+        self._formats_texts = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
 
@@ -177,58 +184,63 @@ class Renderer:
 
     @property
     def template(self) -> ChatTemplate:
-        """Raises UserError when there is none, or an unknown one."""
-        self._template = self._template or find_template(self._name, self._tokenizer.config)
+        """The chat template. Raises UserError when there is none, or an unknown one."""
+        if self._template is None:
+            self._template = find_template(self._template_name, self._tokenizer.config)
         return self._template
 
     def missing_tokens(self) -> list[str]:
         """Markup of the template, such as <|im_end|>, that the tokenizer splits into several tokens."""
-        names = dict.fromkeys(
-            _MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL))
-        )
+        text_without_comments = re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)
+        names = dict.fromkeys(_MARKUP.findall(text_without_comments))
         return [name for name in names if self._tokenizer.id_of(name) is None]
 
     def encode(self, example: Example) -> EncodedExample:
-        """One EncodedText per response. Raises UserError that names the example's source."""
-        encoded = self.encode_batch([example])[0]
-        if isinstance(encoded, BadRow):
-            raise encoded
-        return encoded
+        """One EncodedText per response, one for a prompt alone. Raises UserError that names the example's source."""
+        encoded_or_error = self.encode_batch([example])[0]
+        if isinstance(encoded_or_error, BadRow):
+            raise encoded_or_error
+        return encoded_or_error
 
     def encode_batch(self, examples: list[Example]) -> list[EncodedExample | BadRow]:
         """One entry per example. Raises UserError when the template itself fails."""
-        encoded = dict[int, EncodedExample | BadRow]()
-        chats: dict[bool, dict[int, Example]] = {False: {}, True: {}}  # without and with tools
+        # Texts are encoded here. Conversations are collected for the child processes: one renders
+        # those without tools, one those with tools, as a template may have a variant for these.
+        results = dict[int, EncodedExample | BadRow]()
+        chats: dict[bool, dict[int, Example]] = {False: {}, True: {}}
         for index, example in enumerate(examples):
             try:
-                turned = self._turned(example)
-                if isinstance(turned.responses[0], str):
-                    encoded[index] = self._encode_texts(turned)
+                formatted_example = self._as_turns(example)
+                if isinstance(formatted_example.prompt, str):
+                    results[index] = self._encode_texts(formatted_example)
                 else:
-                    chats[bool(turned.tools)][index] = turned
+                    chats[bool(formatted_example.tools)][index] = formatted_example
             except BadRow as bad_row:
-                encoded[index] = bad_row
-        for tools, turned_ones in chats.items():
-            for start in range(0, len(turned_ones), BATCH):
-                chunk = dict(islice(turned_ones.items(), start, start + BATCH))
-                encoded |= zip(chunk, self._render(list(chunk.values()), tools), strict=True)
-        return [encoded[index] for index in range(len(examples))]
+                results[index] = bad_row
+        for with_tools, chats_by_index in chats.items():
+            for start in range(0, len(chats_by_index), BATCH):
+                batch = dict(islice(chats_by_index.items(), start, start + BATCH))
+                encoded_chats = self._encode_chats(list(batch.values()), with_tools)
+                results |= zip(batch, encoded_chats, strict=True)
+        return [results[index] for index in range(len(examples))]
 
-    def _turned(self, example: Example) -> Example:
-        """A prompt and responses that are texts as turns, where the template formats them. Raises BadRow."""
+    def _as_turns(self, example: Example) -> Example:
+        """The example with texts as turns, where the template formats them. Raises BadRow."""
         if (
-            not self._formats
+            not self._formats_texts
             or example.implicit
             or not isinstance(example.prompt, str)
             or not example.prompt
         ):
             return example
-        if mark := next(
-            (mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None
-        ):
+
+        # A prompt that already has the template's markup would get it twice.
+        text = example.prompt.lstrip()
+        if mark := next((mark for mark in self._marks if text.startswith(mark)), None):
             problem = f"begins with {mark}, which {self.template.origin} writes: the prompt is already formatted"
             fix = f"set data.chat.template={NONE} to train on texts as they are"
             raise BadRow(f"{example.source}, prompt", problem, fix)
+
         prompt = Message("user", example.prompt)
         responses = [
             (Message("assistant", text),) for text in example.responses if isinstance(text, str)
@@ -241,28 +253,25 @@ class Renderer:
     def _marks(self) -> list[str]:
         """Markup that the template writes around turns."""
         text = self.template.text
-        control = [name for name in self._tokenizer.control_tokens() if name in text]
-        bos_names = (
-            [_name(self._tokenizer.config["bos_token"])]
-            if self._tokenizer.bos_id is not None
-            else []
-        )
-        return list(
-            dict.fromkeys(
-                [*control, *bos_names, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]
-            )
-        )
+        marks = [name for name in self._tokenizer.control_tokens() if name in text]
+        if self._tokenizer.bos_id is not None:
+            marks.append(_name(self._tokenizer.config["bos_token"]))
+        marks += _MARKUP.findall(text)
+        marks += re.findall(r"\[INST\]", text)
+        return list(dict.fromkeys(marks))
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
-        """The prompt for the next assistant turn as ids. A control token that a message spells out stays text. Raises
-        UserError when the template refuses.
+        """The prompt for the next assistant turn as ids. A control token that a message spells out stays text.
+
+        Raises UserError when the template refuses the messages.
         """
         turns = [as_turn(message) for message in messages]
         markup = self._tokenizer.markup
         if not markup.occurs([turns, tools]):
             return self._tokenizer.encode_rendered(self._rendered(turns, tools, prompt=True))
-        (turns, offered), mark = markup.broken([turns, tools])
-        return markup.encode(self._rendered(turns, tuple(offered), prompt=True), mark)
+        (broken_turns, broken_tools), mark = markup.broken([turns, tools])
+        text = self._rendered(broken_turns, tuple(broken_tools), prompt=True)
+        return markup.encode(text, mark)
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""
@@ -277,97 +286,133 @@ class Renderer:
         return text
 
     def _encode_texts(self, example: Example) -> EncodedExample:
-        """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained
-        on. The responses of one prompt have the same masked length. Raises BadRow for a text that is too long.
+        """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained on.
+
+        The responses of one prompt have the same masked length. Raises BadRow for a text that is too long.
         """
         assert isinstance(example.prompt, str)
         prompt = example.prompt
-        prefix = self._tokenizer.prefix
-        texts = [
-            prompt,
-            *(prompt + answer for answer in example.responses if isinstance(answer, str)),
-        ]
+        responses = [response for response in example.responses if isinstance(response, str)]
+        texts = [prompt, *(prompt + response for response in responses)]
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
                 raise BadRow(example.source, error.problem, error.fix)
-        prompt_ids, *wholes = self._tokenizer.encode_batch(texts, special=True)
-        prefix = [] if prompt_ids[: len(prefix)] == prefix else prefix
-        start = min(num_equal(prompt_ids, ids) for ids in wholes)
-        if self._train_on == "all" and example.kind == "completion":
-            start = 0
-        end = self._tokenizer.eos_id
-        encoded = []
-        for ids in wholes:
-            all_ids = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
-            encoded.append(
-                EncodedText(
-                    all_ids, [index >= len(prefix) + start for index in range(len(all_ids))]
-                )
-            )
-        return tuple(encoded)
 
-    def _render(self, examples: list[Example], tools: bool) -> list[EncodedExample | BadRow]:
-        jobs = [
-            self._job(example, response) for example in examples for response in example.responses
-        ]
-        answers = self._process(tools).read(jobs)
-        for answer in answers:  # a rendering too large to encode in memory
+        # The last token of the prompt may be another one with a response behind it: only equal ids
+        # are the prompt's.
+        prompt_ids, *sequences = self._tokenizer.encode_batch(texts, special=True)
+        num_prompt_tokens = min((num_equal(prompt_ids, ids) for ids in sequences), default=0)
+        if self._train_on == "all" and example.kind == "completion":
+            num_prompt_tokens = 0
+
+        # Every sequence gets the tokenizer's prefix and EOS, unless it has them. A prompt without
+        # responses gets no EOS: the model continues it.
+        prefix = self._tokenizer.prefix
+        missing_prefix = [] if prompt_ids[: len(prefix)] == prefix else prefix
+        if example.kind == "prompt":
+            return (_masked([*missing_prefix, *prompt_ids]),)
+        num_masked = len(missing_prefix) + num_prompt_tokens
+        eos_id = self._tokenizer.eos_id
+        encoded_texts = []
+        for ids in sequences:
+            missing_eos = [] if eos_id is None or ids[-1:] == [eos_id] else [eos_id]
+            all_ids = [*missing_prefix, *ids, *missing_eos]
+            loss_mask = [index >= num_masked for index in range(len(all_ids))]
+            encoded_texts.append(EncodedText(all_ids, loss_mask))
+        return tuple(encoded_texts)
+
+    def _encode_chats(
+        self, examples: list[Example], with_tools: bool
+    ) -> list[EncodedExample | BadRow]:
+        # The child renders every response with its prompt. A rendering that is too large to encode
+        # in memory counts as refused.
+        jobs = [self._jobs(example) for example in examples]
+        answers = self._process(with_tools).read([job for of_example in jobs for job in of_example])
+        for answer in answers:
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"it writes {format_bytes(size)} of text"
-        rendered = [answer for answer in answers if "error" not in answer]
-        placed = self._tokenizer.encode_places([answer["text"] for answer in rendered])
-        for answer, (ids, offsets) in zip(rendered, placed, strict=True):
-            mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
-            answer["encoded"] = EncodedText(ids, mask)
-        remaining = iter(answers)
-        encoded = list[EncodedExample | BadRow]()
-        for example in examples:
-            example_answers = [next(remaining) for _ in example.responses]
-            if refused := next((answer for answer in example_answers if "error" in answer), None):
-                problem = f"cannot be formatted with {self.template.origin}: {refused['error']}"
-                encoded.append(
-                    BadRow(example.source, problem, _UNCLEAR if refused.get("unclear") else _FIX)
-                )
-            else:
-                encoded.append(tuple(answer["encoded"] for answer in example_answers))
-        return encoded
+
+        # Renderings become ids; spans of characters become the loss mask.
+        renderings = [answer for answer in answers if "error" not in answer]
+        encodings = self._tokenizer.encode_places([rendering["text"] for rendering in renderings])
+        for rendering, (ids, offsets) in zip(renderings, encodings, strict=True):
+            spans = rendering.get("spans")  # none: every token is trained on
+            loss_mask = [True] * len(ids) if spans is None else loss_tokens(offsets, spans)
+            rendering["encoded"] = EncodedText(ids, loss_mask)
+
+        # An example with one response that is refused is refused.
+        remaining_answers = iter(answers)
+        results = list[EncodedExample | BadRow]()
+        for example, jobs_of_example in zip(examples, jobs, strict=True):
+            example_answers = [next(remaining_answers) for _ in jobs_of_example]
+            refusal = next((answer for answer in example_answers if "error" in answer), None)
+            if refusal is None and example.kind == "prompt":
+                results.append((_masked(example_answers[0]["encoded"].ids),))
+                continue
+            if refusal is None:
+                results.append(tuple(answer["encoded"] for answer in example_answers))
+                continue
+            problem = f"cannot be formatted with {self.template.origin}: {refusal['error']}"
+            fix = _UNCLEAR if refusal.get("unclear") else _FIX
+            results.append(BadRow(example.source, problem, fix))
+        return results
+
+    def _jobs(self, example: Example) -> list[Json]:
+        """Conversations for the child, one per response. A prompt without responses is rendered alone, with the header
+        of the response that the model will write.
+        """
+        if example.kind != "prompt":
+            return [self._job(example, response) for response in example.responses]
+        assert isinstance(example.prompt, tuple)
+        turns = [as_turn(message) for message in example.prompt]
+        return [{"messages": turns, "tools": list(example.tools), "train_on": None, "prompt": True}]
 
     def _job(self, example: Example, response: object) -> Json:
         """A conversation for the child. `train_on`: the numbers of the turns to train on; None: all of the text."""
         assert isinstance(response, tuple)
         prompt = example.prompt if isinstance(example.prompt, tuple) else ()
         messages = (*prompt, *response)
-        trained = [
+        trained_turns = [
             index
             for index, message in enumerate(messages)
             if index >= len(prompt) and message.role == "assistant" and message.trained_on
         ]
-        alone = example.kind in ("chat", "completion")  # pairs train on responses alone
-        trained = trained[-1:] if self._train_on == "last" and alone else trained
-        train_on = None if self._train_on == "all" and alone else trained
-        turns = [as_turn(message) for message in messages]
-        return {"messages": turns, "tools": list(example.tools), "train_on": train_on}
+        # Pairs train on responses alone, whatever a chat trains on.
+        is_pair = example.kind not in ("chat", "completion")
+        if self._train_on == "last" and not is_pair:
+            trained_turns = trained_turns[-1:]
+        trains_on_all = self._train_on == "all" and not is_pair
+        return {
+            "messages": [as_turn(message) for message in messages],
+            "tools": list(example.tools),
+            "train_on": None if trains_on_all else trained_turns,
+        }
 
-    def _process(self, tools: bool) -> TemplateProcess:
-        text = self.template.tool_use if tools and self.template.tool_use else self.template.text
-        if text not in self._processes:
-            config = self._tokenizer.config
-            tokenizer = self._tokenizer
-            names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
-            template = ChatTemplate(text, self.template.origin)
-            self._processes[text] = process = TemplateProcess(
-                template, names, tokenizer.control_tokens()
-            )
-            trial = {
-                "messages": [as_turn(message) for message in _TRIAL],
-                "tools": [],
-                "train_on": None,
-            }
-            error = process.read([trial])[0].get("error", "")
-            # A template that fails for the simplest conversation fails for all.
-            if error and not error.startswith("it refuses"):
-                raise process.error(error)
-        return self._processes[text]
+    def _process(self, with_tools: bool) -> TemplateProcess:
+        """The process of the template, or of its variant for tools. Raises UserError when the template fails."""
+        template = self.template
+        text = template.tool_use if with_tools and template.tool_use else template.text
+        if text in self._processes:
+            return self._processes[text]
+        config = self._tokenizer.config
+        names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
+        process = TemplateProcess(
+            ChatTemplate(text, template.origin), names, self._tokenizer.control_tokens()
+        )
+        self._processes[text] = process
+
+        # A template that fails for the simplest conversation fails for all; it may still refuse it.
+        turns = [as_turn(message) for message in _TRIAL]
+        trial = {"messages": turns, "tools": [], "train_on": None}
+        error = process.read([trial])[0].get("error", "")
+        if error and not error.startswith("it refuses"):
+            raise process.error(error)
+        return process
+
+
+def _masked(ids: list[int]) -> EncodedText:
+    """A prompt alone, of which no token is trained on."""
+    return EncodedText(ids, [False] * len(ids))
 
 
 def as_turn(message: Message) -> Json:
@@ -400,8 +445,9 @@ RenderTurns = Callable[[Sequence[Message], tuple[Json, ...]], str]
 @final
 @dataclass(frozen=True)
 class ChatFormat:
-    """The encoder of turns, the tokens and strings that end a response, and a line about the template. `render`: turns
-    as text, where there is a template.
+    """The encoder of turns, the tokens and strings that end a response, and a line about the template.
+
+    `render` returns turns as text; it is None without a template.
     """
 
     encode: EncodeTurns
@@ -413,7 +459,10 @@ class ChatFormat:
 
 @contextmanager
 def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
-    """For the named template or the tokenizer's own; without one the model continues a text. Raises UserError."""
+    """The format of the named template or the tokenizer's own; without one the model continues a text.
+
+    Raises UserError.
+    """
     if template is None and not own_templates(tokenizer.config):
         description = (
             "no chat template: the model continues your text. Set one with --template chatml"
@@ -421,29 +470,34 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
         yield ChatFormat(continuation(tokenizer), (), (), description)
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
-        turns = (Message("user", "a"), Message("assistant", "b"))
-        tried = [
-            Example("the template", "chat", (), (turns_tried,))
-            for turns_tried in (turns, (Message("system", "c"), *turns))
+        # A short conversation shows how turns end. Some templates require a system turn.
+        trial_with_system = (Message("system", "c"), *_TRIAL)
+        examples = [
+            Example("the template", "chat", (), (turns,)) for turns in (_TRIAL, trial_with_system)
         ]
-        encoded = next(
-            (
-                turns_tried[0]
-                for turns_tried in renderer.encode_batch(tried)
-                if not isinstance(turns_tried, BadRow)
-            ),
-            None,
+        results = renderer.encode_batch(examples)
+        encoded_trials = [result[0] for result in results if not isinstance(result, BadRow)]
+        if encoded_trials:
+            encoded = encoded_trials[0]
+        else:
+            (encoded,) = renderer.encode(examples[0])  # raises its error
+
+        # Control tokens that are trained on come after the content: they end a turn. Without any,
+        # the template's markup ends it as text.
+        control_ids = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
+        response_ids = [
+            token
+            for token, is_loss_token in zip(encoded.ids, encoded.loss_mask, strict=True)
+            if is_loss_token
+        ]
+        stop_ids = tuple(token for token in dict.fromkeys(response_ids) if token in control_ids)
+        yield ChatFormat(
+            encode=renderer.prompt,
+            stop_ids=stop_ids,
+            stop_strings=() if stop_ids else tuple(renderer.missing_tokens()),
+            description=renderer.template.origin,
+            render=renderer.rendered,
         )
-        if encoded is None:
-            (encoded,) = renderer.encode(tried[0])  # raises its error
-        control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-        response = [
-            token for token, trained in zip(encoded.ids, encoded.loss_mask, strict=True) if trained
-        ]
-        # Control tokens that are trained on come after the content: they end a turn.
-        ends = tuple(token for token in dict.fromkeys(response) if token in control)
-        stops = () if ends else tuple(renderer.missing_tokens())
-        yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin, renderer.rendered)
 
 
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:
@@ -453,8 +507,8 @@ def continuation(tokenizer: Tokenizer) -> EncodeTurns:
         del tools  # a template would write them
         text = ""
         for turn in messages:
-            begins = turn.role == "user" and text and not text.endswith("\n")
-            text += ("\n" if begins else "") + turn.content
+            needs_newline = turn.role == "user" and text and not text.endswith("\n")
+            text += ("\n" if needs_newline else "") + turn.content
         return tokenizer.encode_prompt(text)
 
     return encode

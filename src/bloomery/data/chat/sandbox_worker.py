@@ -60,7 +60,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own escapes HTML characters."""
+    """The filter `tojson` as transformers has it: jinja's own escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -104,7 +104,10 @@ class Template:
         prompt: bool = False,
         plane: int = 0,
     ) -> str:
-        """Raises Refused with the reason when the template fails."""
+        """The conversation as text. Raises Refused with the reason when the template fails.
+
+        `plane`: of Unicode, for marks around `{% generation %}` blocks; 0: without marks.
+        """
         vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
         variables = {
             **self.names,
@@ -113,6 +116,8 @@ class Template:
             "documents": None,
             "add_generation_prompt": prompt,
         }
+
+        # Piece by piece: a template without an end must not fill the memory.
         pieces = list[str]()
         size = 0
         try:
@@ -130,7 +135,7 @@ class Template:
             raise Refused(_reason(error)) from error
 
     def read(self, job: Json) -> Json:
-        """The whole text of a conversation and the spans to train on."""
+        """The text of a conversation, and the spans to train on unless all of it is."""
         turns = job["messages"]
         tools = job.get("tools") or None
         if job["train_on"] is None:
@@ -147,29 +152,31 @@ class Template:
     def _read_marks(
         self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]
     ) -> Json:
+        """The text, and the `{% generation %}` blocks of the turns with these numbers."""
         plane = free_plane(turns, tools)
         marked = unmarked(self.render(turns, tools, plane=plane), plane)
-        spans = generated_spans(marked)
-        answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        blocks = generated_spans(marked)
+        assistant_turns = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if list(train_on) == assistant_turns:
+            return {"text": marked.text, "spans": blocks}
+
         # The blocks of a turn are those that the turns before it do not have.
-        if list(train_on) != answers:
-            counts = {
-                count: self._blocks(turns[:count], tools, plane)
-                for i in train_on
-                for count in (i, i + 1)
-            }
-            spans = [span for i in train_on for span in spans[counts[i] : counts[i + 1]]]
+        num_blocks: dict[int, int] = {}
+        for turn in train_on:
+            for num_turns in (turn, turn + 1):
+                num_blocks[num_turns] = self._num_blocks(turns[:num_turns], tools, plane)
+        spans = [
+            block for turn in train_on for block in blocks[num_blocks[turn] : num_blocks[turn + 1]]
+        ]
         return {"text": marked.text, "spans": spans}
 
-    def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
-        return (
-            len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane)))
-            if turns
-            else 0
-        )
+    def _num_blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
+        if not turns:
+            return 0
+        return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane)))
 
 
-def _short(message: object) -> str:
+def _one_line(message: object) -> str:
     """One line without its full stop, in characters that every terminal can print."""
     return (
         " ".join(str(message).split())[:240]
@@ -180,7 +187,7 @@ def _short(message: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    message = _short(error)
+    message = _one_line(error)
     match error:
         case jinja2.exceptions.SecurityError():
             return f"it accesses a forbidden attribute: {message}"
@@ -196,15 +203,17 @@ def _reason(error: Exception) -> str:
 
 
 def _answer(template: Template, job: Json) -> Json:
-    # SIGPROF ends this process; Python code could not in time
+    """The rendering of a conversation, or the error of the template."""
+    # SIGPROF ends this process: Python code could not stop a template in time.
     signal.setitimer(signal.ITIMER_PROF, template.seconds)
     try:
         answer = template.read(job)
+        # Half of a surrogate pair could not be sent as UTF-8.
         try:
             answer["text"].encode()
         except UnicodeEncodeError as error:
-            half = f"\\u{ord(answer['text'][error.start]):04x}"
-            return {"error": f"it writes half of a surrogate pair, {half}"}
+            surrogate = f"\\u{ord(answer['text'][error.start]):04x}"
+            return {"error": f"it writes half of a surrogate pair, {surrogate}"}
         return answer
     except Refused as error:
         return {"error": str(error)}
@@ -219,12 +228,13 @@ def _answer(template: Template, job: Json) -> Json:
 
 
 def _compile(settings: Json) -> Template | str:
+    """The compiled template, or the reason why it cannot be compiled."""
     signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
     try:
         enders = re.compile("|".join(map(re.escape, settings["enders"])) or "(?!)")
         return Template(settings["text"], settings["names"], enders, settings["seconds"])
     except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {_short(error.message)}"
+        return f"line {error.lineno}: {_one_line(error.message)}"
     except MemoryError:
         return _MEMORY
     except (RecursionError, SyntaxError):
@@ -234,22 +244,19 @@ def _compile(settings: Json) -> Template | str:
 
 
 def main() -> None:
-    """Read the template, then lists of conversations; answer each list."""
+    """Reads the template, then lists of conversations, and answers each list."""
+    # The limits come before the template: it can neither fill the memory nor write a file.
     job = accept()
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
     template = _compile(job)
     reply(job, {"error": template} if isinstance(template, str) else {"ready": True})
     if isinstance(template, Template):
         for request in requests(job):
-            reply(
-                job,
-                {"answers": [_answer(template, conversation) for conversation in request["jobs"]]},
-            )
+            answers = [_answer(template, conversation) for conversation in request["jobs"]]
+            reply(job, {"answers": answers})
 
 
 if __name__ == "__main__":

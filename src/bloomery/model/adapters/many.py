@@ -19,10 +19,10 @@ ALONE = "serve it alone: bloomery serve BASE+ADAPTER"
 
 @final
 class Rows:
-    """Which rows of the current batch use which adapter; shared by all layers. None: every row."""
+    """The rows of the current batch that use each adapter, int64, shared by all layers; None: every row."""
 
     def __init__(self) -> None:
-        self.of: dict[str, Tensor | None] = {}
+        self.by_adapter: dict[str, Tensor | None] = {}
 
 
 class ManyLora(nn.Module):
@@ -36,7 +36,7 @@ class ManyLora(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         y: Tensor = self.base(x_BTD)
-        for name, rows in self.rows.of.items():
+        for name, rows in self.rows.by_adapter.items():
             if name not in self.pairs:
                 continue
             A, B, scale = self.pairs[name]
@@ -51,7 +51,7 @@ class Adapters:
     """The adapters of a decoder, by name."""
 
     def __init__(self, decoder: Decoder, folders: Mapping[str, Path]) -> None:
-        """In place: the layers that an adapter changes become ManyLora. Raises UserError for one that is not LoRA."""
+        """Replaces the layers that an adapter changes by ManyLora. Raises UserError for an adapter that is not LoRA."""
         self._rows = Rows()
         self._device = decoder.model.embed_tokens.weight.device
         self.names = tuple(folders)
@@ -59,19 +59,20 @@ class Adapters:
             self._add(decoder, name, folder)
 
     def choose(self, names: Sequence[str | None]) -> None:
-        """The adapter of each row of the next forward."""
-        self._rows.of = {
-            name: None
-            if all(each == name for each in names)
-            else torch.tensor(
-                [row for row, each in enumerate(names) if each == name], device=self._device
+        """Sets the adapter of each row of the next forward; None: the base alone."""
+        self._rows.by_adapter = {}
+        for adapter in dict.fromkeys(names):
+            if adapter is None:
+                continue
+            rows = [row for row, name in enumerate(names) if name == adapter]
+            uses_all_rows = len(rows) == len(names)
+            self._rows.by_adapter[adapter] = (
+                None if uses_all_rows else torch.tensor(rows, device=self._device)
             )
-            for name in names
-            if name is not None
-        }
 
     @torch.no_grad()
     def _add(self, decoder: Decoder, name: str, folder: Path) -> None:
+        # Only LoRA matrices can be added for some rows of a batch: what changes the base is refused.
         if not is_adapter_folder(folder):
             problem = f"not an adapter: {folder.name}"
             fix = "name a folder with adapter_config.json"
@@ -81,39 +82,35 @@ class Adapters:
                 "several adapters at once must be LoRA", where=str(folder), fix=ALONE, code=2
             )
         settings, config = read_adaptation(folder, decoder.config)
-        changed = [
-            word
-            for word, used in (
-                ("DoRA", settings.dora),
-                ("modules_to_save", settings.modules_to_save),
+        features = ["DoRA"] if settings.dora else []
+        features += ["modules_to_save"] if settings.modules_to_save else []
+        if features or config.vocab_size != decoder.config.vocab_size:
+            problem = (
+                f"an adapter with {' and '.join(features) or 'new tokens'} does not share its base"
             )
-            if used
-        ]
-        if changed or config.vocab_size != decoder.config.vocab_size:
-            what = (
-                f"an adapter with {' and '.join(changed) or 'new tokens'} does not share its base"
-            )
-            raise UserError(what, where=str(folder), fix=ALONE, code=2)
+            raise UserError(problem, where=str(folder), fix=ALONE, code=2)
+
+        # The matrices are read into a decoder that has no memory for anything else.
         with torch.device("meta"):
-            like = Decoder(config)
-            adapt_as(like, settings)
-        wanted = {
-            path: module for path, module in like.named_modules() if isinstance(module, LoraLinear)
+            meta_decoder = Decoder(config)
+            adapt_as(meta_decoder, settings)
+        lora_modules = {
+            path: module
+            for path, module in meta_decoder.named_modules()
+            if isinstance(module, LoraLinear)
         }
-        for module in wanted.values():
+        for module in lora_modules.values():
             for leaf in ("lora_A", "lora_B"):
-                held = getattr(module, leaf)
-                setattr(
-                    module,
-                    leaf,
-                    nn.Parameter(torch.empty_like(held, device=self._device), requires_grad=False),
-                )
-        read_trained(like, settings, config, folder, shared=True)
+                matrix = torch.empty_like(getattr(module, leaf), device=self._device)
+                setattr(module, leaf, nn.Parameter(matrix, requires_grad=False))
+        read_trained(meta_decoder, settings, config, folder, shared=True)
+
+        # A layer that several adapters change is wrapped once, and holds a pair of each.
         dtype = decoder.model.embed_tokens.weight.dtype
-        for path, module in wanted.items():
-            present = decoder.get_submodule(path)
-            if not isinstance(present, ManyLora):
+        for path, module in lora_modules.items():
+            layer = decoder.get_submodule(path)
+            if not isinstance(layer, ManyLora):
                 parent, _, leaf = path.rpartition(".")
-                present = ManyLora(present, self._rows)
-                setattr(decoder.get_submodule(parent), leaf, present)
-            present.pairs[name] = (*module.pair(dtype), module.scale)
+                layer = ManyLora(layer, self._rows)
+                setattr(decoder.get_submodule(parent), leaf, layer)
+            layer.pairs[name] = (*module.pair(dtype), module.scale)

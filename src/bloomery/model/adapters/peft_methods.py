@@ -17,8 +17,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.model.adapters.peft_files import adapter_tensors
 from bloomery.model.adapters.settings import (
+    method_name,
     method_settings,
-    named,
     read_settings,
     refuse_stored_otherwise,
     right_base,
@@ -30,21 +30,24 @@ from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
 INSTALL = 'pip install "bloomery[peft]"'
-# as methods call it
-RANKS = ("r", "rank", "init_r", "target_r")
-# what AdaLoRA's allocator remembers of each parameter
+RANKS = ("r", "rank", "init_r", "target_r")  # the names that methods give a rank
+# What AdaLoRA's allocator remembers of each parameter.
 IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
 @final
 class PeftAdapter:
-    """One method inside of one decoder. Its base is frozen; its own parameters are trainable."""
+    """One method of PEFT inside one decoder, whose base is frozen; the method's parameters are trainable."""
 
     def __init__(self, model: Decoder, config: Any, *, seed: int) -> None:
-        """In place, after the base was read; the adapter's first values follow from `seed`."""
+        """Changes the decoder in place; its base must have been read. The initial values follow from `seed`.
+
+        Raises UserError when PEFT refuses the config.
+        """
         from peft import PeftModel
 
-        states = torch.get_rng_state()
+        # PEFT draws from torch's global generator, which the run must not notice.
+        rng_state = torch.get_rng_state()
         torch.manual_seed(seed)
         try:
             self._wrapped = PeftModel(_named_as_files(model), config, adapter_name=NAME)
@@ -56,35 +59,38 @@ class PeftAdapter:
                 code=2,
             ) from error
         finally:
-            torch.set_rng_state(states)
+            torch.set_rng_state(rng_state)
         self._model = model
         self._updates = 0
         self._allocator: Any = getattr(self._wrapped.base_model, "rankallocator", None)  # AdaLoRA's
-        self._first_pattern = getattr(self.settings, "rank_pattern", None)
-        self._first = {name: tensor.detach().clone() for name, tensor in self._own()}
+        self._initial_pattern = getattr(self.settings, "rank_pattern", None)
+        self._initial_tensors = {
+            name: tensor.detach().clone() for name, tensor in self._method_tensors()
+        }
 
     @property
     def settings(self) -> Any:
         """PEFT's config, whose ranks change while AdaLoRA trains."""
         return self._wrapped.peft_config[NAME]
 
-    def _own(self) -> Iterator[tuple[str, Tensor]]:
+    def _method_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The method's trainable parameters and buffers by the decoder's names."""
-        trained = {
+        trainable_names = {
             name for name, parameter in self._model.named_parameters() if parameter.requires_grad
         }
-        seen = set[int]()  # VeRA's projections are one tensor under many names
+        addresses = set[int]()  # VeRA's projections are one tensor under many names
         for name, tensor in self._model.state_dict().items():
-            if (name in trained or f".{NAME}" in name) and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
+            is_of_method = name in trainable_names or f".{NAME}" in name
+            if is_of_method and tensor.data_ptr() not in addresses:
+                addresses.add(tensor.data_ptr())
                 yield name, tensor
 
     def file_tensors(self) -> dict[str, Tensor]:
         """The tensors of adapter_model.safetensors in PEFT's names."""
         from peft import get_peft_model_state_dict
 
-        found = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
-        return {name: tensor.detach() for name, tensor in found.items()}
+        state = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in state.items()}
 
     def file_settings(self, base: str) -> dict[str, object]:
         """The content of adapter_config.json."""
@@ -92,24 +98,22 @@ class PeftAdapter:
             name: sorted(value) if isinstance(value, set) else value
             for name, value in self.settings.to_dict().items()
         }
-        kind = values["peft_type"]
-        own = {
+        peft_type = values["peft_type"]
+        return values | {
+            "peft_type": getattr(peft_type, "value", peft_type),
             "auto_mapping": None,
             "base_model_name_or_path": base,
             "inference_mode": True,
             "task_type": "CAUSAL_LM",
         }
-        return values | {"peft_type": getattr(kind, "value", kind)} | own
 
     def resume_tensors(self) -> dict[str, Tensor]:
-        """All that a resumed run needs, as it is: the file's tensors may be cut to the ranks that are left."""
-        kept = {f"own.{name}": tensor.detach() for name, tensor in self._own()}
+        """All tensors that a resumed run needs, uncut: those of the file may be cut to the ranks in use."""
+        tensors = {f"own.{name}": tensor.detach() for name, tensor in self._method_tensors()}
         for field in IMPORTANCE:
-            kept |= {
-                f"{field}.{name}": tensor
-                for name, tensor in getattr(self._allocator, field, {}).items()
-            }
-        return kept
+            for name, tensor in getattr(self._allocator, field, {}).items():
+                tensors[f"{field}.{name}"] = tensor
+        return tensors
 
     def resume_scalars(self) -> dict[str, Any]:
         return {
@@ -119,15 +123,15 @@ class PeftAdapter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Replaces all by what `resume_tensors` and `resume_scalars` gave."""
+        """Restores the results of `resume_tensors` and `resume_scalars`."""
         device = next(self._model.parameters()).device
-        for name, tensor in self._own():
+        for name, tensor in self._method_tensors():
             tensor.copy_(tensors[f"own.{name}"])
         if self._allocator is not None:
             for field in IMPORTANCE:
-                held = getattr(self._allocator, field)
-                held.clear()
-                held |= {
+                importances = getattr(self._allocator, field)
+                importances.clear()
+                importances |= {
                     name.removeprefix(f"{field}."): value.to(device, copy=True)
                     for name, value in tensors.items()
                     if name.startswith(f"{field}.")
@@ -137,12 +141,12 @@ class PeftAdapter:
         self._updates = scalars["updates"]
 
     def begin_again(self) -> None:
-        """As before the first step."""
-        kept = {f"own.{name}": tensor for name, tensor in self._first.items()}
-        self.load(kept, {"rank_pattern": self._first_pattern, "updates": 0})
+        """Restores the values before the first step."""
+        tensors = {f"own.{name}": tensor for name, tensor in self._initial_tensors.items()}
+        self.load(tensors, {"rank_pattern": self._initial_pattern, "updates": 0})
 
     def after_update(self) -> None:
-        """Call after the update, before gradients are dropped: AdaLoRA reallocates ranks."""
+        """Must run after an update, before gradients are freed: AdaLoRA reallocates ranks."""
         self._updates += 1
         if self._allocator is not None:
             tuner: Any = self._wrapped.base_model
@@ -153,30 +157,29 @@ class PeftAdapter:
         weight = getattr(self.settings, "orth_reg_weight", 0.0)
         if self._allocator is None or not weight:
             return None
-        parts = []
+        distances = []
         for name, parameter in self._model.named_parameters():
             if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name:
-                exact = parameter.float()
-                gram = exact @ exact.T if f"lora_A.{NAME}" in name else exact.T @ exact
-                parts.append(
-                    torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device))
-                )
-        return weight * torch.stack(parts).mean()
+                matrix = parameter.float()
+                gram = matrix @ matrix.T if f"lora_A.{NAME}" in name else matrix.T @ matrix
+                identity = torch.eye(len(gram), device=gram.device)
+                distances.append(torch.linalg.matrix_norm(gram - identity))
+        return weight * torch.stack(distances).mean()
 
 
 def open_method(model: Decoder, folder: Path) -> None:
     """Puts the adapter of a folder into the decoder. Raises UserError when PEFT cannot read it or it does not fit."""
-    said = read_settings(folder)
-    _config_class(said["peft_type"])
+    settings = read_settings(folder)
+    _config_class(settings["peft_type"])
     refuse_stored_otherwise(model.config)
     from peft import PeftConfig, PeftModel
 
     adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        # what belongs to a task is transformers' own model around the matrices
+        # With a task, PEFT would expect transformers' model of that task around the matrices.
         config.task_type = None
-        # PEFT's pattern check does not match AdaLoRA's own rank keys
+        # PEFT's pattern check does not match AdaLoRA's own rank keys.
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="The following rank_pattern keys did not match"
@@ -197,7 +200,10 @@ def _named_as_files(model: Decoder) -> Any:
 
 @torch.no_grad()
 def merge_methods(model: Decoder) -> None:
-    """In place: plain matrices that do the same alone. Raises UserError where the method cannot be merged."""
+    """Replaces each adapted layer by one plain matrix with the same results.
+
+    Raises UserError where the method cannot be merged.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
@@ -215,12 +221,13 @@ def merge_methods(model: Decoder) -> None:
 
 
 def has_method(model: Decoder) -> bool:
-    """Whether one of PEFT's methods is in it."""
+    """Whether the decoder has a layer that one of PEFT's methods changes."""
     return any(hasattr(module, "base_layer") for module in model.modules())
 
 
 def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
     """PEFT's config for the recipe's section. Raises UserError with what this decoder or PEFT refuses."""
+    # An unknown key gets a suggestion; a value of another type is refused under its key.
     config_class = _config_class(adapter.method)
     settings = method_settings(adapter, config, steps=steps)
     known_names = {field.name for field in fields(config_class)}
@@ -234,6 +241,8 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
                 code=2,
             )
     _check_values(adapter, config_class)
+
+    # PEFT itself refuses what contradicts another setting.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -281,11 +290,9 @@ def _config_class(method: str) -> Any:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
         raise UserError("PEFT is not installed", where="adapter.kind=peft", fix=INSTALL) from error
-    found = next(
-        (kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)),
-        None,
-    )
-    if found is None:
-        problem = f"the PEFT that is installed has no {method}"
-        raise UserError(problem, where="adapter.method", fix="pip install --upgrade peft", code=2)
-    return found
+    name = method_name(method)
+    for peft_type, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        if peft_type.value == name:
+            return config_class
+    problem = f"the PEFT that is installed has no {method}"
+    raise UserError(problem, where="adapter.method", fix="pip install --upgrade peft", code=2)

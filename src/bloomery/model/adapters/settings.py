@@ -17,7 +17,7 @@ from bloomery.core.text import closest
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
-from bloomery.model.io.stored import INDEX, LARGEST_CONFIG, SINGLE, places, read_object
+from bloomery.model.io.stored import INDEX, LARGEST_CONFIG, SINGLE, read_object, tensor_locations
 from bloomery.recipe.schema import Lora, Peft
 
 ALL_LINEAR = "all-linear"
@@ -106,12 +106,12 @@ def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> No
     if not new or not frozen_tables:
         return
     leaves = [name.rpartition(".")[2] for name in frozen_tables]
-    needed = ", ".join(dict.fromkeys([*adapter.modules_to_save, *leaves]))
+    required_modules = ", ".join(dict.fromkeys([*adapter.modules_to_save, *leaves]))
     subject, pronoun = ("tokens are", "them") if new > 1 else ("token is", "it")
     raise UserError(
         f"{new} {subject} new to the model, and an adapter alone would never learn {pronoun}",
         where="adapter.modules_to_save",
-        fix=f"set adapter.modules_to_save=[{needed}]",
+        fix=f"set adapter.modules_to_save=[{required_modules}]",
         code=2,
     )
 
@@ -131,10 +131,12 @@ def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]
     """
     where = "adapter.target_modules"
     modules = linear_modules(config)
-    locations = places(config)
+    locations = tensor_locations(config)
     names_in_files = {
         module: locations[f"{module}.weight"].name.removesuffix(".weight") for module in modules
     }
+
+    # Each name must mean a module: one that means none would train less than you asked for.
     targets: set[str] = set()
     for name in names:
         matching_modules = [
@@ -213,7 +215,7 @@ def shares_head(config: ModelConfig) -> bool:
 def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
     """Modules with a weight, by the name of the module that files keep it in; of fused ones in the order of rows."""
     modules_by_stored_name: dict[str, list[str]] = {}
-    for name, location in places(config).items():
+    for name, location in tensor_locations(config).items():
         module, _, kind = name.rpartition(".")
         if kind == "weight":
             stored_name = location.name.rpartition(".")[0]
@@ -221,10 +223,10 @@ def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
     return modules_by_stored_name
 
 
-def _refuse_parts_of_fused(config: ModelConfig, chosen: Collection[str], where: str) -> None:
+def _refuse_parts_of_fused(config: ModelConfig, names: Collection[str], where: str) -> None:
     """Raises UserError for modules that files store fused with another: they can only be written together."""
     for fused_modules in stored_modules(config).values():
-        missing_modules = [module for module in fused_modules if module not in chosen]
+        missing_modules = [module for module in fused_modules if module not in names]
         if not missing_modules or len(missing_modules) == len(fused_modules):
             continue
         module = min(set(fused_modules) - set(missing_modules))
@@ -303,8 +305,8 @@ DEFAULT_TARGET_MODULES: dict[str, str | list[str]] = {
 }
 
 
-def named(method: str) -> str:
-    """The method as PEFT writes it. Raises UserError for a name that is no method of PEFT's that trains here."""
+def method_name(method: str) -> str:
+    """The method's name as PEFT writes it. Raises UserError for one that PEFT lacks or that does not train here."""
     name = method.upper().replace("-", "_")
     if name in METHODS:
         return name
@@ -332,7 +334,7 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     """
     where = "adapter.target_modules"
     example = "name modules: adapter.target_modules=[q_proj]"
-    defaults = DEFAULT_TARGET_MODULES.get(named(adapter.method), ["q_proj", "v_proj"])
+    defaults = DEFAULT_TARGET_MODULES.get(method_name(adapter.method), ["q_proj", "v_proj"])
     targets = (adapter.model_extra or {}).get("target_modules") or defaults
     if targets in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
@@ -385,7 +387,9 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     `steps`: of the run, None where they are not known. Raises UserError for keys that a run sets itself, and for
     modules that the decoder does not have. Everything else is PEFT's to refuse (`peft_methods.method_config`).
     """
-    method = named(adapter.method)
+    method = method_name(adapter.method)
+
+    # Keys that a run sets are refused; the targets have defaults for this decoder.
     settings = dict(adapter.model_extra or {})
     for name in settings:
         if name in NATIVE_ONLY:
@@ -393,6 +397,8 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
             raise UserError(problem, where=f"adapter.{name}", fix="take it out", code=2)
     settings["target_modules"] = targets_of(adapter, config)
     refuse_stored_otherwise(config)
+
+    # Two methods need settings that depend on the decoder or the run.
     if method == "IA3":
         # Modules whose inputs are scaled instead of their outputs. PEFT has no default for this decoder.
         targets = settings["target_modules"]
@@ -411,7 +417,8 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
 def refuse_stored_otherwise(config: ModelConfig) -> None:
     """Raises UserError where PEFT's file, with transformers' modules, would not fit the decoder's."""
     is_rearranged = any(
-        location.name != name or location.transposed for name, location in places(config).items()
+        location.name != name or location.transposed
+        for name, location in tensor_locations(config).items()
     )
     if is_rearranged and config.transformers_backend is None:
         raise UserError(
@@ -462,7 +469,7 @@ def base_of(folder: Path) -> Base:
 
 
 def digest(folder: Path) -> str:
-    """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
+    """The digest of every byte of the weights and of config.json: as fast as the disk, or some GB/s from its cache."""
     files = [folder / "config.json", folder / INDEX, *_weight_files(folder)]
     lines = []
     for path in files:
@@ -517,13 +524,15 @@ def base_folder(folder: Path) -> Path:
     fix = f"name the base yourself: BASE+{folder.name}"
     if name is None:
         raise UserError("the adapter names no base model", where=where, fix=fix)
-    # A path, relative to the adapter too; the base in the folder of a run that was moved.
+
+    # A path may be relative to the adapter. A run that was moved has its base in its own folder.
     folders = [Path(name), folder / name]
     if folder.parent.name == "checkpoints":
         folders.append(folder.parent.parent / "base")
     for candidate in folders if len(name) < LONGEST_PATH else []:
         if (candidate / "config.json").is_file():
             return candidate
+
     if not is_hub_id(name):
         raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, fix=fix)
     return fetch_model(name)

@@ -39,7 +39,7 @@ class QueryDocuments(NamedTuple):
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+        self, q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
     ) -> tuple[Tensor, Tensor]:
         """(output [B, H, T, E], log-sum-exp [B, H, T]) outside autocast."""
 
@@ -51,9 +51,9 @@ class Backward(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
+        output: Tensor,
         sums: Tensor,
-        rows: QueryDocuments,
+        documents: QueryDocuments,
         options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, each in memory like `like_projection` of it."""
@@ -92,10 +92,13 @@ def attention_operator(
     sums: Callable[[Tensor], Tensor],
     device: str | None = None,
 ) -> Attention:
-    """Registers both as `bloomery::NAME`. `sums` gives an empty tensor laid out as the forward's log-sum-exp is."""
+    """Registers forward and backward as the operator `bloomery::NAME`, with autograd and fake tensors.
+
+    `sums` returns an empty tensor in the layout of the forward's log-sum-exp, for the queries that it is given.
+    """
 
     @torch.library.custom_op(f"bloomery::{name}", mutates_args=(), device_types=device)
-    def ahead(
+    def forward_operator(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -117,13 +120,13 @@ def attention_operator(
             )
 
     @torch.library.custom_op(f"bloomery::{name}_backward", mutates_args=(), device_types=device)
-    def back(
+    def backward_operator(
         grad: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        total: Tensor,
+        output: Tensor,
+        sums_BHT: Tensor,
         first: Tensor | None,
         reach: Tensor | None,
         seed: Tensor | None,
@@ -134,23 +137,30 @@ def attention_operator(
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             options = Options(window, softcap, scale, dropout)
-            return backward(grad, q, k, v, out, total, QueryDocuments(first, reach, seed), options)
+            documents = QueryDocuments(first, reach, seed)
+            return backward(grad, q, k, v, output, sums_BHT, documents, options)
 
+    # `inputs` are those of the operator: q, k, v, the document masking, and the options.
     def save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
         ctx.options = Options(*inputs[6:])
 
     def differentiate(ctx: _Context, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        return *back(grad, *ctx.saved_tensors, *ctx.options), *[None] * (3 + len(Options._fields))
+        gradients = backward_operator(grad, *ctx.saved_tensors, *ctx.options)
+        num_without_gradient = len(QueryDocuments._fields) + len(Options._fields)
+        return *gradients, *[None] * num_without_gradient
 
-    ahead.register_fake(lambda q, *_: (like_projection(q), sums(q)))
-    back.register_fake(
+    # The layouts that torch.compile and a simulation see without values.
+    forward_operator.register_fake(lambda q, *_: (like_projection(q), sums(q)))
+    backward_operator.register_fake(
         lambda _grad, q, k, v, *_: (like_projection(q), like_projection(k), like_projection(v))
     )
-    ahead.register_autograd(differentiate, setup_context=save)
+    forward_operator.register_autograd(differentiate, setup_context=save)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> Tensor:
-        outputs: tuple[Tensor, Tensor] = ahead(q, k, v, *rows, *options)
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
+    ) -> Tensor:
+        outputs: tuple[Tensor, Tensor] = forward_operator(q, k, v, *documents, *options)
         return outputs[0]
 
     return attend
@@ -158,6 +168,8 @@ def attention_operator(
 
 @dataclass(frozen=True)
 class Tile:
+    """A block of keys, for the block of queries that lists it."""
+
     number: int  # names its dropout mask
     keys: slice
     masked: bool  # some query of the block does not see some key
@@ -178,36 +190,45 @@ class Task:
 
     def query_blocks(self, length: int) -> Iterator[tuple[slice, list[Tile]]]:
         """Each query block with its tiles from the diagonal down: the running maximum is finite at once."""
-        lowest_N, highest_N = [[0] * -(-length // BLOCK)] * 2
+        num_blocks = -(-length // BLOCK)
+        lowest_N = [0] * num_blocks
+        highest_N = [0] * num_blocks
         if self.reach is not None:
             lowest_N = self.reach[0].amin(0).tolist()
             highest_N = self.reach[1].amax(0).tolist()
         for index, (lowest, highest) in enumerate(zip(lowest_N, highest_N, strict=True)):
             start = index * BLOCK
             stop = min(index * BLOCK + BLOCK, length)
-            # keys below are hidden from some query
-            hidden = 0 if self.window is None else stop - self.window
-            bottom = lowest if self.window is None else max(lowest, start - self.window + 1)
+            # No query of the block sees a key before `first_key`; some query does not see those
+            # before `first_shared_key`.
+            first_key = lowest
+            first_shared_key = highest
+            if self.window is not None:
+                first_key = max(lowest, start - self.window + 1)
+                first_shared_key = max(highest, stop - self.window)
             tiles = [
                 Tile(
                     index * (index + 1) // 2 + block,
                     slice(block * BLOCK, min(block * BLOCK + BLOCK, stop)),
-                    block == index or block * BLOCK < max(highest, hidden),
+                    block == index or block * BLOCK < first_shared_key,
                 )
-                for block in range(index, bottom // BLOCK - 1, -1)
+                for block in range(index, first_key // BLOCK - 1, -1)
             ]
             yield slice(start, stop), tiles
 
     def groups(
         self, q_BHTE: Tensor, device_type: str | None = None
     ) -> Iterator[tuple[slice, "Task"]]:
-        """Rows of the batch that go together, each group with its own task; as many as the type of device works on."""
+        """Rows of the batch that are computed at once, each group with its own task.
+
+        The type of device decides how many scores a group has; that of the queries unless one is given.
+        """
         batch, heads, length, _ = q_BHTE.shape
         on_cpu = (device_type or q_BHTE.device.type) == "cpu"
-        together = CPU_SCORES if on_cpu else GPU_SCORES
-        size = max(1, together // (heads * min(length, BLOCK) ** 2))
-        for number, start in enumerate(range(0, batch, size)):
-            rows = slice(start, start + size)
+        num_scores = CPU_SCORES if on_cpu else GPU_SCORES
+        group_size = max(1, num_scores // (heads * min(length, BLOCK) ** 2))
+        for number, start in enumerate(range(0, batch, group_size)):
+            rows = slice(start, start + group_size)
             first = None if self.first_BT is None else self.first_BT[rows]
             reach = None if self.reach is None else self.reach[:, rows]
             seed = None if self.seed is None else self.seed + (number << 32)
@@ -234,10 +255,11 @@ class Task:
         assert self.seed is not None
         generator = torch.Generator(shares.device)
         generator.manual_seed(_mixed(int(self.seed) + tile.number))
-        words = torch.empty(-(-shares.numel() // 4), dtype=torch.int64, device=shares.device)
-        words.random_(-(2**63), None, generator=generator)
-        halves = words.view(torch.int16)[: shares.numel()].view(shares.shape)
-        return halves < self._dropped_of_65536 - 32768
+        num_words = -(-shares.numel() // 4)  # an int64 has four int16
+        random_words = torch.empty(num_words, dtype=torch.int64, device=shares.device)
+        random_words.random_(-(2**63), None, generator=generator)
+        random_int16 = random_words.view(torch.int16)[: shares.numel()].view(shares.shape)
+        return random_int16 < self._dropped_of_65536 - 32768
 
     @property
     def _dropped_of_65536(self) -> int:
@@ -259,14 +281,14 @@ def _mixed(value: int) -> int:
 
 def reach_of(first_BT: Tensor) -> Tensor:
     """[2, B, blocks] on the CPU: the lowest and the highest document start among the queries of each block."""
+    # Starts never decrease along a row: a block's first query has the lowest, its last the highest.
     lowest_BN = first_BT[:, ::BLOCK]
-    # starts never fall along a row
-    last_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)
-    return torch.stack([lowest_BN, last_BN[:, : lowest_BN.shape[1]]]).cpu()
+    highest_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)
+    return torch.stack([lowest_BN, highest_BN[:, : lowest_BN.shape[1]]]).cpu()
 
 
 def _grouped(x_BHTE: Tensor, key_heads: int) -> Tensor:
-    """[B, K, G, T, E], contiguous: its tiles then multiply without a copy of the whole."""
+    """[B, K, G, T, E], contiguous: its tiles then multiply without a copy of the full tensor."""
     return torch.unflatten(x_BHTE.contiguous(), 1, (key_heads, -1))
 
 
@@ -277,7 +299,7 @@ def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
 
 
 def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """The output, [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
+    """The output [B, H, T, E], [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
     out_BHTE = like_projection(q_BHTE)
     sums_BHT = sums_like(q_BHTE)
     q = _grouped(q_BHTE, k_BKTE.shape[1])
@@ -285,24 +307,27 @@ def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple
     v = v_BKTE.contiguous()
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
         query = q[..., queries, :] * task.scale
-        mixed = torch.zeros_like(query, dtype=sums_BHT.dtype)
-        total = torch.zeros_like(mixed[..., :1])
-        top = torch.full_like(total, float("-inf"))
+        # Online softmax: shares are relative to the largest score so far, and the sums of shares
+        # and of weighted values are scaled down when a tile has a larger one.
+        value_sum = torch.zeros_like(query, dtype=sums_BHT.dtype)
+        share_sum = torch.zeros_like(value_sum[..., :1])
+        max_score = torch.full_like(share_sum, float("-inf"))
         for tile in tiles:
             scores = _scores(query, k[:, :, tile.keys], task)
             if tile.masked:
                 scores.masked_fill_(task.hidden(queries, tile.keys, scores.device), float("-inf"))
-            higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-            shares = scores.sub_(higher).exp_()
-            shrink = top.sub_(higher).exp_()
-            total.mul_(shrink).add_(shares.sum(-1, keepdim=True))
+            new_max_score = torch.maximum(max_score, scores.amax(-1, keepdim=True))
+            shares = scores.sub_(new_max_score).exp_()
+            scale_down = max_score.sub_(new_max_score).exp_()
+            share_sum.mul_(scale_down).add_(shares.sum(-1, keepdim=True))
+            # Dropped shares still count in the softmax's sum.
             if task.dropout:
                 shares.masked_fill_(task.dropped(tile, shares), 0.0)
-            part = shares.to(v.dtype).flatten(2, 3) @ v[:, :, tile.keys]
-            mixed.mul_(shrink).add_(torch.unflatten(part, 2, query.shape[2:4]))
-            top = higher
-        out_BHTE[:, :, queries] = mixed.mul_(task.boost).div_(total).flatten(1, 2)
-        sums_BHT[:, :, queries] = (top + total.log_()).flatten(1, 2).squeeze(-1)
+            tile_values = shares.to(v.dtype).flatten(2, 3) @ v[:, :, tile.keys]
+            value_sum.mul_(scale_down).add_(torch.unflatten(tile_values, 2, query.shape[2:4]))
+            max_score = new_max_score
+        out_BHTE[:, :, queries] = value_sum.mul_(task.boost).div_(share_sum).flatten(1, 2)
+        sums_BHT[:, :, queries] = (max_score + share_sum.log_()).flatten(1, 2).squeeze(-1)
     return out_BHTE, sums_BHT
 
 
@@ -315,22 +340,27 @@ def backward(
     sums_BHT: Tensor,
     task: Task,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope."""
+    """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope.
+
+    arXiv:2205.14135, algorithm 4.
+    """
     key_heads = k_BKTE.shape[1]
-    exact = sums_BHT.dtype
+    exact_dtype = sums_BHT.dtype
     dq_BHTE = like_projection(q_BHTE)
-    dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k_BKTE, v_BKTE))
+    dk = torch.zeros(k_BKTE.shape, dtype=exact_dtype, device=k_BKTE.device)
+    dv = torch.zeros(v_BKTE.shape, dtype=exact_dtype, device=v_BKTE.device)
     q = _grouped(q_BHTE, key_heads)
     grad = _grouped(grad_BHTE, key_heads)
     k = k_BKTE.contiguous()
     v = v_BKTE.contiguous()
     sums = _grouped(sums_BHT, key_heads)[..., None]
-    delta = _grouped((grad_BHTE.to(exact) * out_BHTE).sum(-1), key_heads)[..., None]
+    delta = _grouped((grad_BHTE.to(exact_dtype) * out_BHTE).sum(-1), key_heads)[..., None]
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
         query = q[..., queries, :] * task.scale
         d_out = grad[..., queries, :].flatten(2, 3) * task.boost
-        d_query = torch.zeros(d_out.shape, dtype=exact, device=q.device)
+        d_query = torch.zeros(d_out.shape, dtype=exact_dtype, device=q.device)
         for tile in tiles:
+            # The shares of forward again, from the log-sum-exp instead of the running maximum.
             key = k[:, :, tile.keys]
             value = v[:, :, tile.keys]
             scores = _scores(query, key, task)
@@ -340,13 +370,16 @@ def backward(
             shares = scores.sub_(sums[..., queries, :]).exp_()
             if tile.masked:
                 shares.masked_fill_(task.hidden(queries, tile.keys, shares.device), 0.0)
-            d_shares = torch.unflatten((d_out @ value.mT).to(exact), 2, query.shape[2:4])
-            given = shares
+            # Only kept shares have met values; the softmax's gradient needs all of them.
+            d_shares = torch.unflatten((d_out @ value.mT).to(exact_dtype), 2, query.shape[2:4])
+            kept_shares = shares
             if task.dropout:
                 dropped = task.dropped(tile, shares)
-                given = shares.masked_fill(dropped, 0.0)
+                kept_shares = shares.masked_fill(dropped, 0.0)
                 d_shares.masked_fill_(dropped, 0.0)
-            dv[:, :, tile.keys] += given.to(v.dtype).flatten(2, 3).mT @ d_out
+            dv[:, :, tile.keys] += kept_shares.to(v.dtype).flatten(2, 3).mT @ d_out
+
+            # Through the softmax and the soft-cap to the scores, and from these to queries and keys.
             d_scores = d_shares.sub_(delta[..., queries, :]).mul_(shares)
             if slope is not None:
                 d_scores.mul_(slope)
@@ -360,12 +393,13 @@ def backward(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor]:
     out_BHTE = like_projection(q)
     sums_BHT = sums_like(q)
-    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
-        out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
+    call = Task(documents.first_BT, documents.reach, documents.seed, *options)
+    for rows, task in call.groups(q):
+        out_BHTE[rows], sums_BHT[rows] = forward(q[rows], k[rows], v[rows], task)
     return out_BHTE, sums_BHT
 
 
@@ -374,16 +408,18 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    output: Tensor,
     sums: Tensor,
-    rows: QueryDocuments,
+    documents: QueryDocuments,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their shapes."""
-    dq, dk, dv = (like_projection(x) for x in (q, k, v))
-    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
-        dq[part], dk[part], dv[part] = backward(
-            grad[part], q[part], k[part], v[part], out[part], sums[part], task
+    dq = like_projection(q)
+    dk = like_projection(k)
+    dv = like_projection(v)
+    call = Task(documents.first_BT, documents.reach, documents.seed, *options)
+    for rows, task in call.groups(q):
+        dq[rows], dk[rows], dv[rows] = backward(
+            grad[rows], q[rows], k[rows], v[rows], output[rows], sums[rows], task
         )
     return dq, dk, dv
 

@@ -21,6 +21,7 @@ from bloomery.model.attention.blockwise import (
     attention_operator,
     like_projection,
 )
+from bloomery.model.attention.per_document import document_bounds, sums_by_token
 from bloomery.model.native import Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,22 +61,13 @@ def build() -> None:
     _code()
 
 
-def _bounds(rows: QueryDocuments) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where documents begin, row after row, and the end of the last one."""
-    first_BT = rows.first_BT
-    assert first_BT is not None
-    starts = np.flatnonzero(first_BT.numpy() == np.arange(first_BT.shape[1]))
-    return np.append(starts, first_BT.numel()).astype(np.int64)
-
-
-def _plain(bounds: np.ndarray[Any, Any], q: Tensor, options: Options) -> bool:
+def _is_supported(bounds: np.ndarray[Any, Any], q: Tensor, options: Options) -> bool:
     """Whether the compiled code computes these documents."""
-    window, softcap, _, dropout = options
-    longest = int(np.diff(bounds).max())
+    max_length = int(np.diff(bounds).max())
     return (
-        softcap is None
-        and dropout == 0
-        and (window is None or window >= longest)
+        options.softcap is None
+        and options.dropout == 0
+        and (options.window is None or options.window >= max_length)
         and q.dtype in DTYPES
     )
 
@@ -104,41 +96,33 @@ def _call(q: Tensor, k: Tensor, v: Tensor, bounds: np.ndarray[Any, Any], scale: 
     )
 
 
-def _sums(q_BHTE: Tensor) -> Tensor:
-    """Empty [B, H, T], [B, T, H] in memory."""
-    batch, heads, length, _ = q_BHTE.shape
-    dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
-    return q_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
-
-
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor]:
-    bounds = _bounds(rows)
-    if not _plain(bounds, q, options):
-        return per_document.forward(q, k, v, np.diff(bounds).tolist(), rows.seed, options)
-    out = like_projection(q)
-    sums = _sums(q)
+    bounds = document_bounds(documents)
+    if not _is_supported(bounds, q, options):
+        return per_document.forward(q, k, v, np.diff(bounds).tolist(), documents.seed, options)
+    output = like_projection(q)
+    sums = sums_by_token(q)
     q_NHE = _tokens(q)
     k_NHE = _tokens(k)
     v_NHE = _tokens(v)
     call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
-    call.into = out.data_ptr()
+    call.into = output.data_ptr()
     call.sums = sums.data_ptr()
     _code().attention_forward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
-    return out, sums
+    return output, sums
 
 
-def by_head(q_BHTE: Tensor, k_BKTE: Tensor) -> Tensor:
+def gradients_by_head(q_BHTE: Tensor, k_BKTE: Tensor) -> Tensor:
     """Empty [2, B T, H, E] float32, for gradients of keys and values of query heads that share them.
 
     They are added in the order of the heads, whichever thread computes which.
     """
     batch, heads, length, width = q_BHTE.shape
-    shared = heads != k_BKTE.shape[1]
-    return q_BHTE.new_empty(
-        (2, batch * length, heads, width) if shared else (2, 0), dtype=torch.float32
-    )
+    shares_keys = heads != k_BKTE.shape[1]
+    shape = (2, batch * length, heads, width) if shares_keys else (2, 0)
+    return q_BHTE.new_empty(shape, dtype=torch.float32)
 
 
 def _backward(
@@ -146,23 +130,24 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    output: Tensor,
     sums: Tensor,
-    rows: QueryDocuments,
+    documents: QueryDocuments,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds = _bounds(rows)
-    if not _plain(bounds, q, options):
+    bounds = document_bounds(documents)
+    if not _is_supported(bounds, q, options):
         return per_document.backward(
-            grad, q, k, v, out, sums, np.diff(bounds).tolist(), rows.seed, options
+            grad, q, k, v, output, sums, np.diff(bounds).tolist(), documents.seed, options
         )
+    # Inputs are read by token and head, and gradients are written in the layout of a projection.
     dq = like_projection(q)
     dk = like_projection(k)
     dv = like_projection(v)
     q_NHE = _tokens(q)
     k_NHE = _tokens(k)
     v_NHE = _tokens(v)
-    out_NHE = _tokens(out)
+    out_NHE = _tokens(output)
     grad_NHE = _tokens(grad)
     call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
     call.out = _input(out_NHE)
@@ -171,12 +156,13 @@ def _backward(
     call.dk = dk.data_ptr()
     call.dv = dv.data_ptr()
     call.sums = sums.data_ptr()
-    heads = by_head(q, k)
-    call.dk_heads = heads[0].data_ptr()
-    call.dv_heads = heads[1].data_ptr()
+    # Query heads that share keys have gradients of their own first, so that the sum has one order.
+    key_gradients, value_gradients = gradients_by_head(q, k)
+    call.dk_heads = key_gradients.data_ptr()
+    call.dv_heads = value_gradients.data_ptr()
     _code().attention_backward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
     return dq, dk, dv
 
 
 # On the CPU only; `first_BT` is required.
-compiled = attention_operator("compiled", _forward, _backward, sums=_sums, device="cpu")
+compiled = attention_operator("compiled", _forward, _backward, sums=sums_by_token, device="cpu")

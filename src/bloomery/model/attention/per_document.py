@@ -6,6 +6,7 @@ Legend: B batch, T time, H query heads, K key heads, E head width, L length of o
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,17 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _lengths(rows: QueryDocuments) -> list[int]:
-    """The length of each document, row after row."""
-    first_BT = rows.first_BT
+def document_bounds(documents: QueryDocuments) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where documents start among the B T tokens, row after row, and the end of the last one."""
+    first_BT = documents.first_BT
     assert first_BT is not None
     starts = np.flatnonzero(first_BT.numpy() == np.arange(first_BT.shape[1]))
-    lengths: list[int] = np.diff(starts, append=first_BT.numel()).tolist()
+    return np.append(starts, first_BT.numel()).astype(np.int64)
+
+
+def _lengths(documents: QueryDocuments) -> list[int]:
+    """The length of each document, row after row."""
+    lengths: list[int] = np.diff(document_bounds(documents)).tolist()
     return lengths
 
 
@@ -46,35 +52,43 @@ def _joined(parts: Iterable[Tensor], batch: int) -> Tensor:
     return torch.unflatten(rows[0], 0, (batch, -1)).transpose(1, 2)
 
 
-def _spare(q_1HLE: Tensor) -> int:
-    """Zeros to put behind a document so that lengths repeat: torch keeps some 3 MB of half-precision kernels for each.
+def _padding(q_1HLE: Tensor) -> int:
+    """How many zeros to append to a document, so that lengths repeat.
 
-    In steps of 64 tokens, an eighth of a long document at most. Float32 has no kernels of its own for a length.
+    torch keeps some 3 MB of half-precision kernels for each length, of float32 none. Lengths are padded to multiples
+    of 64 tokens; of a longer document, to multiples of a power of two that is an eighth of its length at most.
     """
     length = q_1HLE.shape[2]
-    exact = q_1HLE.dtype in (torch.float32, torch.float64)
-    return 0 if exact else -length % max(64, 1 << max(0, length.bit_length() - 4))
+    if q_1HLE.dtype in (torch.float32, torch.float64):
+        return 0
+    multiple = max(64, 1 << max(0, length.bit_length() - 4))
+    return -length % multiple
 
 
-def _lengthened(parts: Iterable[Tensor], spare: int) -> list[Tensor]:
-    """[1, H, L + spare, ...]. No real query sees the zeros, and what they would give their keys is zero."""
-    return [F.pad(x, (0, 0) * (x.ndim - 3) + (0, spare)) if spare else x for x in parts]
+def _padded(parts: Iterable[Tensor], padding: int) -> list[Tensor]:
+    """[1, H, L + padding, ...]. No real query sees the zeros, and their own gradients are zero."""
+    return [F.pad(x, (0, 0) * (x.ndim - 3) + (0, padding)) if padding else x for x in parts]
 
 
-def _shortened(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
+def _trimmed(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
     return tuple(x[:, :, :length] for x in parts)
 
 
 def _task(
-    kind: type[Task], length: int, number: int, seed: Tensor | None, options: Options
+    task_class: type[Task], length: int, number: int, seed: Tensor | None, options: Options
 ) -> Task | None:
     """The blockwise task of a document; None where the flash kernel supports it."""
-    window, softcap, scale, dropout = options
-    window = None if window is None or window >= length else window
-    if window is None and softcap is None and dropout == 0:
+    hides_keys = options.window is not None and options.window < length
+    if not hides_keys and options.softcap is None and options.dropout == 0:
         return None
-    return kind(
-        None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout
+    return task_class(
+        first_BT=None,
+        reach=None,
+        seed=None if seed is None else seed + (number << 32),
+        window=options.window if hides_keys else None,
+        softcap=options.softcap,
+        scale=options.scale,
+        dropout=options.dropout,
     )
 
 
@@ -85,24 +99,27 @@ def forward(
     lengths: list[int],
     seed: Tensor | None,
     options: Options,
-    kind: type[Task] = Task,
+    task_class: type[Task] = Task,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of documents of these lengths, row after row; `kind` is blockwise attention's."""
-    outs = []
-    totals = []
+    """The output [B, H, T, E] and the log-sum-exp [B, H, T] of documents of these lengths, row after row.
+
+    `task_class`: of the documents that blockwise attention computes.
+    """
+    outputs = []
+    sums = []
     documents = zip(*(_documents(x, lengths) for x in (q, k, v)), strict=True)
-    for number, (q_one, k_one, v_one) in enumerate(documents):
-        task = _task(kind, lengths[number], number, seed, options)
+    for number, (query, key, value) in enumerate(documents):
+        task = _task(task_class, lengths[number], number, seed, options)
         if task is None:
-            longer = _lengthened((q_one, k_one, v_one), _spare(q_one))
-            out, total = _shortened(
-                _flash(*longer, 0.0, True, scale=options.scale), lengths[number]
+            inputs = _padded((query, key, value), _padding(query))
+            document_output, document_sums = _trimmed(
+                _flash(*inputs, 0.0, True, scale=options.scale), lengths[number]
             )
         else:
-            out, total = blockwise.forward(q_one, k_one, v_one, task)
-        outs.append(out)
-        totals.append(total)
-    return _joined(outs, len(q)), _joined(totals, len(q))
+            document_output, document_sums = blockwise.forward(query, key, value, task)
+        outputs.append(document_output)
+        sums.append(document_sums)
+    return _joined(outputs, len(q)), _joined(sums, len(q))
 
 
 def backward(
@@ -110,41 +127,45 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    output: Tensor,
     sums: Tensor,
     lengths: list[int],
     seed: Tensor | None,
     options: Options,
-    kind: type[Task] = Task,
+    task_class: type[Task] = Task,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    grads = []
-    parts = (_documents(x, lengths) for x in (grad, q, k, v, out, sums))
-    for number, one in enumerate(zip(*parts, strict=True)):
-        task = _task(kind, lengths[number], number, seed, options)
+    """Gradients of q, k and v; arguments as in `forward`, whose results `output` and `sums` are."""
+    gradients = []
+    documents = zip(*(_documents(x, lengths) for x in (grad, q, k, v, output, sums)), strict=True)
+    for number, tensors in enumerate(documents):
+        task = _task(task_class, lengths[number], number, seed, options)
+        d_output, query, key, value, document_output, document_sums = tensors
         if task is None:
-            longer = _lengthened(one, _spare(one[1]))
-            grads.append(
-                _shortened(
-                    _flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]
-                )
+            inputs = _padded(tensors, _padding(query))
+            gradients.append(
+                _trimmed(_flash_backward(*inputs, 0.0, True, scale=options.scale), lengths[number])
             )
         else:
-            d_out, query, key, value, out_one, sums_one = one
-            grads.append(blockwise.backward(d_out, query, key, value, out_one, sums_one, task))
-    dq, dk, dv = (_joined(part, len(q)) for part in zip(*grads, strict=True))
+            gradients.append(
+                blockwise.backward(
+                    d_output, query, key, value, document_output, document_sums, task
+                )
+            )
+    dq, dk, dv = (
+        _joined(document_parts, len(q)) for document_parts in zip(*gradients, strict=True)
+    )
     return dq, dk, dv
 
 
-def _sums_by_token(q_BHTE: Tensor) -> Tensor:
-    """[B, H, T] as `_joined` lays it out: [B, T, H] in memory."""
+def sums_by_token(q_BHTE: Tensor) -> Tensor:
+    """Empty [B, H, T] for log-sum-exps, as `_joined` lays them out: [B, T, H] in memory."""
     return sums_like(q_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, _lengths(rows), rows.seed, options)
+    return forward(q, k, v, _lengths(documents), documents.seed, options)
 
 
 def _backward(
@@ -152,15 +173,15 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    output: Tensor,
     sums: Tensor,
-    rows: QueryDocuments,
+    documents: QueryDocuments,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, q, k, v, out, sums, _lengths(rows), rows.seed, options)
+    return backward(grad, q, k, v, output, sums, _lengths(documents), documents.seed, options)
 
 
 # On the CPU only; `first_BT` is required.
 per_document = attention_operator(
-    "per_document", _forward, _backward, sums=_sums_by_token, device="cpu"
+    "per_document", _forward, _backward, sums=sums_by_token, device="cpu"
 )

@@ -75,14 +75,14 @@ def supports(
         return _ON_DEVICE[backend]
     if torch is not None and _version(torch) < facts.since:
         return f"it needs torch {facts.since[0]}.{facts.since[1]}, and this is {torch}"
-    asked = (
+    needs = (
         (float32, facts.float32),
         (packed, facts.packed),
         (window, facts.window),
         (softcap, facts.softcap),
         (dropout, facts.dropout),
     )
-    return next((reason for wanted, reason in asked if wanted and reason), None)
+    return next((reason for is_needed, reason in needs if is_needed and reason), None)
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Parameters one by one: random numbers keyed by seed and name, drawn on the CPU; and the rows of a rank.
 
-FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor is whole.
+FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor has all rows.
 """
 
 import hashlib
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 
 def stream(seed: int, name: str) -> torch.Generator:
-    """The values it draws depend neither on the device nor on which other parameters exist."""
+    """A generator whose values depend neither on the device nor on which other parameters exist."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether this rank holds some rows of it."""
+    """Whether the tensor is sharded: this rank holds some of its rows."""
     return isinstance(tensor, DTensor)
 
 
@@ -30,15 +30,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor: a collective over the ranks of its shards."""
+    """The tensor with all rows: a collective over the ranks of its shards."""
     if not isinstance(tensor, DTensor):
         return tensor
-    whole: Tensor = tensor.full_tensor()
-    return whole
+    full_tensor: Tensor = tensor.full_tensor()
+    return full_tensor
 
 
 def first_row(tensor: Tensor) -> int:
-    """The index in the whole tensor of this rank's first row. FSDP2 shards as `torch.chunk` does, the last axis."""
+    """The index in the full tensor of this rank's first row. FSDP2 shards as `torch.chunk` does, the last axis."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
@@ -46,22 +46,24 @@ def first_row(tensor: Tensor) -> int:
     return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
 
 
-def part_of(whole: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
-    """The rows of `whole` that belong to what this rank holds of `parameter`, a view.
+def part_of(full_tensor: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
+    """The rows of `full_tensor` that belong to this rank's rows of `parameter`, a view.
 
-    A row of `whole` is one of the parameter, or a block of so many of its numbers; no block belongs to two ranks.
+    `full_tensor` has a row for each row of the parameter, or for each `block` of its numbers; no block belongs to two
+    ranks.
     """
-    if not isinstance(parameter, DTensor) or not whole.ndim:
-        return whole
+    if not isinstance(parameter, DTensor) or not full_tensor.ndim:
+        return full_tensor
     start = first_row(parameter)
-    held = parameter.to_local()
-    if len(whole) == len(parameter):
-        return whole[start : start + len(held)]
-    first = start * (parameter.numel() // len(parameter)) // block
-    return whole[first : first + -(-held.numel() // block)]
+    local_rows = parameter.to_local()
+    if len(full_tensor) == len(parameter):
+        return full_tensor[start : start + len(local_rows)]
+    first_block = start * (parameter.numel() // len(parameter)) // block
+    num_blocks = -(-local_rows.numel() // block)
+    return full_tensor[first_block : first_block + num_blocks]
 
 
 @torch.no_grad()
-def put(whole: Tensor, parameter: Tensor) -> None:
-    """Copy a whole tensor into `parameter`, or its rows into this rank's shard."""
-    local(parameter).copy_(part_of(whole, parameter))
+def put(full_tensor: Tensor, parameter: Tensor) -> None:
+    """Copies a full tensor into `parameter`, or its rows into this rank's shard."""
+    local(parameter).copy_(part_of(full_tensor, parameter))

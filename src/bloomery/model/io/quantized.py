@@ -53,10 +53,10 @@ def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     # The number of bounds below each value, half way between the levels: torch.bucketize takes three times as long on
     # a CPU.
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
-    above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    is_larger = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     for bound in (levels[:-1] + levels[1:]) / 2:
-        torch.gt(values, bound, out=above)
-        codes += above.view(torch.uint8)
+        torch.gt(values, bound, out=is_larger)
+        codes += is_larger.view(torch.uint8)
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] << 4 | pairs[:, 1])[: -(-len(values_N) // 2)], scales
 
@@ -115,11 +115,12 @@ def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = WEIGHTS_BLOCK) -> None:
-    """into = values times the scale of their block; the values are not needed afterwards."""
-    whole = len(values_N) // size * size
-    values_N[:whole].view(-1, size).mul_(scales[: whole // size, None])
-    if whole < len(values_N):
-        values_N[whole:].mul_(scales[-1])
+    """into = values times the scale of their block; the values are overwritten."""
+    num_in_full_blocks = len(values_N) // size * size
+    full_blocks = values_N[:num_in_full_blocks].view(-1, size)
+    full_blocks.mul_(scales[: len(full_blocks), None])
+    if num_in_full_blocks < len(values_N):
+        values_N[num_in_full_blocks:].mul_(scales[-1])
     into_N.copy_(values_N)
 
 
@@ -164,40 +165,46 @@ class Buffers(NamedTuple):
     reader: str  # torch, compiled, bitsandbytes
 
 
-_READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
+_DEQUANTIZE: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
     torch.uint8: dequantize_nf4,
     torch.int8: dequantize_int8,
 }
 
 
-def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
+def dequantized(buffers: Buffers, dtype: torch.dtype) -> Tensor:
     """The weight as floats, [O, I]."""
-    codes = stored.codes
-    shape = (stored.outputs, stored.inputs)
-    if stored.outer.numel():
-        scales = dequantize_scales(stored.scales, stored.outer.view(torch.float32))
+    codes = buffers.codes
+    shape = (buffers.outputs, buffers.inputs)
+    num_values = buffers.outputs * buffers.inputs
+    if buffers.outer.numel():
+        scales = dequantize_scales(buffers.scales, buffers.outer.view(torch.float32))
     else:
-        scales = stored.scales.view(torch.float32)
-    if stored.reader == "bitsandbytes":
+        scales = buffers.scales.view(torch.float32)
+
+    # The kernel of bitsandbytes, or one that torch compiles for weights of full blocks.
+    if buffers.reader == "bitsandbytes":
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
             codes, scales, WEIGHTS_BLOCK, "nf4", shape, dtype
         )
         return weight
-    if (
-        stored.reader == "compiled"
-        and scales.numel() * WEIGHTS_BLOCK == stored.outputs * stored.inputs
-    ):
+    if buffers.reader == "compiled" and scales.numel() * WEIGHTS_BLOCK == num_values:
         values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
         return values.view(shape)
-    read = _READ[codes.dtype]
-    in_a_byte = 2 if codes.dtype == torch.uint8 else 1
-    flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
-    piece = DEQUANTIZED_ON_CPU if codes.device.type == "cpu" else DEQUANTIZED_ON_GPU
-    for first in range(0, len(flat), piece):
-        part = flat[first : first + piece]
-        some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]
-        read(some, scales[first // WEIGHTS_BLOCK : -(-(first + len(part)) // WEIGHTS_BLOCK)], part)
-    return flat.view(shape)
+
+    # In plain torch piece by piece, so that the temporary float32 values stay few.
+    dequantize = _DEQUANTIZE[codes.dtype]
+    codes_per_byte = 2 if codes.dtype == torch.uint8 else 1
+    weight_N = torch.empty(num_values, dtype=dtype, device=codes.device)
+    piece_size = DEQUANTIZED_ON_CPU if codes.device.type == "cpu" else DEQUANTIZED_ON_GPU
+    for start in range(0, num_values, piece_size):
+        piece = weight_N[start : start + piece_size]
+        end = start + len(piece)
+        dequantize(
+            codes[start // codes_per_byte : -(-end // codes_per_byte)],
+            scales[start // WEIGHTS_BLOCK : -(-end // WEIGHTS_BLOCK)],
+            piece,
+        )
+    return weight_N.view(shape)
 
 
 @cache
@@ -228,9 +235,9 @@ def ready(reader: str) -> str:
     return reader
 
 
-def quantized_matmul(x: Tensor, stored: Buffers) -> Tensor:
+def quantized_matmul(x: Tensor, buffers: Buffers) -> Tensor:
     """x [..., I] times the weight, [..., O], in the dtype of x. The gradient goes to x alone."""
-    result: Tensor = _ahead(x, *stored)
+    result: Tensor = _ahead(x, *buffers)
     return result
 
 
@@ -364,18 +371,22 @@ class QuantizedWeight(nn.Module):
 
         Raises UserError when a weight is not finite.
         """
+        # Quantizing takes several times the memory of its input: pieces are split further, at rows
+        # where blocks begin.
         quantize = quantize_int8 if self.base == "int8" else quantize_nf4
-        first = 0
-        found = []
-        rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
-        # parts take little memory
-        for part in (part for piece in pieces for part in torch.split(piece, rows)):
-            codes, scales = quantize(part.to(self.codes.device).flatten())
-            self.codes[first : first + len(codes)] = codes
-            first += len(codes)
-            found.append(scales)
-        assert first == len(self.codes)
-        scales = torch.cat(found)
+        rows_per_part = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
+        code_start = 0
+        part_scales = []
+        for piece in pieces:
+            for part in torch.split(piece, rows_per_part):
+                codes, scales = quantize(part.to(self.codes.device).flatten())
+                self.codes[code_start : code_start + len(codes)] = codes
+                code_start += len(codes)
+                part_scales.append(scales)
+        assert code_start == len(self.codes)
+
+        # A block with a number that is not finite has such a scale.
+        scales = torch.cat(part_scales)
         if not bool(scales.isfinite().all()):
             raise UserError(
                 f"{name} holds weights that are not finite, which no {self.base} can stand for",

@@ -1,5 +1,6 @@
-"""Models as files: the stored name of each parameter, and the file of each tensor. Only
-whole safetensors files of a model's own folder count, and only their headers are read here. No torch.
+"""Models as files: the stored name of each parameter, and the file of each tensor. No torch.
+
+Only complete safetensors files of a model's own folder count, and only their headers are read here.
 """
 
 import json
@@ -41,21 +42,20 @@ def read_object(path: Path, *, fix: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A stored tensor, and the rows of it that are ours; `transposed`: it is stored as [inputs, outputs]."""
+    """The name of a stored tensor, and the rows of it that a parameter is: `first` and the next `rows` ones.
+
+    `stored_rows`: how many the stored tensor has. `transposed`: it is stored as [inputs, outputs].
+    """
 
     name: str
     transposed: bool = False
     first: int = 0
     rows: int = 0
-    of: int = 0
-
-    @property
-    def whole(self) -> bool:
-        return self.rows == self.of
+    stored_rows: int = 0
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of the stored tensor, for a parameter of `shape`."""
-        stored_shape = (self.of, *shape[1:])
+        stored_shape = (self.stored_rows, *shape[1:])
         return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
 
@@ -101,13 +101,13 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
 
 # Planning an adapter asks for the same model hundreds of times.
 @cache
-def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
+def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
     """The location of each parameter by our name, in the order of `parameter_shapes`."""
     locations: dict[str, TensorLocation] = {}
     # The transformers backend lists its parameters itself, and none of them is fused or transposed.
     if config.transformers_backend is not None:
         for name, stored_name, shape in config.transformers_backend.parameters:
-            locations[name] = TensorLocation(stored_name, rows=shape[0], of=shape[0])
+            locations[name] = TensorLocation(stored_name, rows=shape[0], stored_rows=shape[0])
         return MappingProxyType(locations)
     storage = STORAGE.get(config.family, PLAIN)
     shapes = parameter_shapes(config)
@@ -144,7 +144,7 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
             transposed=storage.transposed and layer != "" and len(shape) == 2,
             first=sum(module_rows[: fused_modules.index(module)]),
             rows=shape[0],
-            of=sum(module_rows),
+            stored_rows=sum(module_rows),
         )
     return MappingProxyType(locations)
 
@@ -179,7 +179,7 @@ VALUES = "score.weight"  # of a reward model
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape."""
 
     path: Path
@@ -210,6 +210,7 @@ def _pickled(folder: Path) -> str | None:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """The file of each tensor from the index; None for a model in one file."""
+    # A folder without an index has one file, or no weights that are read here.
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
@@ -225,6 +226,8 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             where=str(folder),
             fix="give the folder of a saved model",
         )
+
+    # An index comes with a download: it may hold anything.
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
@@ -241,7 +244,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A plain file name; a link may only lead to a file of the same folder or of the Hub's cache next to it."""
+    """The path of a file of the folder. Raises UserError for a name that could be elsewhere, or a missing file.
+
+    A link may only lead to a file of the same folder or of the Hub's cache next to it.
+    """
     path = folder / name
     if (
         Path(name).name != name
@@ -265,12 +271,14 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file. Raises UserError when it is damaged: the safetensors library checks its header
-    and length.
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises UserError when the file is damaged, which the safetensors library finds from its header and length.
     """
     from safetensors import SafetensorError, safe_open
 
+    # The library checks that header and length agree. Offsets are read from the header itself.
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -278,7 +286,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         problem = f"the file cannot be read as safetensors: {error}"[:200]
         raise UserError(problem, where=str(path), fix=AGAIN) from error
 
-    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """The library keeps one of two entries of a name; which one, each reader decides for itself."""
         entries = dict(pairs)
         if len(entries) < len(pairs):
@@ -288,7 +296,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length), object_pairs_hook=each_once)
+        header = json.loads(file.read(length), object_pairs_hook=refuse_duplicates)
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
@@ -296,12 +304,14 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             raise UserError(problem, where=str(path), fix=f"save it as one of {', '.join(DTYPES)}")
     start = 8 + length
     return {
-        name: Stored(path, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        name: StoredTensor(
+            path, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])
+        )
         for name, entry in header.items()
     }
 
 
-def find_tensors(folder: Path) -> dict[str, Stored]:
+def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a model folder: `model.safetensors`, or the shards that its index names.
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
@@ -312,7 +322,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
     # The shards' own headers say what they hold. Of a tensor in two of them, nothing says which is
     # meant.
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard_name in sorted(set(weight_map.values())):
         shard_tensors = stored_tensors(inside(folder, shard_name))
         if repeated_names := tensors.keys() & shard_tensors.keys():
@@ -346,7 +356,7 @@ VISION = (
 )
 
 
-def _text_tensors(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """A multimodal model keeps its language model alone, under that model's own names."""
     if not any(name.startswith(tuple(LANGUAGE)) for name in tensors):
         return tensors
@@ -358,23 +368,23 @@ def _text_tensors(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return text_tensors
 
 
-def stored_in(folder: Path, name: str) -> dict[str, Stored]:
+def stored_in(folder: Path, name: str) -> dict[str, StoredTensor]:
     """The tensors of one file of the folder. Raises UserError as `find_tensors` does."""
     return stored_tensors(inside(folder, name))
 
 
-def refuse_whole_numbers(name: str, stored: Stored) -> None:
+def refuse_whole_numbers(name: str, tensor: StoredTensor) -> None:
     """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
-    if stored.kind not in WEIGHTS:
-        problem = f"{name[:120]} is stored as {stored.kind}, and weights are floating-point numbers"
+    if tensor.kind not in WEIGHTS:
+        problem = f"{name[:120]} is stored as {tensor.kind}, and weights are floating-point numbers"
         raise UserError(
-            problem, where=str(stored.path), fix=f"save it as one of {', '.join(WEIGHTS)}"
+            problem, where=str(tensor.path), fix=f"save it as one of {', '.join(WEIGHTS)}"
         )
 
 
 def stored_parameters(
     folder: Path, config: ModelConfig, *, headless: bool = False
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
 
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
@@ -382,7 +392,7 @@ def stored_parameters(
     """
     tensors = find_tensors(folder)
     shapes = parameter_shapes(config)
-    locations = places(config)
+    locations = tensor_locations(config)
     expected_names = {location.name for location in locations.values()}
 
     # A model that was saved without its head lacks the outermost prefix in every name.

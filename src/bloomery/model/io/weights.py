@@ -34,7 +34,12 @@ from bloomery.model.io.safetensors import (
     to_hf_names,
     write_tensors,
 )
-from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
+from bloomery.model.io.stored import (
+    StoredTensor,
+    TensorLocation,
+    stored_parameters,
+    tensor_locations,
+)
 from bloomery.model.presets import grown, read_config
 from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
 from bloomery.recipe.schema import Quantize
@@ -43,9 +48,9 @@ from bloomery.recipe.schema import Quantize
 class QuantizedLinear(nn.Module):
     """A frozen linear map without an adapter."""
 
-    def __init__(self, stored: QuantizedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.stored = stored
+        self.stored = weight
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -252,7 +257,7 @@ def write_model_piecewise(
     kind = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
     # A stored tensor is made of one parameter, or of several where the family stores them fused.
-    locations = places(config)
+    locations = tensor_locations(config)
     shapes = parameter_shapes(config)
     parameters_by_stored_name: dict[str, list[str]] = {}
     for name, location in locations.items():
@@ -322,7 +327,7 @@ def read_model(
             if not is_adapter(name):
                 model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
-            _read_quantized(weight, model.tensors[name], model.places[name], model.reader, name)
+            _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
 
 
 @final
@@ -353,7 +358,7 @@ class StoredModel:
         if config.transformers_backend is None:
             saved_config = replace(config, vocab_size=self.known)
         self.tensors = stored_parameters(folder, saved_config, headless=seed is not None)
-        self.places = places(config)
+        self.locations = tensor_locations(config)
         self.reader = TensorReader()
 
     def __enter__(self) -> Self:
@@ -376,7 +381,7 @@ class StoredModel:
             return
 
         # This rank reads its own rows; of a vocabulary, those that the folder has.
-        location = self.places[name]
+        location = self.locations[name]
         start = first_row(parameter)
         local_rows = local(parameter.data)
         if name in VOCABULARY:
@@ -419,7 +424,7 @@ def fill_new_rows(parameter: Tensor, num_known: int, new_ids: Collection[int]) -
 
 def _read_quantized(
     weight: QuantizedWeight,
-    tensor: Stored,
+    tensor: StoredTensor,
     location: TensorLocation,
     reader: TensorReader,
     name: str,
