@@ -229,3 +229,25 @@ def test_a_csv_of_blank_lines_is_an_error_about_its_file(workshop, content):
     with pytest.raises(UserError) as caught:
         typed("prepare", "small.yaml", "data.path=blank.csv", "data.glob=null")
     assert "blank.csv" in f"{caught.value.problem} {caught.value.where}"
+
+
+def test_prompts_are_called_prompts(workshop):
+    rows = [{"prompt": f"{n} + {n * n}", "answer": str(n + n * n), "level": n} for n in range(40)]
+    (workshop / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "small.yaml",
+        "data={path: rows.jsonl, sequence_length: 128, validation: 10%}",
+        "objective={kind: grpo, max_completion_length: 64}",
+    )
+    output = typed("prepare", *words)
+    assert "dataset    32 prompts for training, 8 for validation" in output
+    assert "columns    answer, level" in output
+    assert "documents" not in output
+    assert "sequence" not in output
+    assert "warning    the validation set has 8 prompts: its reward is noisy" in output
+    shown = typed("prepare", *words, "--preview", "1")
+    assert "train · prompt · " in shown
+    assert "loss" not in shown
+    for command in ("plan", "train"):
+        with pytest.raises(UserError, match="not supported yet: training on generated completions"):
+            typed(command, *words, "rewards=[{verifier: exact_match, column: answer}]")

@@ -364,15 +364,32 @@ TURNS = TEXT | st.lists(MESSAGE, max_size=3).map(tuple)
     st.builds(
         Example,
         TEXT,
-        st.sampled_from(["chat", "completion", "pair", "kto"]),
+        st.sampled_from(["chat", "completion", "pair", "kto", "prompt"]),
         TURNS,
         st.lists(TURNS, max_size=2).map(tuple),
         st.none() | st.booleans(),
         st.lists(CALLS, max_size=2).map(tuple),
+        st.booleans(),
+        st.dictionaries(
+            TEXT, st.none() | st.integers() | TEXT | st.lists(st.floats(0, 1)), max_size=2
+        ),
     )
 )
 def test_what_travels_comes_back(example):
     assert from_wire(to_wire(example), example.source) == example
+
+
+def test_hashed_json_stays_as_it_was():
+    """It decides what is held out: a dataset that is prepared again has the same validation set."""
+    turns = (Message("user", "a"), Message("assistant", "b", trained_on=False))
+    examples = {
+        Example("s", "chat", (), (turns,)): '["chat",[],[[{"role":"user","content":"a"},'
+        '{"role":"assistant","content":"b","learned":false}]],null,[]]',
+        Example("s", "kto", "a", ("b",), desirable=True): '["kto","a",["b"],true,[]]',
+        Example("s", "pair", "a", ("b", "c"), implicit=True): '["pair","a",["b","c"],null,[],true]',
+    }
+    for example, wire in examples.items():
+        assert to_wire(example) == wire
 
 
 @pytest.fixture(params=[100, pytest.param(100_000, marks=pytest.mark.soak)])

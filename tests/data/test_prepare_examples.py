@@ -189,7 +189,7 @@ def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_pre
         open_split(tmp_path / "p", "train").document(0).tolist()
     )
     assert ("<|im_start|>assistant" in first) == manifest.turns
-    for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe.data, tmp_path / "p")):
+    for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe, tmp_path / "p")):
         choices = dict(objective_choices(loaded.recipe, corpus, None))
         assert choices["data.chat.template"].value == told
 
@@ -371,7 +371,7 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")
         folder = tmp_path / objective / layout
         manifest = prepare(loaded, folder)
-        facts = counted(manifest, loaded.recipe.data, folder)
+        facts = counted(manifest, loaded.recipe, folder)
         assert (
             facts.sequences_per_epoch
             == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
@@ -387,7 +387,7 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
     loaded = recipe(sequence_length=40)
     manifest = prepare(loaded, tmp_path / "p")
     facts, split = (
-        counted(manifest, loaded.recipe.data, tmp_path / "p"),
+        counted(manifest, loaded.recipe, tmp_path / "p"),
         open_split(tmp_path / "p", "train"),
     )
     sizes = np.diff(np.asarray(split.bounds).astype(np.int64))

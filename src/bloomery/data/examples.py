@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ JSON_KINDS = {
 _PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls in the text itself
 Role = Literal["system", "user", "assistant", "tool"]
-Kind = Literal["chat", "completion", "pair", "kto"]
+Kind = Literal["chat", "completion", "pair", "kto", "prompt"]
 
 
 class BadRow(UserError):
@@ -88,8 +88,9 @@ class Example:
     """A prompt, its responses and their place in the dataset ("file.jsonl:17").
 
     chat: no prompt and one response, the whole conversation; completion: one response; pair: two, chosen and rejected;
-    kto: one, which is `desirable` or not. `implicit`: the row has no column for the prompt. The prompt is the beginning
-    that both texts share, and may end inside a response.
+    kto: one, which is `desirable` or not; prompt: none, and the row's other `columns`, which are JSON, for rewards.
+    `implicit`: the row has no column for the prompt. The prompt is the beginning that both texts share, and may end
+    inside a response.
     """
 
     source: str
@@ -99,28 +100,32 @@ class Example:
     desirable: bool | None = None
     tools: tuple[dict[str, Any], ...] = ()
     implicit: bool = False
+    columns: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 def to_wire(example: Example) -> str:
     """JSON of all fields except the source. Equal examples have equal JSON."""
     responses = [_turns(response) for response in example.responses]
-    implicit = [True] if example.implicit else []
+    # Fields at their defaults are left out, as in the JSON of versions that did not have them.
+    later_fields: list[object] = [True] if example.implicit else []
+    if example.columns:
+        later_fields = [example.implicit, example.columns]
     parts = [
         example.kind,
         _turns(example.prompt),
         responses,
         example.desirable,
         example.tools,
-        *implicit,
+        *later_fields,
     ]
     return json.dumps(parts, separators=(",", ":"))
 
 
 def from_wire(wire: str, source: str) -> Example:
-    kind, prompt, responses, desirable, tools, *implicit = json.loads(wire)
+    kind, prompt, responses, desirable, tools, *later_fields = json.loads(wire)
     response_turns = tuple(_read(response) for response in responses)
     return Example(
-        source, kind, _read(prompt), response_turns, desirable, tuple(tools), bool(implicit)
+        source, kind, _read(prompt), response_turns, desirable, tuple(tools), *later_fields
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.data.order import Cursor, feistel, mix
+from bloomery.data.order import Cursor, Visits
 from bloomery.data.packing import Ids, Layout, PackedSequence, PackedSequences
 from bloomery.data.reference_scores import ReferenceScores
 from bloomery.data.shards import SplitName, open_split, read_manifest
@@ -23,9 +23,8 @@ from bloomery.data.shards import SplitName, open_split, read_manifest
 class Loader:
     """Batches of a prepared folder. Sequence i of a run is f(seed, i), whatever the number of ranks.
 
-    An epoch is a row of visits to sequences: it visits a source of weight w floor(w) times, and a fraction w - floor(w)
-    of its sequences once more; the fraction changes with the epoch. Raises UserError as `read_manifest` does, and when
-    an epoch has no visit.
+    An epoch visits the sequences of each source as often as its weight says (`Visits`). Raises UserError as
+    `read_manifest` does, and when an epoch has no visit.
 
     `reference`: a file of log-probabilities under a reference model, for the batches' extra "reference". A
     ReferenceWriter filled it from `stored_batches`, for the run with the id `run`.
@@ -58,12 +57,8 @@ class Loader:
         self._data_world = data_world
         # A source is visited as often in an epoch as its weight says; validation has every sequence once.
         weights = [part.weight if split == "train" else 1.0 for part in opened_split.record.parts]
-        self._visits = [
-            round(count * weight)
-            for count, weight in zip(self._packing.counts, weights, strict=True)
-        ]
-        self._visit_ends = np.cumsum(self._visits)
-        self.sequences = sum(self._visits)  # of an epoch
+        self._visits = Visits(self._packing.counts, weights, seed)
+        self.sequences = len(self._visits)  # of an epoch
         if self.sequences == 0:
             raise self._no_sequences(prepared, split)
 
@@ -100,17 +95,7 @@ class Loader:
 
     def locate(self, index: int) -> tuple[int, int]:
         """Where the index-th sequence of the run is stored: its source, and its number there."""
-        epoch, position = divmod(index, self.sequences)
-        visit = feistel(position, size=self.sequences, key=mix(self._seed, epoch))
-        source = int(np.searchsorted(self._visit_ends, visit, side="right"))
-        count = self._packing.counts[source]
-        visit_of_source = visit - int(self._visit_ends[source]) + self._visits[source]
-        repetition, sequence = divmod(visit_of_source, count)
-        # The last repetition of a source may visit a part of it. Its own permutation, over all of the source, chooses
-        # the part, so that it changes with the epoch.
-        if (repetition + 1) * count > self._visits[source]:
-            sequence = feistel(sequence, size=count, key=mix(self._seed, epoch, source + 1))
-        return source, sequence
+        return self._visits.locate(index)
 
     def validation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """This rank's batches, in the order of the split. The last one is padded, with loss mask 0.
@@ -122,20 +107,12 @@ class Loader:
         for indices in self._indices_by_batch(count, batch_size):
             yield self._stacked(
                 [
-                    self._read_in_order(index * self.sequences // count)
+                    self._packing.read(*self._visits.in_order(index * self.sequences // count))
                     if index < count
                     else self._packing.padding()
                     for index in indices
                 ]
             )
-
-    def _read_in_order(self, visit: int) -> PackedSequence:
-        """The sequence of a visit as `locate`, without the shuffles: source after source, each as often as its weight
-        says.
-        """
-        source = int(np.searchsorted(self._visit_ends, visit, side="right"))
-        visit_of_source = visit - int(self._visit_ends[source]) + self._visits[source]
-        return self._packing.read(source, visit_of_source % self._packing.counts[source])
 
     @property
     def stored_sequences(self) -> int:

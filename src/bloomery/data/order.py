@@ -1,6 +1,10 @@
 """The data order of a run: position is one integer, and sample i is f(seed, i) on every machine."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
 
 _64_BITS = 2**64 - 1
 FEISTEL_ROUNDS = 4
@@ -40,3 +44,49 @@ def feistel(position: int, *, size: int, key: int) -> int:
         position = left << half_bits | right
         if position < size:
             return position
+
+
+@final
+class Visits:
+    """The order in which a run reads the items of several sources.
+
+    An epoch is a row of visits: it visits a source of weight w floor(w) times, and a fraction w - floor(w) of its items
+    once more; the fraction changes with the epoch.
+    """
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        """`counts`: the items of each source."""
+        self._counts = list(counts)
+        self._visits = [
+            round(count * weight) for count, weight in zip(counts, weights, strict=True)
+        ]
+        self._ends = list(accumulate(self._visits))
+        self._total = sum(self._visits)
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """The visits of an epoch."""
+        return self._total
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The index-th item of the run: its source, and its number there."""
+        epoch, position = divmod(index, self._total)
+        visit = feistel(position, size=self._total, key=mix(self._seed, epoch))
+        source, visit_of_source = self._of_source(visit)
+        count = self._counts[source]
+        repetition, item = divmod(visit_of_source, count)
+        # The last repetition of a source may visit a part of it. Its own permutation, over all of the source, chooses
+        # the part, so that it changes with the epoch.
+        if (repetition + 1) * count > self._visits[source]:
+            item = feistel(item, size=count, key=mix(self._seed, epoch, source + 1))
+        return source, item
+
+    def in_order(self, visit: int) -> tuple[int, int]:
+        """As `locate`, without the shuffles: source after source, each as often as its weight says."""
+        source, visit_of_source = self._of_source(visit)
+        return source, visit_of_source % self._counts[source]
+
+    def _of_source(self, visit: int) -> tuple[int, int]:
+        """The source of a visit, and the visit's number among those of the source."""
+        source = bisect_right(self._ends, visit)
+        return source, visit - self._ends[source] + self._visits[source]

@@ -182,7 +182,12 @@ class SequenceCounts:
 def count_sequences(
     folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout
 ) -> SequenceCounts:
-    """The sequences of the train split. Raises UserError as PackedSequences does."""
+    """The sequences of the train split. Raises UserError as PackedSequences does.
+
+    Each prompt counts as one: how many sequences its completions fill is known when they are generated.
+    """
+    if manifest.kind == "prompts":
+        return SequenceCounts([part.documents for part in manifest.train.parts], [])
     if manifest.kind != "text":
         split = Split(folder, manifest, "train")
         sequences = PackedSequences(

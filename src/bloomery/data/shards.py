@@ -28,11 +28,19 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it next to the manifest
 SplitName = Literal["train", "validation"]
-ShardKind = Literal["text", "chat", "pairs", "kto"]
+ShardKind = Literal["text", "chat", "pairs", "kto", "prompts"]
 # Whether rows have texts, and which: prompt and response, or whole texts of pairs.
 Texts = Literal["none", "prompts", "whole"]
 # Documents of one unit: a pair is two.
-DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}
+DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {
+    "text": 1,
+    "chat": 1,
+    "pairs": 2,
+    "kto": 2,
+    "prompts": 1,
+}
+# Documents with a loss mask. Of plain text every token is trained on, of prompts none.
+MASKED_KINDS: tuple[ShardKind, ...] = ("chat", "pairs", "kto")
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,7 +70,8 @@ class SplitRecord(ManifestRecord):
     """`bytes`: UTF-8 bytes of the text; 0 for pre-tokenized documents.
 
     Conversations and pairs also have `loss_mask`, one byte per token, in shards like the tokens; `first`, a uint32 per
-    document, the place of its first loss token (its length: none); for kto `kto_labels`, one byte per document.
+    document, the place of its first loss token (its length: none); for kto `kto_labels`, one byte per document. Prompts
+    have `rows`, one JSON text after the other, and `row_starts`, uint64 [documents + 1].
     """
 
     tokens: int
@@ -75,14 +84,17 @@ class SplitRecord(ManifestRecord):
     loss_mask: tuple[FileRecord, ...] = ()
     first: FileRecord | None = None
     kto_labels: FileRecord | None = None
+    rows: FileRecord | None = None
+    row_starts: FileRecord | None = None
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
+        of_kind = (self.first, self.kto_labels, self.rows, self.row_starts)
         return (
             *self.shards,
             self.bounds,
             *self.loss_mask,
-            *(file for file in (self.first, self.kto_labels) if file is not None),
+            *(file for file in of_kind if file is not None),
         )
 
 
@@ -297,10 +309,28 @@ def _column(folder: Path, file: FileRecord, dtype: str) -> Array:
 
 
 @final
+class Rows:
+    """The JSON text of each prompt's row, read by number. Raises UserError for a row in a damaged block."""
+
+    def __init__(self, folder: Path, file: FileRecord, starts: Array) -> None:
+        self._map = np.memmap(folder / file.name, dtype="uint8", mode="r")
+        self._blocks = Blocks(
+            self._map.data, file.blocks, folder / file.name, fix=prepare_again(folder)
+        )
+        self._starts = starts
+
+    def __getitem__(self, index: int) -> bytes:
+        start = int(self._starts[index])
+        stop = int(self._starts[index + 1])
+        self._blocks.check(start, stop)
+        return bytes(self._map[start:stop])
+
+
+@final
 class Split:
     """Documents of a split. `bounds`, uint64 [documents + 1]: where each begins, and where the last ends.
 
-    `loss_mask`, `first_loss_tokens` (`first` of SplitRecord) and `kto_labels`: see SplitRecord; None
+    `loss_mask`, `first_loss_tokens` (`first` of SplitRecord), `kto_labels` and `rows`: see SplitRecord; None
     where the split has none.
     """
 
@@ -320,6 +350,10 @@ class Split:
         self.loss_mask = shards(record.loss_mask, "uint8") if record.loss_mask else None
         self.first_loss_tokens = column(record.first, "uint32")
         self.kto_labels = column(record.kto_labels, "uint8")
+        row_starts = column(record.row_starts, "uint64")
+        self.rows: Rows | None = None
+        if record.rows is not None and row_starts is not None:
+            self.rows = Rows(folder, record.rows, row_starts)
 
     def __len__(self) -> int:
         return self.record.documents
@@ -357,9 +391,12 @@ def open_split(folder: Path, name: SplitName, manifest: Manifest | None = None) 
 
 
 class SplitProgress(BaseModel):
-    """The part of a split that is safely on disk. `parts`: (tokens, documents) of each source begun so far."""
+    """The part of a split that is safely on disk. `parts`: (tokens, documents) of each source begun so far.
+    `row_bytes`: of the rows of prompts.
+    """
 
     bytes: int = 0
+    row_bytes: int = 0
     loss_tokens: int = 0
     parts: list[tuple[int, int]] = []
 
@@ -376,7 +413,8 @@ class SplitProgress(BaseModel):
 class SplitWriter:
     """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
     last is full. Conversations and pairs also have `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin` and, for kto,
-    `<name>-kto-labels.bin`. Opens with the state of `progress`: after a kill, with that of the journal.
+    `<name>-kto-labels.bin`; prompts `<name>-rows.bin` and `<name>-row-starts.bin`. Opens with the state of `progress`:
+    after a kill, with that of the journal.
     """
 
     def __init__(
@@ -393,11 +431,13 @@ class SplitWriter:
         self._shard_tokens = shard_tokens
         self._sharded: dict[str, np.dtype[Any]] = {"": np.dtype(dtype)}
         self._columns: dict[str, np.dtype[Any]] = {"documents": np.dtype(np.uint64)}
-        if kind != "text":
+        if kind in MASKED_KINDS:
             self._sharded["loss-mask-"] = np.dtype(np.uint8)
             self._columns["first"] = np.dtype(np.uint32)
         if kind == "kto":
             self._columns["kto-labels"] = np.dtype(np.uint8)
+        if kind == "prompts":
+            self._columns["row-starts"] = np.dtype(np.uint64)
         self._files: dict[Path, FileIO] = {}
         self.cut_back(progress)
 
@@ -413,6 +453,7 @@ class SplitWriter:
         # A column is one file with an entry per document.
         for column, dtype in self._columns.items():
             _cut(self._path(column), dtype.itemsize * self._documents)
+        _cut(self._path("rows"), progress.row_bytes)
         # Tokens fill shards: some are full, one is begun, and those after it are removed.
         num_full, rest = divmod(self._tokens, self._shard_tokens)
         for stored_column, dtype in self._sharded.items():
@@ -435,9 +476,10 @@ class SplitWriter:
         text_bytes: int,
         loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
         kto_labels: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
+        rows: list[bytes] | None = None,
     ) -> None:
-        """Append documents, whose tokens follow each other in `ids`. `loss_mask` (one per token) and `kto_labels` (one
-        per document): see SplitRecord.
+        """Append documents, whose tokens follow each other in `ids`. `loss_mask` (one per token), `kto_labels` and
+        `rows` (one per document): see SplitRecord.
         """
         starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
         columns: dict[str, Array | None] = {
@@ -449,6 +491,11 @@ class SplitWriter:
             columns["first"] = first_loss_tokens(loss_mask, starts, lengths)
             self.progress.loss_tokens += int(loss_mask.sum())
             self._append("loss-mask-", loss_mask)
+        if rows is not None:
+            row_ends = self.progress.row_bytes + np.cumsum([len(row) for row in rows])
+            columns["row-starts"] = np.concatenate([[self.progress.row_bytes], row_ends[:-1]])
+            self._write(self._path("rows"), b"".join(rows))
+            self.progress.row_bytes = int(row_ends[-1])
         self._append("", ids)
         for column, dtype in self._columns.items():
             values = columns[column]
@@ -496,14 +543,17 @@ class SplitWriter:
             self._files.popitem()[1].close()
 
     def finish(self, weights: list[float], plain: Collection[int] = ()) -> SplitRecord:
-        """Write where the last document ends; return the split's record with the checksum of every file. `plain`:
-        numbers of the sources that are plain text next to conversations.
+        """Write where the last document and its row end; return the split's record with the checksum of every file.
+
+        `plain`: numbers of the sources that are plain text next to conversations.
         """
         self._write(self._path("documents"), np.uint64(self._tokens).tobytes())
+        if self.progress.row_bytes:
+            self._write(self._path("row-starts"), np.uint64(self.progress.row_bytes).tobytes())
         self.sync()
         self.close()
         # A column of no document has no file.
-        paths = {name: self._path(name) for name in self._columns}
+        paths = {name: self._path(name) for name in (*self._columns, "rows")}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         # A shard that was begun and got no token is no part of the split.
         num_shards = -(-self._tokens // self._shard_tokens)
@@ -529,6 +579,8 @@ class SplitWriter:
             loss_mask=shards.get("loss-mask-", ()),
             first=columns.get("first"),
             kto_labels=columns.get("kto-labels"),
+            rows=columns.get("rows"),
+            row_starts=columns.get("row-starts"),
         )
 
 

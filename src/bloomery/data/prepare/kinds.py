@@ -13,15 +13,22 @@ from bloomery.data.shards import ShardKind, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
 from bloomery.data.tokenizer.templates import formats_texts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Recipe, Rollouts
 
-KINDS: dict[str, ShardKind] = {"chat": "chat", "completion": "chat", "pair": "pairs", "kto": "kto"}
+KINDS: dict[str, ShardKind] = {
+    "chat": "chat",
+    "completion": "chat",
+    "pair": "pairs",
+    "kto": "kto",
+    "prompt": "prompts",
+}
 _MIXED: tuple[ShardKind, ShardKind] = ("text", "chat")  # the kinds that one dataset may mix
 _NAMES = {
     "text": "plain text",
     "chat": "conversations",
     "pairs": "preference pairs",
     "kto": "responses with KTO labels",
+    "prompts": "prompts without responses",
 }
 
 
@@ -33,7 +40,7 @@ def kind_of(document: Document) -> ShardKind:
 
 class Kinds(NamedTuple):
     """`sources`: the kind of each source; `turns`: whether a source has messages; `texts`: whether a source has
-    responses that are texts. The chat template formats those with a prompt.
+    responses, or prompts alone, that are texts. The chat template formats those with a prompt.
     """
 
     shard_kind: ShardKind
@@ -74,7 +81,7 @@ def kinds_among(first_documents: Sequence[Document | None]) -> Kinds:
         shard_kind if document is None else kind_of(document) for document in first_documents
     )
     examples = [document.example for document in present if document.example is not None]
-    text_examples = [example for example in examples if isinstance(example.responses[0], str)]
+    text_examples = [example for example in examples if isinstance(example.prompt, str)]
     texts: Texts = "none"
     if any(not example.implicit for example in text_examples):
         texts = "prompts"
@@ -102,6 +109,30 @@ def refuse_mixture(document: Document, kind: ShardKind) -> None:
 def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
     """Pretraining trains on every token, also of conversations."""
     return "all" if recipe.objective.spec.reads_text else recipe.data.chat.train_on
+
+
+def max_prompt_tokens(recipe: Recipe) -> int | None:
+    """The tokens that a prompt may have: a completion of the longest length shares the sequence with it. None for
+    objectives that generate none; below 1 for a recipe that `refuse_no_room` refuses.
+    """
+    objective = recipe.objective
+    if not isinstance(objective, Rollouts):
+        return None
+    return recipe.data.sequence_length - objective.max_completion_length
+
+
+def refuse_no_room(recipe: Recipe) -> None:
+    """Raises UserError for completions as long as a sequence."""
+    objective = recipe.objective
+    if isinstance(objective, Rollouts) and (max_prompt_tokens(recipe) or 0) < 1:
+        longest = objective.max_completion_length
+        raise UserError(
+            f"completions of {longest:,} tokens leave no room for a prompt in sequences of"
+            f" {recipe.data.sequence_length:,}",
+            where="objective.max_completion_length",
+            fix=f"set data.sequence_length={2 * longest}, or a smaller objective.max_completion_length",
+            code=2,
+        )
 
 
 def missing_markup(tokenizer: Tokenizer, template: str | None) -> list[str]:

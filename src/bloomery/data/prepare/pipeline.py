@@ -21,11 +21,13 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
+from bloomery.data.chat.render import as_turn
 from bloomery.data.examples import BadRow, texts_of
 from bloomery.data.prepare.kinds import (
     KtoPairCheck,
     checked_tokens,
     kinds_among,
+    max_prompt_tokens,
     refuse_mixture,
     train_on,
 )
@@ -38,6 +40,7 @@ from bloomery.data.prepare.workers import (
     encode_in_order,
     encoders,
 )
+from bloomery.data.prompts import row_json
 from bloomery.data.shards import (
     DOCUMENTS_PER_UNIT,
     JOURNAL,
@@ -272,6 +275,15 @@ class EncodedDocument(NamedTuple):
     loss_mask: Array
 
 
+def _row(document: Document) -> bytes:
+    """What rewards are given of a prompt's row."""
+    example = document.example
+    assert example is not None
+    prompt = example.prompt
+    turns = prompt if isinstance(prompt, str) else [as_turn(message) for message in prompt]
+    return row_json(turns, example.columns)
+
+
 def untokenised() -> UserError:
     """The error for token ids without a tokenizer in the recipe."""
     return UserError(
@@ -343,7 +355,13 @@ class Preparation:
             return None
         template = self._data.chat.template
         verbatim = self._recipe.objective.spec.reads_text
-        return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim)
+        return Rendering(
+            template,
+            train_on(self._recipe),
+            DOCUMENTS_PER_UNIT[self.kind],
+            verbatim,
+            max_prompt_tokens(self._recipe),
+        )
 
     def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:
         """The first documents of each train source, at most `count` in total. Call `begin` before."""
@@ -592,6 +610,9 @@ class Preparation:
             return
         # A template writes more than the row says: the bytes are those that the tokens stand for.
         size = int(self._tokenizer.token_bytes()[ids].sum())
+        if self.kind == "prompts":
+            writer.add(ids, lengths, size, rows=[_row(entry.document) for entry in documents])
+            return
         loss_mask = np.concatenate([entry.loss_mask for entry in documents])
         examples = [entry.document.example for entry in documents]
         desirable = [example is not None and example.desirable is True for example in examples]

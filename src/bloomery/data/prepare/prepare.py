@@ -13,7 +13,7 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
 from bloomery.data.packing import count_sequences, pairs_need_packing
-from bloomery.data.prepare.kinds import train_on
+from bloomery.data.prepare.kinds import max_prompt_tokens, refuse_no_room, train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
 from bloomery.data.shards import (
@@ -54,6 +54,8 @@ def identity(loaded: LoadedRecipe) -> str:
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
     if recipe.data.builtin:
         parts["python"] = builtin.identity()
+    if (longest_prompt := max_prompt_tokens(recipe)) is not None:
+        parts["max_prompt_tokens"] = longest_prompt
     formats = {recipe.data.format, *(source.format for source in recipe.data.sources)}
     reads_text = recipe.objective.spec.reads_text
     if reads_text:  # can the keys of data.chat change the tokens?
@@ -163,13 +165,23 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
 
 
 def refuse_layout(recipe: Recipe) -> None:
-    """Raises UserError for pairs without document masking, before any file is read."""
+    """Raises UserError for pairs without document masking, and for completions as long as a sequence, before any file
+    is read.
+    """
+    refuse_no_room(recipe)
     if recipe.data.layout == "fixed" and recipe.objective.spec.data_kind in ("pairs", "kto"):
         raise pairs_need_packing()
 
 
 def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
-    """Raises UserError when no source fills one sequence, or all labels of conversations and pairs are masked."""
+    """Raises UserError when no source fills one sequence, when all labels of conversations and pairs are masked, and
+    without a prompt to train on.
+    """
+    if manifest.kind == "prompts":
+        if not manifest.train.documents:
+            problem = "there are no prompts to train on: the validation set has all of them"
+            raise UserError(problem, where="data.validation", fix="add prompts, or set it to 0")
+        return
     parts = manifest.train.parts
     length = data.sequence_length
     if manifest.kind == "text":

@@ -36,9 +36,9 @@ SPLIT_RULE = 2  # of these numbers: an unfinished `prepare` of another rule begi
 
 
 def content_key(document: Document) -> int:
-    """64 bits of the content. For KTO of the prompt, so that all responses to a prompt stay in one split."""
+    """64 bits of the content. For KTO and prompts of the prompt, so that all rows with one prompt stay in one split."""
     example = document.example
-    if example is not None and example.kind == "kto" and example.prompt:
+    if example is not None and example.kind in ("kto", "prompt") and example.prompt:
         content = repr(example.prompt).encode()
     elif document.tokens is not None:
         content = np.array(document.tokens, np.uint32).tobytes()
@@ -227,7 +227,10 @@ def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
     rows = train.documents // DOCUMENTS_PER_UNIT[manifest.kind]
     if rows < MEASURABLE_ROWS and train.tokens < MEASURABLE_ROWS * sequence_length:
         yield f"only {counted(rows, 'rows')} to train on: the model will memorize them; use a few hundred or more"
-    if 0 < validation.tokens < sequence_length:
+    if manifest.kind == "prompts":
+        if 0 < validation.documents < MEASURABLE_ROWS:
+            yield f"the validation set has {counted(validation.documents, 'prompts')}: its reward is noisy"
+    elif 0 < validation.tokens < sequence_length:
         loss_tokens = validation.loss_tokens
         loss = ""
         if loss_tokens is not None and loss_tokens < validation.tokens:

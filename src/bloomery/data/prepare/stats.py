@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.units import counted
-from bloomery.data.packing import Layout, PackedSequences, truncated_lengths
+from bloomery.data.packing import Layout, PackedSequences, count_sequences, truncated_lengths
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.prepare.split import size_warnings
@@ -85,6 +85,7 @@ UNITS: dict[ShardKind, str] = {
     "chat": "conversations",
     "pairs": "pairs",
     "kto": "labeled responses",
+    "prompts": "prompts",
 }
 
 
@@ -132,7 +133,9 @@ class DatasetCheck:
 
 
 def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> PackingStats | None:
-    """None for plain text, and without document masking."""
+    """None for plain text and prompts, and without document masking."""
+    if split.kind == "prompts":
+        return None
     sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     if not sequences.packed:
         return None
@@ -175,7 +178,9 @@ def check_dataset(
     split = Split(folder, manifest, "train")
     bounds: Lengths = np.asarray(split.bounds).astype(np.int64)[:: DOCUMENTS_PER_UNIT[split.kind]]
     lengths: Lengths = bounds[1:] - bounds[:-1]
-    sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    counts = count_sequences(
+        folder, manifest, sequence_length=sequence_length, layout=layout
+    ).counts
     packing = packing_stats(split, sequence_length=sequence_length, layout=layout)
     # The last token of plain text is only a label.
     longest = sequence_length if packing else sequence_length + 1
@@ -205,7 +210,7 @@ def check_dataset(
         duplicates=duplicates,
         unknown=unknown,
         tokens=manifest.train.tokens,
-        sequences=sum(sequences.counts),
+        sequences=sum(counts),
         longer=len(longer),
         cut=packing.cut if packing else lost,
         double_bos=double_bos,
@@ -243,7 +248,8 @@ def _label_warnings(split: Split) -> Iterator[str]:
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
     """Units that repeat an earlier one; texts that begin with two BOS tokens; texts whose end is not trained on; texts
-    that end in another of `ends` than the EOS token. The ends of plain text next to conversations are not checked.
+    that end in another of `ends` than the EOS token. The ends of plain text next to conversations and of prompts, which
+    the model continues, are not checked.
     """
     keys = array("Q")
     together = DOCUMENTS_PER_UNIT[split.kind]
@@ -256,6 +262,9 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             ids = split.document(index)
             digest.update(ids.astype(np.uint32).tobytes() + b"|")
             double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
+            if split.rows is not None:  # other columns make another row of the same prompt
+                digest.update(split.rows[index])
+                continue
             if split.is_plain(index):
                 continue
             if split.loss_mask is None:  # BOS and EOS may be one token
@@ -342,8 +351,8 @@ def _chat_warnings(
 @dataclass(frozen=True)
 class Preview:
     """A document as training reads it. `pieces`: its tokens as text, `ids` as numbers; `loss_mask`: those trained on
-    (None: all). `role`: chosen, rejected, desirable or undesirable. `bad_row`: why it has no tokens. `kind`: text or
-    conversation, where a run has both.
+    (None: all, or of a prompt none). `role`: chosen, rejected, desirable or undesirable. `bad_row`: why it has no
+    tokens. `kind`: prompt; text or conversation, where a run has both.
     """
 
     source: str
@@ -394,6 +403,12 @@ def preview(
                 ends = np.cumsum(batch.lengths)[:-1].astype(np.int64)
                 parts = zip(np.split(batch.ids, ends), np.split(flags > 0, ends), strict=True)
                 sides += [(ids.tolist(), mask.tolist()) for ids, mask in parts]
+            if kind_of(document) == "prompts":
+                ids, _ = sides[0]
+                yield Preview(
+                    document.source, name, ids, pieces(ids, tokenizer), 1, 0, kind="prompt"
+                )
+                continue
             if kind_of(document) == "text":
                 ids, mask = sides[0]
                 cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0

@@ -42,12 +42,13 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Rendering:
-    """How examples are tokenized: the recipe's data.chat, and the responses per example."""
+    """How examples are tokenized: the recipe's data.chat, the documents per example, and the longest prompt."""
 
     template: str | None
     train_on: Literal["assistant", "all", "last"]
     responses: int
     verbatim: bool = False  # for pretraining: texts are not formatted
+    max_prompt_tokens: int | None = None  # of prompts without responses
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         return Renderer(
@@ -87,6 +88,8 @@ class LocalEncoder:
                 continue
             assert self._rendering is not None
             encoded = next(rendered)
+            if document.example.kind == "prompt" and not isinstance(encoded, BadRow):
+                encoded = self._without_misfits(document, encoded)
             if isinstance(encoded, BadRow):
                 bad_rows[number] = encoded
                 encoded = (EncodedText([], []),) * self._rendering.responses
@@ -100,6 +103,22 @@ class LocalEncoder:
         return EncodedBatch(
             ids, lengths, np.concatenate([np.zeros(0, np.uint8), *loss_mask]), bad_rows
         )
+
+    def _without_misfits(
+        self, document: Document, encoded: tuple[EncodedText, ...]
+    ) -> tuple[EncodedText, ...] | BadRow:
+        """A prompt, or why the model cannot complete it."""
+        assert self._rendering is not None
+        count = len(encoded[0].ids)
+        limit = self._rendering.max_prompt_tokens
+        if not count:
+            return BadRow(document.source, "has a prompt without tokens")
+        if limit is None or count <= limit:
+            return encoded
+        room = f"{limit:,} (data.sequence_length - objective.max_completion_length)"
+        problem = f"has a prompt of {count:,} tokens, and a prompt may have {room}"
+        fix = f"raise data.sequence_length by {count - limit:,}, or set data.on_error=skip"
+        return BadRow(document.source, problem, fix)
 
     def close(self) -> None:
         if self._renderer is not None:

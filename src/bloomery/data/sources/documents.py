@@ -16,6 +16,7 @@ from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
     FORMATS,
     ROW_FORMATS,
+    ROWS_ALONE,
     RequiredFormat,
     columns_of_examples,
     documents_of,
@@ -180,7 +181,7 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
         stats.file = file.shown
         for document in _read_file(file, dataset, stats):
             if isinstance(document, Document):
-                if document.example is None and dataset.required_format in ("pairs", "kto"):
+                if document.example is None and dataset.required_format in ROWS_ALONE:
                     raise refuse_text(dataset.required_format, document.source)
                 yield document
             elif on_error == "skip":
@@ -200,11 +201,10 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
     try:
         if file.format in TABLES:
             types = column_types(file.path, file.format)
-            columns = (
-                None
-                if dataset.required_format == "text"
-                else columns_of_examples(dataset.columns, types)
-            )
+            if dataset.required_format == "prompts":  # rewards may read any column
+                columns = list(types)
+            elif dataset.required_format != "text":
+                columns = columns_of_examples(dataset.columns, types)
             first_row = (
                 next(read_values(file.path, file.shown, file.format, columns), None)
                 if columns
@@ -339,10 +339,13 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not tokens:
         return "text", names["text"][0]
-    meant = {"text": "text", "any": "text", "sft": "messages or a response"}.get(
-        dataset.required_format
-    )
-    role = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(
+    meant = {
+        "text": "text",
+        "any": "text",
+        "sft": "messages or a response",
+        "prompts": "prompts",
+    }.get(dataset.required_format)
+    role = {"sft": "messages", "pairs": "chosen", "kto": "label", "prompts": "prompt"}.get(
         dataset.required_format, "text"
     )
     error = refused(
@@ -421,11 +424,13 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
     return _kept(document, [start <= index < stop for index in range(size)])
 
 
-def peek(source: Source) -> tuple[str, dict[str, str]] | None:
+def peek(
+    source: Source, required_format: RequiredFormat = "sft"
+) -> tuple[str, dict[str, str]] | None:
     """The format and columns of a source's first row that can be read; None for text and tokens. Raises UserError
     without files, without rows, and for files of which no row among the first can be read.
     """
-    dataset = open_dataset(source, "sft")
+    dataset = open_dataset(source, required_format)
     file = dataset.files[0]
     bad_row: BadRow | None = None
     try:

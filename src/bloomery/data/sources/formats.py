@@ -235,11 +235,14 @@ _PAIR_FIX = "remove the pair, or set data.on_error=skip"
 
 @dataclass(frozen=True)
 class Row:
-    """A row, its place, and `named`: the roles of data.columns, with the columns of other names."""
+    """A row, its place, and `named`: the roles of data.columns, with the columns of other names. `unparsed`: its cells
+    as they were read, where JSON in texts stays text.
+    """
 
     cells: Mapping[str, Any]
     named: Columns
     where: str
+    unparsed: Mapping[str, Any]
 
     def cell(self, role: str, *, required: bool = True) -> tuple[Any, str]:
         """The value for a role, and its place. Raises BadRow without that column, if it is `needed` or in `named`."""
@@ -338,6 +341,25 @@ def _alpaca(row: Row) -> Example:
 def _completion(row: Row) -> Example:
     prompt, responses = _joined(row.side("prompt"), row.side("completion"))
     return Example(row.where, "completion", prompt, responses, tools=row.tools())
+
+
+def _prompts(row: Row) -> Example:
+    """A prompt for the model to complete; every other column is kept for the rewards."""
+    prompt, location = row.side("prompt")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise BadRow(location, "is empty")
+    else:
+        check_turns(prompt, location, responses=False)
+        if prompt[-1].role == "assistant":
+            fix = "remove that turn, or set data.on_error=skip"
+            raise BadRow(location, "ends with a turn of the assistant, with nothing to answer", fix)
+    columns = {
+        name: plain_json(value, f"{row.where}, {name}")
+        for name, value in row.unparsed.items()
+        if name != row.named.get("prompt", "prompt")
+    }
+    return Example(row.where, "prompt", prompt, (), tools=row.tools(), columns=columns)
 
 
 def _kto(row: Row) -> Example:
@@ -450,7 +472,8 @@ class Format:
 
 
 _TURNS = ("tools", "role", "content")
-FORMATS = {  # a row has the last format of which it has all columns
+PROMPTS = "prompts"
+FORMATS = {  # `detect_format`: a row has the last format of which it has all columns
     "messages": Format(_chat, ("messages",), ("messages", *_TURNS)),
     "sharegpt": Format(_chat, ("conversations",), ("conversations", "system", *_TURNS)),
     "alpaca": Format(
@@ -463,16 +486,21 @@ FORMATS = {  # a row has the last format of which it has all columns
     "preference": Format(
         _preference, ("chosen", "rejected"), ("prompt", "chosen", "rejected", *_TURNS)
     ),
+    PROMPTS: Format(_prompts, ("prompt",), ("prompt", *_TURNS)),
 }
 _ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in format.roles))
 
 
 def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> str | None:
-    """The format of a row by its columns, or None: it is plain text or tokens."""
+    """The format of a row by its columns, or None: it is plain text or tokens.
+
+    Never that of prompts, whose column other rows have too: only an objective that generates completions reads them.
+    """
     roles = columns or {}
     for name, format in reversed(FORMATS.items()):
         required_columns = [roles.get(role, role) for role in format.required_roles]
-        if format.reader is not _chat and all(column in cells for column in required_columns):
+        is_sought = format.reader not in (_chat, _prompts)
+        if is_sought and all(column in cells for column in required_columns):
             return name
     # A list of turns is known by its content, as both formats use the same columns.
     for column in (roles.get("messages"), roles.get("conversations"), *LISTS):
@@ -489,7 +517,7 @@ def read_example(row: object, *, format: str, columns: Columns, where: str) -> E
     """The example in a row. `columns` maps roles to columns of other names (FORMATS). Raises BadRow."""
     if not isinstance(row, dict):
         raise BadRow(where, f"is {kind_of(row)}, not an object with columns")
-    return FORMATS[format].reader(Row(_with_turns(row), columns, where))
+    return FORMATS[format].reader(Row(_with_turns(row), columns, where, row))
 
 
 def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
@@ -507,26 +535,38 @@ def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
 
 # "text": plain text alone. "any": text, else examples. "sft": conversations and completions, or
 # text.
-RequiredFormat = Literal["text", "any", "sft", "pairs", "kto"]
-ROW_FORMATS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # that prefer rows to plain text
+RequiredFormat = Literal["text", "any", "sft", "pairs", "kto", "prompts"]
+# Those that prefer rows to plain text, and of them those that take no plain text.
+ROW_FORMATS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto", "prompts")
+ROWS_ALONE: tuple[RequiredFormat, ...] = ("pairs", "kto", "prompts")
 NAMES = {
     "chat": "conversations",
     "completion": "completions",
     "pair": "preference pairs",
     "kto": "responses with KTO labels",
+    "prompt": "prompts without responses",
 }
 _TRAINABLE = {
     "sft": "conversations, completions or text",
     "pairs": "pairs of a chosen and a rejected response",
     "kto": "responses labeled desirable or not",
+    "prompts": "prompts",
+    "any": "text, conversations or pairs",
 }
 _ROWS = {
     "sft": '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}',
     "pairs": '{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}',
     "kto": '{"prompt": "2 + 2?", "completion": "4", "label": true}',
+    "prompts": '{"prompt": "2 + 2?", "answer": "4"}',
 }
 _PAGE = "docs/reference/dataset-formats.md"
-_OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
+_OBJECTIVES = {
+    "chat": "sft",
+    "completion": "sft",
+    "pair": "dpo",
+    "kto": "kto",
+    "prompt": "grpo",
+}
 
 
 def refuse_unknown_roles(source: Source) -> None:
@@ -566,6 +606,8 @@ def format_of_row(
     if required_format == "text" or (required_format == "any" and plain):
         return None
     cells = _with_turns(cells)
+    if required_format == "prompts":
+        return _prompts_of_row(cells, columns)
     format = detect_format(cells, columns)
     if format == "preference" and not columns and "prompt" not in cells:
         sides = {
@@ -594,6 +636,29 @@ def format_of_row(
     return ("alpaca", guessed) if {"instruction", "output"} <= roles.keys() else None
 
 
+def _prompts_of_row(
+    cells: dict[str, Any], columns: dict[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    """The column of the prompt, else one of a usual name; None without any.
+
+    An instruction next to a column of its input is no whole prompt: which one is meant, data.columns says.
+    """
+    if columns.get("prompt", "prompt") in cells:
+        return PROMPTS, columns
+    if columns:
+        return None
+    sides = {
+        str(name).lower(): str(name)
+        for name, value in cells.items()
+        if isinstance(value, str | list)
+    }
+    usual_names = [name for name in _USUAL["instruction"] if name in sides]
+    has_input = any(name in sides for name in _USUAL["input"] if name not in usual_names[:1])
+    if not usual_names or has_input:
+        return None
+    return PROMPTS, {"prompt": sides[usual_names[0]]}
+
+
 def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[Example]:
     """The examples that an objective trains on: for KTO a pair is two labeled responses. Raises UserError for a kind
     that it does not support.
@@ -603,10 +668,11 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
             yield replace(example, kind="kto", responses=(response,), desirable=desirable)
         return
     fits = {
-        "any": True,
+        "any": example.kind != "prompt",
         "sft": example.kind in ("chat", "completion"),
         "pairs": example.kind == "pair",
         "kto": example.kind == "kto",
+        "prompts": example.kind == "prompt",
         "text": False,
     }
     if not fits[required_format]:
@@ -626,10 +692,11 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
 
 
 def refuse_text(required_format: RequiredFormat, where: str) -> UserError:
-    """The error for plain text with an objective that needs pairs or labels."""
+    """The error for plain text with an objective that needs pairs, labels or prompts."""
+    role = "prompt" if required_format == "prompts" else "chosen"
     return UserError(
         f"the dataset is plain text; the objective needs {_TRAINABLE[required_format]}",
         where=where,
-        fix="set objective.kind=sft, data.columns={chosen: NAME}, or data.path to another dataset with rows such as "
+        fix=f"set objective.kind=sft, data.columns={{{role}: NAME}}, or data.path to another dataset with rows such as "
         f"{_ROWS[required_format]} ({_PAGE})",
     )

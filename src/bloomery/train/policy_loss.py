@@ -1,0 +1,197 @@
+"""Losses of reinforcement learning: completions that a policy drew, weighted by how much better than others they are.
+
+Legend: B batch, T time, S sequence slots. Completions are the loss tokens of a micro-batch, numbered by
+`Batch.sequences`; `Batch.extras` hold their advantages and the log-probabilities with which they were drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bloomery.data.batch import Batch
+from bloomery.train.losses import LossParts, sequence_sums, sum_and_count
+
+PolicyLossType = Literal["dapo", "grpo", "dr_grpo", "cispo", "rloo"]
+DEVIATION_FLOOR = 1e-4  # added to the deviation of a group's rewards, as in TRL
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The settings of a policy loss.
+
+    `type`: dapo (arXiv:2503.14476) is a mean over all tokens of a step, grpo (arXiv:2402.03300) one over completions of
+    the mean over their tokens, dr_grpo (arXiv:2503.20783) divides by completions times the longest that is allowed,
+    cispo (arXiv:2506.13585) clips the weight of a token and not its gradient. rloo (arXiv:2402.14740) has one ratio
+    for each completion, of the probabilities of the whole, and is a mean over completions; its KL divergence is a part
+    of the rewards. `level`: one ratio for each token, or one
+    for each sequence (GSPO, arXiv:2507.18071). `beta`: the weight of the KL divergence from the reference model.
+    """
+
+    type: PolicyLossType = "dapo"
+    level: Literal["token", "sequence"] = "token"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    beta: float = 0.0
+    max_completion_length: int = 512
+
+    def count(self, batch: Batch) -> float:
+        """What a step divides the sum by: tokens, or completions."""
+        if self.type in ("dapo", "cispo"):
+            return float(batch.loss_mask.sum())
+        return float(_completions(batch).sum())
+
+    def __call__(self, scores_BT: Tensor, entropies_BT: Tensor, batch: Batch) -> LossParts:
+        """Of the log-probabilities of the completions' tokens under the model, at the temperature of their drawing.
+
+        Without `old_logps` the model is the one that drew them: every ratio is 1, and has a gradient.
+        """
+        mask_BT = batch.loss_mask
+        is_token_BT = mask_BT != 0
+        advantages_BT = batch.extras["advantages"]
+        old_logps_BT = batch.extras.get("old_logps", scores_BT.detach())
+
+        metrics = {"entropy": sum_and_count(entropies_BT, is_token_BT)}
+
+        # How much more likely a token, or the whole completion, has become since it was drawn.
+        log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
+        if self.type == "rloo":
+            parts = self._whole_completions(log_ratio_BT, advantages_BT, batch)
+            return parts._replace(metrics={**metrics, **parts.metrics})
+        if self.level == "sequence":
+            log_ratio_BT = _means_of_sequences(log_ratio_BT, batch) * mask_BT
+        ratio_BT = log_ratio_BT.exp()
+
+        # A token that has moved further than the clip range in the wanted direction has no gradient.
+        low = 1 - self.epsilon
+        high = 1 + self.epsilon_high
+        if self.type == "cispo":
+            losses_BT = -ratio_BT.clamp(max=self.epsilon_high).detach() * advantages_BT * scores_BT
+        else:
+            clipped_BT = ratio_BT.clamp(low, high) * advantages_BT
+            losses_BT = -torch.min(ratio_BT * advantages_BT, clipped_BT)
+        metrics |= self._clip_metrics(ratio_BT, advantages_BT, batch)
+
+        # The k3 estimator of the KL divergence (Schulman, "Approximating KL Divergence", 2020), times the ratio: its
+        # gradient is then that of the divergence of the policy that trains.
+        if self.beta:
+            gap_BT = (batch.extras["reference"] - scores_BT) * mask_BT
+            divergence_BT = (gap_BT.exp() - gap_BT - 1) * ratio_BT
+            losses_BT = losses_BT + self.beta * divergence_BT
+            metrics["kl"] = sum_and_count(divergence_BT, is_token_BT)
+
+        total = (losses_BT * self._weights(batch) * mask_BT).sum()
+        count = mask_BT.sum() if self.type in ("dapo", "cispo") else _completions(batch).sum()
+        return LossParts(total, count, metrics)
+
+    def _whole_completions(
+        self, log_ratio_BT: Tensor, advantages_BT: Tensor, batch: Batch
+    ) -> LossParts:
+        """RLOO: the ratio of a completion is the product of those of its tokens."""
+        present_S = _completions(batch)
+        ratio_S = sequence_sums(log_ratio_BT, _sequences(batch)).exp()
+        lengths_S = sequence_sums(batch.loss_mask, _sequences(batch)).clamp(min=1)
+        advantages_S = sequence_sums(advantages_BT * batch.loss_mask, _sequences(batch)) / lengths_S
+        low = 1 - self.epsilon
+        high = 1 + self.epsilon_high
+        losses_S = -torch.min(ratio_S * advantages_S, ratio_S.clamp(low, high) * advantages_S)
+        is_low_S = (ratio_S < low) & (advantages_S < 0)
+        is_high_S = (ratio_S > high) & (advantages_S > 0)
+        metrics = {
+            "clip_ratio/low_mean": sum_and_count(is_low_S.float(), present_S),
+            "clip_ratio/high_mean": sum_and_count(is_high_S.float(), present_S),
+            "clip_ratio/region_mean": sum_and_count((is_low_S | is_high_S).float(), present_S),
+        }
+        return LossParts(torch.where(present_S, losses_S, 0).sum(), present_S.sum(), metrics)
+
+    def _weights(self, batch: Batch) -> Tensor | float:
+        """What a token counts in the sum over the step."""
+        if self.type == "grpo":
+            lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
+            return 1 / lengths_S.clamp(min=1)[_sequences(batch).clamp(min=0)]
+        return 1 / self.max_completion_length if self.type == "dr_grpo" else 1.0
+
+    def _clip_metrics(
+        self, ratio_BT: Tensor, advantages_BT: Tensor, batch: Batch
+    ) -> dict[str, Tensor]:
+        """The shares of tokens whose ratio left the clip range; of completions where a completion has one ratio."""
+        if self.type == "cispo":
+            is_clipped_BT = (ratio_BT > self.epsilon_high) & (advantages_BT > 0)
+            return {"cispo_clip_ratio": self._share(is_clipped_BT, batch)}
+        is_low_BT = (ratio_BT < 1 - self.epsilon) & (advantages_BT < 0)
+        is_high_BT = (ratio_BT > 1 + self.epsilon_high) & (advantages_BT > 0)
+        return {
+            "clip_ratio/low_mean": self._share(is_low_BT, batch),
+            "clip_ratio/high_mean": self._share(is_high_BT, batch),
+            "clip_ratio/region_mean": self._share(is_low_BT | is_high_BT, batch),
+        }
+
+    def _share(self, condition_BT: Tensor, batch: Batch) -> Tensor:
+        share_BT = condition_BT.to(torch.float32)
+        if self.level == "token":
+            return sum_and_count(share_BT, batch.loss_mask != 0)
+        lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
+        sums_S = sequence_sums(share_BT * batch.loss_mask, _sequences(batch))
+        return sum_and_count(sums_S / lengths_S.clamp(min=1), _completions(batch))
+
+
+def group_advantages(
+    rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]
+) -> Tensor:
+    """[N]: by how much the reward of each completion exceeds the mean of its group, `num_generations` in a row.
+
+    Divided by the deviation of the group's rewards, or of all, or not at all. NaN, of a completion without any reward,
+    counts in no mean and has the advantage 0.
+    """
+    rewards_GN = rewards.view(-1, num_generations)
+    advantages_GN = rewards_GN - rewards_GN.nanmean(1, keepdim=True)
+    if scale == "group":
+        advantages_GN = advantages_GN / (_deviation(rewards_GN) + DEVIATION_FLOOR)
+    elif scale == "batch":
+        advantages_GN = advantages_GN / (_deviation(rewards_GN.view(1, -1)) + DEVIATION_FLOOR)
+    return advantages_GN.nan_to_num(0.0).flatten()
+
+
+def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
+    """[N]: the reward of each completion less the mean of the others of its group (RLOO, arXiv:2402.14740).
+
+    NaN, of a completion without any reward, counts in no mean; its advantage is 0, as is that of a completion without
+    others.
+    """
+    rewards_GN = rewards.view(-1, num_generations)
+    num_others_GN = rewards_GN.isfinite().sum(1, keepdim=True) - 1
+    others_GN = (rewards_GN.nansum(1, keepdim=True) - rewards_GN) / num_others_GN
+    return (rewards_GN - others_GN).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten()
+
+
+def _deviation(rewards_GN: Tensor) -> Tensor:
+    """[G, 1]: the unbiased standard deviation of each row, without its NaN; 0 of a single number."""
+    mean_G1 = rewards_GN.nanmean(1, keepdim=True)
+    count_G1 = rewards_GN.isfinite().sum(1, keepdim=True)
+    squares_G1 = (rewards_GN - mean_G1).square().nansum(1, keepdim=True)
+    return (squares_G1 / (count_G1 - 1).clamp(min=1)).sqrt()
+
+
+def share_without_variance(rewards: Sequence[float], num_generations: int) -> float:
+    """The share of groups whose completions all have one reward, so that nothing can be learned from them."""
+    deviations = _deviation(torch.tensor(rewards, dtype=torch.float32).view(-1, num_generations))
+    return float((deviations < 1e-8).float().mean())
+
+
+def _means_of_sequences(values_BT: Tensor, batch: Batch) -> Tensor:
+    """[B, T]: on each token the mean over its completion."""
+    sums_S = sequence_sums(values_BT, _sequences(batch))
+    lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
+    return (sums_S / lengths_S.clamp(min=1))[_sequences(batch).clamp(min=0)]
+
+
+def _completions(batch: Batch) -> Tensor:
+    """bool [S]: the slots that hold a completion."""
+    return sequence_sums(batch.loss_mask, _sequences(batch)) > 0
+
+
+def _sequences(batch: Batch) -> Tensor:
+    assert batch.sequences is not None, "completions are numbered"
+    return batch.sequences

@@ -1,0 +1,158 @@
+"""The process of one reward: loads a function of the user's file, or a verifier, and answers requests.
+
+Does not import torch. What the function prints goes to the parent's log of this process.
+"""
+
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.child import accept, reply, requests
+from bloomery.train.verifiers import verifier_of
+
+Reward = Callable[..., Any]
+
+
+class Unusable(Exception):
+    """A function that cannot be loaded or called, or whose answer is no list of numbers."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.fix = fix
+
+
+def main() -> None:
+    job = accept()
+    limit_memory(job["memory"])
+    name = job["name"]
+    try:
+        function = loaded(job)
+    except Unusable as error:
+        reply(job, {"error": error.problem, "fix": error.fix})
+        return
+    reply(job, {"loaded": True})
+    for request in requests(job):
+        try:
+            reply(job, {"rewards": answered(function, request, name)})
+        except Unusable as error:
+            reply(job, {"error": error.problem, "fix": error.fix})
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Beyond this an allocation raises MemoryError, where the system supports it."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
+
+
+def loaded(job: Mapping[str, Any]) -> Reward:
+    """The verifier, or the function of the file. Raises Unusable."""
+    if "verifier" in job:
+        return verifier_of(job["verifier"], job.get("settings", {}))
+    path = Path(job["file"])
+    function_name = job["function"]
+    name = job["name"]
+    if not path.is_file():
+        raise Unusable(
+            f"the reward {name} has no file {path}", "write its path relative to the recipe"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))  # its own imports
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise Unusable(
+            f"the file of the reward {name} cannot be loaded: {described(error)}", f"correct {path}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = ", ".join(
+            function_in_file
+            for function_in_file, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        )
+        raise Unusable(
+            f"the reward {name} has no function {function_name} in {path}",
+            f"its functions are: {names or 'none'}",
+        )
+    reward: Reward = function
+    return reward
+
+
+def answered(function: Reward, request: Mapping[str, Any], name: str) -> list[float | None]:
+    """One number or None a completion. Raises Unusable."""
+    count = len(request["completions"])
+    try:
+        answer = function(
+            prompts=request["prompts"],
+            completions=request["completions"],
+            completion_ids=request["completion_ids"],
+            **request["columns"],
+        )
+    except KeyError as error:
+        columns = ", ".join(request["columns"]) or "none"
+        raise Unusable(
+            f"the reward {name} failed: no column {error}",
+            f"the dataset's other columns are: {columns}",
+        ) from error
+    except Exception as error:
+        first_prompt = str(request["prompts"][0])[:80]
+        raise Unusable(
+            f"the reward {name} failed: {described(error)}; the first prompt was {first_prompt!r}",
+            "correct the function; it takes prompts, completions, completion_ids and the columns"
+            " of the dataset, each a list",
+        ) from error
+    return checked(answer, count, name)
+
+
+def checked(answer: Any, count: int, name: str) -> list[float | None]:
+    """Raises Unusable for anything but `count` finite numbers, of which some may be None."""
+    fix = f"return a list of {count:,} numbers, None where the function has no opinion"
+    if isinstance(answer, str) or (
+        not isinstance(answer, Sequence) and not hasattr(answer, "tolist")
+    ):
+        raise Unusable(f"the reward {name} returned {type(answer).__name__}, not a list", fix)
+    values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
+    if not isinstance(values, Sequence) or len(values) != count:
+        size = len(values) if isinstance(values, Sequence) else 1
+        problem = f"the reward {name} returned {size:,} numbers for {count:,} completions"
+        raise Unusable(problem, fix)
+    rewards: list[float | None] = []
+    for index, value in enumerate(values):
+        number = value.item() if hasattr(value, "item") else value
+        if number is None:
+            rewards.append(None)
+            continue
+        if not isinstance(number, int | float):
+            problem = f"the reward {name} returned {type(number).__name__} for completion {index}"
+            raise Unusable(f"{problem}, not a number", fix)
+        if not math.isfinite(number):
+            raise Unusable(f"the reward {name} returned {number} for completion {index}", fix)
+        rewards.append(float(number))
+    if count and all(reward is None for reward in rewards):
+        problem = f"the reward {name} returned None for all {count:,} completions"
+        raise Unusable(problem, "return a number for those that it can judge")
+    return rewards
+
+
+def described(error: BaseException) -> str:
+    """The error, and the line of the user's file where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:200]}{place}"
+
+
+if __name__ == "__main__":
+    main()

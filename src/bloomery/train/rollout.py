@@ -1,0 +1,200 @@
+"""A rollout: completions that the policy drew, with what training on them needs; a part of every checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bloomery.data.batch import Batch
+
+
+@final
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and a completion of it. `drawn_logps`: of each token as it was drawn; `old_logps`: under the model that
+    trained when it was drawn, None where only that model trains on it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    drawn_logps: tuple[float, ...]
+    advantage: float = 0.0
+    old_logps: tuple[float, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@final
+@dataclass(frozen=True)
+class Rollout:
+    """Samples in the order in which they were drawn, those of a prompt in a row.
+
+    `first_step`: how many optimizer steps the run had taken when they were drawn; `num_steps`: how many train on them.
+    `num_prompts`: how many prompts of the dataset they took.
+    """
+
+    first_step: int
+    num_steps: int
+    num_prompts: int
+    samples: tuple[Sample, ...]
+
+    def is_over(self, step: int) -> bool:
+        """Whether a run that has taken so many steps needs it no more."""
+        return step >= self.first_step + self.num_steps
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a checkpoint; with `scalars` all there is."""
+        tensors = {
+            "prompt_lengths": torch.tensor([len(sample.prompt_ids) for sample in self.samples]),
+            "completion_lengths": torch.tensor(
+                [len(sample.completion_ids) for sample in self.samples]
+            ),
+            "prompt_ids": torch.tensor(
+                [id_ for sample in self.samples for id_ in sample.prompt_ids]
+            ),
+            "completion_ids": torch.tensor(
+                [id_ for sample in self.samples for id_ in sample.completion_ids]
+            ),
+            "drawn_logps": torch.tensor(
+                [logp for sample in self.samples for logp in sample.drawn_logps]
+            ),
+            "advantages": torch.tensor([sample.advantage for sample in self.samples]),
+        }
+        if all(sample.old_logps is not None for sample in self.samples):
+            tensors["old_logps"] = torch.tensor(
+                [logp for sample in self.samples for logp in sample.old_logps or ()]
+            )
+        return tensors
+
+    def scalars(self) -> dict[str, int]:
+        return {
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "num_prompts": self.num_prompts,
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> "Rollout":
+        """From a checkpoint."""
+        prompt_lengths = tensors["prompt_lengths"].tolist()
+        completion_lengths = tensors["completion_lengths"].tolist()
+
+        def pieces(name: str, lengths: list[int]) -> list[tuple[Any, ...]]:
+            return [tuple(piece.tolist()) for piece in tensors[name].split(lengths)]
+
+        prompts = pieces("prompt_ids", prompt_lengths)
+        completions = pieces("completion_ids", completion_lengths)
+        drawn_logps = pieces("drawn_logps", completion_lengths)
+        old_logps: list[tuple[float, ...] | None] = [None] * len(prompts)
+        if "old_logps" in tensors:
+            old_logps = list(pieces("old_logps", completion_lengths))
+        columns = zip(
+            prompts,
+            completions,
+            drawn_logps,
+            tensors["advantages"].tolist(),
+            old_logps,
+            strict=True,
+        )
+        samples = tuple(Sample(*column) for column in columns)
+        first_step, num_steps, num_prompts = (
+            int(scalars[name]) for name in ("first_step", "num_steps", "num_prompts")
+        )
+        return cls(first_step, num_steps, num_prompts, samples)
+
+    def with_old_logps(self, old_logps: Sequence[Sequence[float]]) -> "Rollout":
+        samples = (
+            replace(sample, old_logps=tuple(logps))
+            for sample, logps in zip(self.samples, old_logps, strict=True)
+        )
+        return replace(self, samples=tuple(samples))
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a sample is in its micro-batches: `start` is the position of its first token in the row."""
+
+    micro_batch: int
+    row: int
+    start: int
+
+
+def pack(samples: Sequence[Sample], *, length: int, rows: int) -> tuple[list[Batch], list[Place]]:
+    """Micro-batches of `rows` sequences of `length` tokens with all samples, and the place of each sample.
+
+    A sample is a document of a packed sequence: it goes into the first sequence that has room. Its completion has the
+    loss. The last micro-batch may have rows of padding.
+    """
+    # 1. A sequence for each sample.
+    used_tokens: list[int] = []
+    sequences_and_starts: list[tuple[int, int]] = []
+    for sample in samples:
+        assert len(sample) <= length, "prompt and completion fit into a sequence"
+        sequence = next(
+            (number for number, used in enumerate(used_tokens) if used + len(sample) <= length),
+            len(used_tokens),
+        )
+        if sequence == len(used_tokens):
+            used_tokens.append(0)
+        sequences_and_starts.append((sequence, used_tokens[sequence]))
+        used_tokens[sequence] += len(sample)
+    num_batches = -(-len(used_tokens) // rows)
+    places = [
+        Place(sequence // rows, sequence % rows, start) for sequence, start in sequences_and_starts
+    ]
+
+    # 2. The tensors of each micro-batch.
+    batches = []
+    for number in range(num_batches):
+        members = [
+            (sample, place)
+            for sample, place in zip(samples, places, strict=True)
+            if place.micro_batch == number
+        ]
+        batches.append(_batch_of(members, length=length, rows=rows))
+    return batches, places
+
+
+def empty_batch(*, length: int, rows: int, has_old_logps: bool) -> Batch:
+    """A micro-batch without samples, for a rank that has fewer than others."""
+    batch = _batch_of([], length=length, rows=rows)
+    if has_old_logps:
+        batch = batch.with_extras(old_logps=torch.zeros(rows, length))
+    return batch
+
+
+def _batch_of(members: Sequence[tuple[Sample, Place]], *, length: int, rows: int) -> Batch:
+    tokens, labels, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
+    documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
+    loss_mask, advantages, drawn_logps, old_logps = (torch.zeros(rows, length) for _ in range(4))
+    num_documents = [0] * rows
+    for number, (sample, place) in enumerate(members):
+        ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
+        span = slice(place.start, place.start + len(ids))
+        tokens[place.row, span] = ids
+        labels[place.row, span.start : span.stop - 1] = ids[1:]
+        positions[place.row, span] = torch.arange(len(ids))
+        documents[place.row, span] = num_documents[place.row]
+        num_documents[place.row] += 1
+        sequences[place.row, span] = number
+        # The label of a position is the token after it.
+        scored = completion_span(sample, place)
+        loss_mask[place.row, scored] = 1.0
+        advantages[place.row, scored] = sample.advantage
+        drawn_logps[place.row, scored] = torch.tensor(sample.drawn_logps)
+        if sample.old_logps is not None:
+            old_logps[place.row, scored] = torch.tensor(sample.old_logps)
+    extras = {"advantages": advantages, "drawn_logps": drawn_logps}
+    if any(sample.old_logps is not None for sample, _ in members):
+        extras["old_logps"] = old_logps
+    return Batch(tokens, labels, loss_mask, positions, documents, sequences, extras)
+
+
+def completion_span(sample: Sample, place: Place) -> slice:
+    """The positions in the sample's row whose labels are its completion."""
+    end = place.start + len(sample) - 1
+    return slice(end - len(sample.completion_ids), end)

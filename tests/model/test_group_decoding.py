@@ -1,0 +1,111 @@
+"""Completions of several prompts at once. Oracles: a forward of each whole text, and the distribution of one text."""
+
+import pytest
+import torch
+
+from bloomery.model.compiled_step import CompiledStep
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoding import NotFinite, Sampling, next_distribution
+from bloomery.model.group_decoding import GroupSampling, draw_all, draw_completions, filtered
+from bloomery.model.io.weights import fresh_decoder
+
+PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])
+SAMPLING = GroupSampling(max_new_tokens=12, temperature=0.8, stop_ids=(0, 11))
+
+
+def decoder_of(**changes):
+    facts = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+    }
+    return fresh_decoder(ModelConfig(**facts | changes), seed=1).eval()
+
+
+def uniform(prompt, number, position):
+    generator = torch.Generator().manual_seed(1000 * prompt + 50 * number + position)
+    return float(torch.rand((), generator=generator, dtype=torch.float64))
+
+
+def completions(decoder, slots, generations=4, prompts=PROMPTS, sampling=SAMPLING):
+    return draw_completions(decoder, prompts, generations, sampling, uniform, slots=slots)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": (4, None)}], ids=["all keys", "window"])
+def test_every_token_is_drawn_from_the_forward_of_the_text_before_it(changes):
+    decoder = decoder_of(**changes)
+    drawn = completions(decoder, slots=5)
+    assert [(text.prompt, text.number) for text in drawn] == [
+        (prompt, number) for prompt in range(3) for number in range(4)
+    ]
+    for text in drawn:
+        ids = [*PROMPTS[text.prompt], *text.ids]
+        with torch.no_grad():
+            logits = decoder(torch.tensor([ids])).head[0, len(PROMPTS[text.prompt]) - 1 : -1]
+        logps = (logits / SAMPLING.temperature).log_softmax(-1)
+        expected = logps.gather(1, torch.tensor(text.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(text.logps), expected, atol=1e-5, rtol=1e-5)
+        cumulative = logps.double().exp().cumsum(-1)
+        for position, token in enumerate(text.ids):
+            number = uniform(text.prompt, text.number, position)
+            below = 0.0 if token == 0 else float(cumulative[position, token - 1])
+            assert below - 1e-5 <= number <= float(cumulative[position, token]) + 1e-5
+
+
+def test_a_completion_ends_with_its_stop_token_or_is_truncated():
+    drawn = completions(decoder_of(), slots=12, generations=30)
+    assert {text.truncated for text in drawn} == {True, False}
+    for text in drawn:
+        stops = [token in SAMPLING.stop_ids for token in text.ids]
+        assert sum(stops[:-1]) == 0
+        assert stops[-1] != text.truncated
+        assert len(text.ids) == SAMPLING.max_new_tokens if text.truncated else len(text.ids) > 0
+        assert len(text.logps) == len(text.ids)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads):
+    decoder = decoder_of(hidden_size=64, intermediate_size=128, head_dim=16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder.step = CompiledStep(decoder)
+        runs = [completions(decoder, slots=slots, generations=8) for slots in (1, 3, 24)]
+    finally:
+        torch.set_num_threads(before)
+    decoder.step = CompiledStep(decoder)
+    assert runs[0] == runs[1] == runs[2] == completions(decoder, slots=8, generations=8)
+
+
+def test_the_draw_has_the_shares_of_the_distribution():
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(4000, -1)
+    numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    ids, logps = draw_all(logits, numbers, GroupSampling(max_new_tokens=1))
+    shares = logits[0].softmax(-1)
+    torch.testing.assert_close(ids.bincount(minlength=4) / 4000, shares, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logps, shares.log()[ids])
+    ends = draw_all(logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), GroupSampling(max_new_tokens=1))
+    assert ends[0].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}],
+)
+def test_filters_leave_what_one_text_would_be_drawn_from(filters):
+    logits = torch.randn(20, 61, generator=torch.Generator().manual_seed(3)) * 2
+    sampling = GroupSampling(max_new_tokens=1, temperature=0.7, **filters)
+    shares = filtered((logits / 0.7).log_softmax(-1), sampling).exp()
+    one_text = Sampling(max_new_tokens=1, temperature=0.7, seed=0, **filters)
+    for row in range(20):
+        torch.testing.assert_close(shares[row], next_distribution(logits[row], one_text))
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    with pytest.raises(NotFinite):
+        draw_all(torch.tensor([[0.0, float("nan")]]), torch.zeros(1), GroupSampling(1))

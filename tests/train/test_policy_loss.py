@@ -1,0 +1,214 @@
+"""Policy losses and advantages. Oracles: `_compute_loss` of TRL on the same logits, and hand computations."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bloomery.data.batch import Batch
+from bloomery.model.heads import LabelScores
+from bloomery.train.policy_loss import (
+    PolicyLoss,
+    group_advantages,
+    leave_one_out_advantages,
+    share_without_variance,
+)
+
+LENGTHS = (6, 1, 4, 3)
+LONGEST, VOCABULARY = 6, 11
+ADVANTAGES = torch.tensor([1.5, -0.7, 0.2, -1.0])
+
+
+def case(seed=0):
+    """Logits [B, T, V] of a policy, drawn ids, the old and the reference log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(LENGTHS)
+    logits = torch.randn(rows, LONGEST, VOCABULARY, generator=generator)
+    ids = torch.randint(0, VOCABULARY, (rows, LONGEST), generator=generator)
+    mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).float()
+    logps = logits.log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
+    old = logps + 0.4 * torch.randn(logps.shape, generator=generator)
+    reference = logps + 0.3 * torch.randn(logps.shape, generator=generator)
+    return logits, ids, mask, old, reference
+
+
+def scores_and_entropies(logits, ids):
+    logprobs = logits.log_softmax(-1)
+    scores = logprobs.gather(2, ids[..., None]).squeeze(2)
+    return scores, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def batch_of(ids, mask, old, reference):
+    sequences = torch.where(mask > 0, torch.arange(len(ids))[:, None], -1)
+    extras = {"advantages": ADVANTAGES[:, None] * mask, "reference": reference * mask}
+    if old is not None:
+        extras["old_logps"] = old * mask
+    zeros = torch.zeros_like(ids)
+    return Batch(zeros, ids, mask, zeros, zeros, sequences, extras)
+
+
+def trl_loss(loss, logits, ids, mask, old, reference):
+    """The loss and the metrics of TRL, of one process and one micro-batch."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    accelerator = SimpleNamespace(
+        num_processes=1, reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor
+    )
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            *scores_and_entropies(logits, ids),
+            None,
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=loss.level,
+        beta=loss.beta,
+        args=SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        loss_type=loss.type,
+        epsilon_low=loss.epsilon,
+        epsilon_high=loss.epsilon_high,
+        use_vllm=False,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=loss.max_completion_length,
+        accelerator=accelerator,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": ADVANTAGES,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }
+    if loss.type == "rloo":
+        drawn = scores_and_entropies(logits, ids)[0].detach() if old is None else old
+        inputs["old_logps"] = (drawn * mask).sum(1)
+        total = RLOOTrainer._compute_loss(trainer, None, inputs)
+        return total, {name: values[0] for name, values in trainer._metrics["train"].items()}
+    if old is not None:
+        inputs["old_per_token_logps"] = old
+    total = GRPOTrainer._compute_loss(trainer, None, inputs)
+    return total, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+CASES = {
+    "dapo": PolicyLoss(),
+    "dapo, clip higher": PolicyLoss(epsilon_high=0.28),
+    "dapo with KL": PolicyLoss(beta=0.05),
+    "grpo with KL": PolicyLoss(type="grpo", beta=0.04),
+    "dr_grpo": PolicyLoss(type="dr_grpo", max_completion_length=9),
+    "cispo": PolicyLoss(type="cispo", epsilon_high=1.3),
+    "GSPO": PolicyLoss(type="grpo", level="sequence", epsilon=3e-2, epsilon_high=4e-2),
+    "rloo": PolicyLoss(type="rloo"),
+    "GSPO with KL": PolicyLoss(level="sequence", beta=0.1),
+}
+
+
+@pytest.mark.parametrize("pass_", ["first", "second"])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradient_and_metrics_are_those_of_trl(name, pass_):
+    loss = CASES[name]
+    logits, ids, mask, old, reference = case()
+    old = old if pass_ == "second" else None
+    theirs = logits.clone().requires_grad_()
+    expected, expected_metrics = trl_loss(loss, theirs, ids, mask, old, reference)
+    expected.backward()
+
+    ours = logits.clone().requires_grad_()
+    batch = batch_of(ids, mask, old, reference)
+    total, count, metrics, _ = loss(*scores_and_entropies(ours, ids), batch)
+    (total / count).backward()
+    assert float(count) == loss.count(batch)
+    torch.testing.assert_close(total / count, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+    assert ours.grad.abs().max() > 0
+    means = {metric: float(sums[0] / sums[1]) for metric, sums in metrics.items()}
+    assert means == pytest.approx({metric: expected_metrics[metric] for metric in means}, abs=1e-6)
+    assert "entropy" in means and ("kl" in means) == (loss.beta > 0)
+
+
+def test_parts_of_a_batch_add_up():
+    loss = PolicyLoss(type="grpo", beta=0.04)
+    logits, ids, mask, old, reference = case(1)
+    scores, entropies = scores_and_entropies(logits, ids)
+    whole = loss(scores, entropies, batch_of(ids, mask, old, reference))
+    total = count = 0.0
+    for rows in (slice(0, 1), slice(1, 4)):
+        batch = batch_of(ids, mask, old, reference)
+        part = batch.map_tensors(lambda tensor, rows=rows: tensor[rows])
+        parts = loss(scores[rows], entropies[rows], part)
+        total += float(parts.total)
+        count += float(parts.count)
+    assert (total, count) == pytest.approx((float(whole.total), float(whole.count)))
+
+
+def test_advantages_are_those_of_trl_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5])
+    deviation = (4 * 0.25 / 3) ** 0.5
+    expected = [0.5, -0.5, -0.5, 0.5]
+    scaled = group_advantages(rewards, 4, scale="group")
+    assert scaled.tolist() == pytest.approx([a / (deviation + 1e-4) for a in expected] + 4 * [0.0])
+    assert group_advantages(rewards, 4, scale="none").tolist() == pytest.approx(
+        expected + 4 * [0.0]
+    )
+    overall = float(rewards.std())
+    assert group_advantages(rewards, 4, scale="batch").tolist() == pytest.approx(
+        [a / (overall + 1e-4) for a in expected] + 4 * [0.0]
+    )
+    assert share_without_variance(rewards.tolist(), 4) == 0.5
+
+
+def test_a_completion_without_a_reward_has_no_advantage_and_moves_no_mean():
+    rewards = torch.tensor([1.0, float("nan"), 0.0, 0.5])
+    advantages = group_advantages(rewards, 4, scale="none").tolist()
+    assert advantages == pytest.approx([0.5, 0.0, -0.5, 0.0])
+
+
+def test_leave_one_out_leaves_out_completions_without_a_reward():
+    nan = float("nan")
+    rewards = torch.tensor([1.0, nan, 0.0, nan, nan, 2.0])
+    assert leave_one_out_advantages(rewards, 3).tolist() == [1.0, 0.0, -1.0, 0.0, 0.0, 0.0]
+
+
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 3.0, 3.0, 0.0])
+    assert leave_one_out_advantages(rewards, 3).tolist() == pytest.approx(
+        [0.75, -0.75, 0.0, 1.5, 1.5, -3.0]
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_the_head_divides_by_the_temperature_and_gives_the_entropy(bias, softcap, tiles):
+    import dataclasses
+
+    from bloomery.model.heads import SCORE_OPERATORS
+
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, 5, 8, generator=generator, requires_grad=True)
+    output = torch.nn.Linear(8, VOCABULARY, bias=bias)
+    labels = torch.randint(0, VOCABULARY, (2, 5), generator=generator)
+    mask = torch.tensor([[1.0, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+    logits = output(hidden)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    scores, entropies = scores_and_entropies(logits / 0.7, labels)
+    (scores * mask).sum().backward()
+    expected_gradient, hidden.grad = hidden.grad, None
+
+    operators = dataclasses.replace(
+        SCORE_OPERATORS, tile_size=lambda weight: -(-VOCABULARY // tiles)
+    )
+    head = LabelScores(labels, mask, 4, operators=operators, temperature=0.7, entropy=True)
+    found = head(hidden, output, softcap)
+    torch.testing.assert_close(found[0], scores * mask)
+    torch.testing.assert_close(found[1], entropies * mask)
+    found[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, expected_gradient)

@@ -1,0 +1,187 @@
+"""Reward functions in their workers: answers, and everything that people write by mistake."""
+
+import time
+
+import pytest
+
+from bloomery.core.errors import UserError
+from bloomery.train import rewards as rewards_module
+from bloomery.train.rewards import Rewards, RewardSource
+from bloomery.train.verifiers import verifier_of
+
+GOOD = """
+import math
+print("loaded")
+
+def score(prompts, completions, completion_ids, answer, **_):
+    print("called")
+    return [None if a is None else float(c == a) for c, a in zip(completions, answer)]
+
+def lengths(completion_ids, **_):
+    return [len(ids) for ids in completion_ids]
+
+def hangs(**_):
+    import time
+    time.sleep(60)
+
+def raises(**_):
+    return [1 / 0]
+
+def texts(completions, **_):
+    return ["good"] * len(completions)
+
+def not_a_number(completions, **_):
+    return [math.nan] * len(completions)
+
+def too_few(**_):
+    return [1.0]
+
+def abstains(completions, **_):
+    return [None] * len(completions)
+
+def one_number(**_):
+    return 1.0
+
+def other_column(prompts, completions, level, **_):
+    return [0.0] * len(completions)
+
+def dies(**_):
+    import os
+    os._exit(3)
+
+def floods(**_):
+    return [len(b"x" * 2**40)]
+
+def forks(completions, **_):
+    import os
+    if os.fork() == 0:
+        os._exit(0)
+    return [1.0] * len(completions)
+
+def shouts(completions, **_):
+    print("x" * 10_000_000)
+    return [2.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(GOOD)
+
+    def of(function, **settings):
+        job = {"file": str(file), "function": function}
+        return RewardSource(name=settings.pop("name", function), job=job, **settings)
+
+    return of
+
+
+def score(*sources, columns=None):
+    with Rewards(sources) as rewards:
+        return rewards.score(
+            ["1+1=", "2+2=", "3+3="],
+            ["2", "5", "6"],
+            [[2, 0], [5, 0], [6, 0, 0]],
+            {"answer": ["2", "4", None]} if columns is None else columns,
+        )
+
+
+def test_rewards_add_up_by_weight_and_none_abstains(source):
+    scored = score(source("score", weight=2.0), source("lengths", weight=0.5))
+    assert scored.by_name == {"score": [1.0, 0.0, None], "lengths": [2.0, 2.0, 3.0]}
+    assert scored.totals == (3.0, 1.0, 1.5)
+
+
+def test_a_worker_serves_many_calls_and_ends_with_the_block(source):
+    with Rewards([source("lengths")]) as rewards:
+        for count in (1, 3, 2):
+            ids = [[1] * (number + 1) for number in range(count)]
+            scored = rewards.score(["?"] * count, [""] * count, ids, {})
+            assert scored.totals == tuple(float(number + 1) for number in range(count))
+        (child,) = rewards._children.values()
+    assert child._process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", ["ZeroDivisionError", "line ", "'1+1='"]),
+        ("texts", ["returned str for completion 0"]),
+        ("not_a_number", ["returned nan"]),
+        ("too_few", ["returned 1 numbers for 3 completions"]),
+        ("abstains", ["returned None for all 3"]),
+        ("one_number", ["returned float, not a list"]),
+        ("dies", ["ended its process", "exit code 3"]),
+        ("missing", ["no function missing"]),
+        ("other_column", ["failed", "level"]),
+        ("floods", ["MemoryError"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_function(source, function, words):
+    with pytest.raises(UserError) as refused:
+        score(source(function))
+    for word in (function, *words):
+        assert word in refused.value.problem
+    assert refused.value.fix and "\n" not in refused.value.problem
+
+
+@pytest.mark.parametrize("function", ["forks", "shouts"])
+def test_forks_and_floods_of_output_harm_nobody(source, function):
+    assert len(score(source(function)).totals) == 3
+
+
+def test_a_reward_that_hangs_is_ended_by_its_timeout(source):
+    start = time.monotonic()
+    with pytest.raises(UserError, match="hangs did not answer within 1 s"):
+        score(source("hangs", timeout=1.0))
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("def score(:", "SyntaxError"),
+        ("import nothing_like_it", "ModuleNotFoundError"),
+        (None, "no file"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_says_so(tmp_path, content, words):
+    file = tmp_path / "broken.py"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=words):
+        score(RewardSource(name="broken", job={"file": str(file), "function": "score"}))
+
+
+def test_a_file_that_never_loads_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards_module, "START_SECONDS", 1.0)
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(UserError, match="slow did not load within 1 s"):
+        score(RewardSource(name="slow", job={"file": str(file), "function": "score"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "completion", "expected", "reward"),
+    [
+        ("exact_match", {}, " Paris\n", "Paris", 1.0),
+        ("exact_match", {}, "Paris.", "Paris", 0.0),
+        ("math", {}, r"so \boxed{1,234}", "1234", 1.0),
+        ("math", {}, "3 apples and 4 more are 7.", "7", 1.0),
+        ("math", {}, "0.5", "1/2", 1.0),
+        ("math", {}, "0.51", "1/2", 0.0),
+        ("math", {}, "none", "4", 0.0),
+        ("math", {}, "#### 72", "She sold 48+24 = 72\n#### 72", 1.0),
+        ("regex", {"pattern": r"<a>(.*)</a>"}, "<a>x</a>", "x", 1.0),
+        ("regex", {"pattern": r"<a>(.*)</a>"}, "<a>y</a>", "x", 0.0),
+        ("length", {"max_characters": 4}, "abcd", None, 1.0),
+        ("length", {"max_characters": 4}, "abcdef", None, 0.5),
+    ],
+)
+def test_verifiers_by_hand(name, settings, completion, expected, reward):
+    column = {} if expected is None else {"column": "answer"}
+    verify = verifier_of(name, settings | column)
+    columns = {} if expected is None else {"answer": [expected]}
+    assert verify(completions=[completion], **columns) == [reward]
+    message = [{"role": "assistant", "content": completion}]
+    assert verify(completions=[message], **columns) == [reward]
