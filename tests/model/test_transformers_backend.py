@@ -135,10 +135,10 @@ def test_buffers_that_the_config_does_not_tell_are_loaded_by_transformers(
     def unlike(raw_config: str, attention: str) -> dict[str, torch.Tensor]:
         raise transformers_backend.Unlike("a buffer does not follow from config.json")
 
-    transformers_config._asked.cache_clear()
+    transformers_config._quietly_probed.cache_clear()
     monkeypatch.setattr(transformers_backend, "computed_buffers", unlike)
     ours = load_decoder(tmp_path)
-    transformers_config._asked.cache_clear()
+    transformers_config._quietly_probed.cache_clear()
     assert "does not follow" in ours.config.transformers_backend.safe_reason
     torch.testing.assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
 

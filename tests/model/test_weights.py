@@ -21,7 +21,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.families import config_from_hf
 from bloomery.model.io.safetensors import to_hf_names
-from bloomery.model.io.stored import places
+from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 
 SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]
@@ -41,7 +41,7 @@ def test_names_go_both_ways(case: str) -> None:
         name: (stored[place.name].t() if place.transposed else stored[place.name])[
             place.first : place.first + place.rows
         ]
-        for name, place in places(config).items()
+        for name, place in tensor_locations(config).items()
     }
     assert ours.keys() == model_state(fresh_decoder(config, seed=0)).keys()
     assert same(to_hf_names(ours, config), stored)

@@ -3,13 +3,16 @@
 With the functions that `bloomery.runs.lifecycle.start` calls before it starts a rank.
 """
 
+from math import prod
+
 import pytest
 from test_every_gpu import RECIPES
 
 from bloomery.hardware.machine import Machine
 from bloomery.plan.gather import facts_of
+from bloomery.plan.mesh import sizes_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
+from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.devices import chosen_devices, device_count
 from changed_machines import machine
@@ -39,10 +42,11 @@ def with_boards(name: str, count: int) -> Machine:
 def test_train_runs_the_plan_that_is_chosen(recipe, boards) -> None:
     loaded = load_recipe(recipe)
     for name in boards:
-        for count in COUNTS:
+        # A recipe that names stages trains on as many devices; copies of them must divide its batch.
+        named = prod(size for size in sizes_of(loaded.recipe.parallel) if size != "auto")
+        for count in COUNTS if named == 1 else [named]:
             # As `start` does.
             refuse_recipe(loaded.recipe)
-            refuse_pipeline(loaded.recipe)
             narrowed, chosen = chosen_devices(with_boards(name, count), None)
             assert chosen == count
             narrowed, chosen = device_count(loaded.recipe, narrowed, chosen, user_named=False)
@@ -60,10 +64,16 @@ def test_train_runs_the_plan_that_is_chosen(recipe, boards) -> None:
                 continue
             layout = plan.parallel.layout
             assert (layout.pipeline, layout.replicate, layout.shard) == (
-                1,
+                train.pipeline,
                 train.replicate,
                 train.shard,
             ), where
+            if (
+                train.pipeline > 1
+            ):  # which `plan.pipeline.stage_of` cuts, and a stage's optimizer updates
+                assert len(train.pipeline_layers) % train.pipeline == 0, where
+                assert sum(train.pipeline_layers) == plan.model.config.num_layers, where
+                assert train.accumulation >= train.pipeline, where
             assert plan.memory == layout.memory, where
             assert (train.micro_batch_size, train.accumulation) == (
                 layout.micro_batch_size,

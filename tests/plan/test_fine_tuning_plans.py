@@ -37,6 +37,21 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
     assert plan_of("llama3.1-8b-lora", "RTX 4090", *words).memory.allocated < 7.5 * GIB
 
 
+@pytest.mark.parametrize("gpu", ["RTX 3090", "RTX 4090", "RX 7900 XTX"])
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("llama2-7b-pipeline-2gpu", 2),
+        ("llama2-30b-pipeline-4gpu", 4),
+        ("llama2-30b-pipeline-6gpu-long", 6),
+    ],
+)
+def test_a_pipeline_recipe_fits_its_gpus_at_the_upper_end_of_the_estimate(name, gpus, gpu):
+    plan = planned(load_recipe(name), gpu_machine(gpu), gpus=gpus)
+    assert plan.train.pipeline == gpus
+    assert plan.fits and plan.memory.high <= plan.memory.limit
+
+
 def test_what_lora_trains_is_counted_by_hand():
     model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     assert model.trainable_count == 32 * 4 * 16 * (4096 + 4096)

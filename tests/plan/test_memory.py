@@ -7,7 +7,7 @@ import torch
 
 from autograd_for_tests import kept_bytes
 from bloomery.core.units import GIB, MIB
-from bloomery.model.attention.per_document import _spare
+from bloomery.model.attention.per_document import _padding
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.presets import build_config, preset
@@ -184,7 +184,7 @@ def test_kernels_of_attention_on_a_cpu_are_counted_for_each_length_that_document
     longest,
 ):
     empty = torch.empty(1, 1, longest, 1, dtype=torch.bfloat16)
-    lengths = {length + _spare(empty[:, :, :length]) for length in range(1, longest + 1)}
+    lengths = {length + _padding(empty[:, :, :length]) for length in range(1, longest + 1)}
     assert document_lengths(longest) == len(lengths)
     load = replace(
         GO_CODER,

@@ -12,7 +12,7 @@ from bloomery.model.counting import layers, parameter_count
 from bloomery.model.presets import preset
 from bloomery.plan import mesh as communication
 from bloomery.plan.advise import energy_kwh
-from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes, end_bytes
+from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.sharding import gathered_parameters
@@ -135,13 +135,12 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), model=TrainedModel(config))
     (layer, *_), root = gathered_parameters(load())
-    tokens = stage.tokens_per_micro_batch
-    # the norm belongs to the last stage
-    last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES
+    inputs = stage.tokens_per_micro_batch * INPUT_BYTES
+    dropout_masks = stage.tokens_per_micro_batch * 768  # of the embedding
     embeddings = root - 2 * 768
     parts = mesh_memory(load(), MeshSplit(pipeline=4), vendor="amd", limit=0).parts
     assert parts["activations"] == pytest.approx(
-        4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
+        4 * (activation_bytes(stage) + inputs + dropout_masks)
     )
     # each forward's autocast makes its own
     assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)
@@ -163,7 +162,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     for layout in plan.parallel.layouts:
         if layout.pipeline > 1:
             assert layout.bubble_seconds > 0
-            assert layout.replicate * layout.pipeline == 4
+            assert layout.replicate * layout.shard * layout.pipeline == 4
         else:
             assert layout.bubble_seconds == 0
 
@@ -313,19 +312,28 @@ def test_int8_states_are_sharded_only_where_no_block_is_divided():
     ]
 
 
-def test_a_pipeline_is_never_chosen_where_it_is_not_asked_for():
-    """4-bit weights of 70B parameters are whole on each device of a mesh: only stages would hold a part of them."""
+def test_a_pipeline_is_chosen_where_it_alone_fits_or_is_much_faster():
+    """4-bit weights of 70B parameters are whole on each device of copies; DoRA has no shards: stages hold a part."""
     words = ["model.from=meta-llama/Llama-2-70b-hf", "quantize.kind=nf4", "adapter.kind=dora"]
-    report = reported(
-        load_recipe("llama2-70b-lora-8gpu", words), gpu_machine("RX 7900 XTX"), gpus=4
-    )
-    parallel = report.plan.parallel
-    assert parallel is not None
-    assert any(layout.pipeline > 1 and layout.memory.fits for layout in parallel.layouts)
-    assert parallel.layout.pipeline == 1
-    assert not report.plan.fits
-    assert report.plan.memory == parallel.layout.memory
-    assert "which this version does not train" in parallel.reason
+    plan = planned(load_recipe("llama2-70b-lora-8gpu", words), gpu_machine("RX 7900 XTX"), gpus=4)
+    assert plan.parallel is not None
+    assert plan.fits
+    assert (plan.train.pipeline, plan.train.replicate, plan.train.shard) == (4, 1, 1)
+    assert plan.train.pipeline_layers == (20, 20, 20, 20)
+    assert plan.train.accumulation >= 4
+    assert plan.memory == plan.parallel.layout.memory
+    # Shards of a model that fits are simpler, and as fast.
+    small = planned(load_recipe("go-coder-125m"), gpu_machine("RX 7900 XTX"), gpus=4)
+    assert small.train.pipeline == 1
+
+
+def test_cpus_have_a_pipeline_where_the_recipe_asks_for_it():
+    assert planned(load_recipe("demo"), machine(), gpus=2).train.pipeline == 1
+    words = ["parallel.pipeline=2", "train.micro_batch_size=auto"]
+    plan = planned(load_recipe("demo", words), machine())
+    assert (plan.train.pipeline, plan.train.ranks) == (2, 2)
+    assert plan.train.accumulation >= 2
+    assert plan.train.tokens_per_step == plan.train.sequences_per_step * plan.data.sequence_length
 
 
 def test_ranks_of_a_cpu_share_its_cores_and_its_memory():

@@ -111,6 +111,26 @@ def test_options_of_other_programs_are_answered(words, edit, capsys):
     assert f"use `{edit}`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("1F1B", "1f1b"),
+        ("Schedule1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("ScheduleGPipe", "gpipe"),
+        ("Interleaved1F1B", "interleaved"),
+        ("torch.distributed.pipelining:ScheduleInterleaved1F1B", "interleaved"),
+    ],
+)
+def test_schedules_of_pytorch_have_a_name_here(theirs, ours):
+    error = message(f"parallel.pipeline_schedule={theirs}")
+    assert answered(error)[0] == [f"parallel.pipeline_schedule={ours}"]
+
+
+def test_a_zero_bubble_schedule_is_refused_with_its_reason():
+    assert "not supported: zero-bubble" in message("parallel.pipeline_schedule=ZBVZeroBubble").fix
+
+
 def test_a_kind_is_found_under_another_name():
     assert answered(message(text=BASE + "objective: {type: dpo}\n"))[0] == ["objective.kind=dpo"]
     assert "ipo, simpo, orpo" in str(message(text=BASE + "objective: {kind: dpp}\n"))
@@ -380,7 +400,7 @@ def test_no_nested_key_is_lost(tmp_path):
     assert recipe.data.path == "hub:org/chats@main" and recipe.data.chat.train_on == "all"
     assert recipe.data.columns == {"messages": "dialog", "role": "from", "content": "value"}
     assert "rl=grpo is not supported" in text and recipe.objective.kind == "sft"
-    assert recipe.parallel.pipeline == 1
+    assert recipe.parallel.pipeline == "auto"
 
 
 def test_a_context_that_an_adapter_cannot_store_is_listed(tmp_path):
@@ -400,7 +420,7 @@ def test_a_context_that_an_adapter_cannot_store_is_listed(tmp_path):
 
 def test_what_training_refuses_is_never_the_answer():
     """Of a key or value that no table may lead to: `train` would refuse it next."""
-    refused = re.compile(r"parallel\.pipeline=")
+    refused = re.compile(r"parallel\.(tensor|context)=")
     for program, name, text in every_row():
         # `plan` takes them
         assert program == "recipe version 1" or not refused.search(text), (program, name)

@@ -14,8 +14,7 @@ from steps_for_tests import both_of_stage, counted, laid, measured, simulated, s
 from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
-from bloomery.simulate.run import MeshSplit  # noqa: E402
-from bloomery.simulate.step import stage_positions  # noqa: E402
+from bloomery.simulate.run import MeshSplit, passes_in_flight, stages_of_kinds  # noqa: E402
 
 STEPS = {
     "Llama's shape, float32": {},
@@ -94,11 +93,9 @@ def shards() -> None:
     for name, recipe, gpu, gpus, nodes in jobs:
         plan = planned(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
         for layout in plan.parallel.layouts:
-            if layout.shard > 1:
+            if layout.shard > 1 and layout.pipeline == 1:
                 told = layout.memory.allocated
-                fake = simulated(
-                    laid(plan, layout), split=MeshSplit(layout.replicate, layout.shard)
-                )
+                fake = simulated(laid(plan, layout), split=MeshSplit.of(layout))
                 devices = f"{nodes * gpus} x {gpu}: {layout.replicate} x {layout.shard} shards"
                 row = f"| {name} | {devices} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
                 print(row, flush=True)
@@ -117,12 +114,14 @@ def stages() -> None:
         here = gpu_machine(gpu)
         plan = planned(recipe, here, gpus=8)
         for layout in plan.parallel.layouts:
-            for place in stage_positions(layout.pipeline) if layout.pipeline == 8 else []:
-                own = laid(plan, layout)
+            split = MeshSplit.of(layout)
+            own = laid(plan, layout)
+            for index in stages_of_kinds(own, split) if layout.pipeline == 8 else []:
                 told, fake = both_of_stage(
-                    own, place, fused=build_profile(here).attention.value == "fused"
+                    own, split, index, fused=build_profile(here).attention.value == "fused"
                 )
-                row = f"| {name} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"
+                in_flight = passes_in_flight(own, split, index)
+                row = f"| {name} | 8 x {gpu} | {index + 1} of {split.pipeline} | {in_flight} |"
                 print(
                     row,
                     f"{told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |",

@@ -18,7 +18,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
-from bloomery.simulate.step import StagePosition, simulated_stage, simulated_step
+from bloomery.simulate.step import simulated_stage, simulated_step
 from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -129,12 +129,12 @@ def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
 
 
 def both_of_stage(
-    plan: RunPlan, place: StagePosition, *, fused: bool = True
+    plan: RunPlan, split: MeshSplit, index: int, *, fused: bool = True
 ) -> tuple[float, float]:
     """Counted and simulated bytes of one stage."""
-    parts = stage_bytes(load_of(plan), place.stages, place.index, plan.train.accumulation)
+    parts = stage_bytes(load_of(plan), split, index, plan.train.accumulation)
     told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
-    return told, sum(simulated_stage(plan, place, fused=fused).values())
+    return told, sum(simulated_stage(plan, split, index, fused=fused).values())
 
 
 def measured(plan: RunPlan) -> float:

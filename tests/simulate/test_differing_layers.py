@@ -9,7 +9,6 @@ from bloomery.model import counting, decoder
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.speed import product_flops, recompute
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.simulate.step import StagePosition
 
 SIZES = {"num_layers": 4, "vocab_size": 1040}
 ALL_LINEAR = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
@@ -77,7 +76,7 @@ def test_a_stage_has_the_layers_that_are_its_own():
     plan = small_plan(sizes=SIZES | {"hidden_size": 512}, **settings)
     by_stage = {}
     for index in (0, 1, 3):
-        estimate, simulation = both_of_stage(plan, StagePosition(index, 4))
+        estimate, simulation = both_of_stage(plan, MeshSplit(pipeline=4), index)
         assert estimate == pytest.approx(simulation, rel=0.08), index
         by_stage[index] = estimate
     assert by_stage[1] > by_stage[0]  # a wide layer, though one micro-batch less

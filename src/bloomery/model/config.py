@@ -144,16 +144,37 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The part of a decoder that one stage of a pipeline computes."""
+    """The part of a decoder that one stage of a pipeline holds.
 
-    layers: range  # by their numbers in the whole decoder
+    `groups`: its layers, by their numbers in the whole decoder; between two groups of an interleaved pipeline a
+    micro-batch goes through the other stages. `embeds`: whether the first group begins with embedded tokens.
+    `has_embedding`: also where the head is here and tied to it.
+    """
+
+    groups: tuple[range, ...]
+    embeds: bool
     has_embedding: bool
     has_head: bool
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer for group in self.groups for layer in group)
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter or module of that name in the whole decoder is here."""
+        if name.startswith("model.layers."):
+            return int(name.split(".")[2]) in self.layers
+        if name.startswith("model.embed_tokens"):
+            return self.has_embedding
+        if name.startswith("model.embed_positions"):
+            return self.embeds
+        return self.has_head
 
 
 def whole_model(config: ModelConfig) -> Stage:
     """The only stage of a decoder that is not cut."""
-    return Stage(layers=range(config.num_layers), has_embedding=True, has_head=True)
+    layers = range(config.num_layers)
+    return Stage(groups=(layers,), embeds=True, has_embedding=True, has_head=True)
 
 
 def refuse_values(config: ModelConfig, *, where: str) -> None:

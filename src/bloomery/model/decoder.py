@@ -38,7 +38,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Output(NamedTuple):
     """What one forward gives."""
 
-    head: Tensor  # what the head made; of a stage without a head, the residual stream [B, T, D]
+    # what the head made; of a stage without a head, the 0 that stands for what it sent on (`Link.send`)
+    head: Tensor
     # the model's own loss, such as that of a router: a mean over the micro-batch, already weighted
     auxiliary: Tensor | None = None
 
@@ -190,6 +191,22 @@ class Block(nn.Module):
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
 
 
+class Link(Protocol):
+    """Carries the residual stream between the stages of a pipeline. `group`: one of the stage's groups of layers."""
+
+    def receive(self, group: int, tokens_BT: Tensor) -> Tensor:
+        """What the group before gave for these tokens [B, T, D]; backward sends its gradient there."""
+
+    def send(self, group: int, x_BTD: Tensor) -> Tensor:
+        """Sends what the group gave; returns a 0 whose backward receives the gradient of what was sent."""
+
+    def share(self, output: Tensor | None) -> Tensor:
+        """On every stage, what the head made: the stage that has the head gives it, the others None."""
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+
+
 def blank_embedding(rows: int, width: int) -> nn.Embedding:
     """The weight is undefined: to draw one on the meta device imports torch's compiler, which takes a second."""
     embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
@@ -204,6 +221,12 @@ class Backbone(nn.Module):
         self.config = config
         self.backend = backend
         self.stage = whole_model(config)
+        self.link: Link | None = None  # to the other stages of a pipeline
+        # The group of layers that a forward computes; None: all of the stage, one after the other.
+        self.group: int | None = None
+        # Called before each layer with its number, and with the number of layers before the head: it seeds dropout,
+        # so that the masks of a layer do not depend on the stage that it is in.
+        self.seed_layer: Callable[[int], None] | None = None
         self.embedding_noise = 0.0  # of NEFTune, in training
         # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
         self.adds_rows = False
@@ -221,28 +244,40 @@ class Backbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
-        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states [B, T, D], normed where the head is here.
-
-        hidden_BTD: the residual stream of the stage before, in place of embedded tokens.
-        """
+        """The last hidden states [B, T, D], normed; of a group of layers that another one follows, `Link.send`'s 0."""
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
-        x_BTD = self.embed(tokens_BT, positions) if hidden_BTD is None else hidden_BTD
         layout = layout_of(documents_BT, backend=self.backend)
         rotary = self.rotary(positions)
 
-        for layer, block in zip(self.stage.layers, self.layers, strict=True):
-            x_BTD = block(
-                x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer]
-            )
+        stage = self.stage
+        block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
+        groups = range(len(stage.groups)) if self.group is None else (self.group,)
+        for group in groups:
+            # The residual stream begins with the embedded tokens, or comes from the stage before.
+            if group == 0 and stage.embeds:
+                x_BTD = self.embed(tokens_BT, positions)
+            else:
+                assert self.link is not None, "a stage has a link to the one before"
+                x_BTD = self.link.receive(group, tokens_BT)
+            for layer in stage.groups[group]:
+                if self.seed_layer is not None and self.training:
+                    self.seed_layer(layer)
+                layer_cache = None if cache is None else cache.layers[layer]
+                x_BTD = block_of_layer[layer](x_BTD, rotary[layer], layout, layer_cache)
+
+            # It ends at the head, or goes on to the stage that follows.
+            if stage.has_head and group == len(stage.groups) - 1:
+                if self.seed_layer is not None and self.training:
+                    self.seed_layer(self.config.num_layers)
+                x_BTD = self.norm(x_BTD)
+            else:
+                assert self.link is not None, "a stage has a link to the one after"
+                x_BTD = self.link.send(group, x_BTD)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        if not self.stage.has_head:
-            return x_BTD
-        normed_BTD: Tensor = self.norm(x_BTD)
-        return normed_BTD
+        return x_BTD
 
     def positions(
         self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None
@@ -362,17 +397,24 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
-        hidden_BTD: Tensor | None = None,
     ) -> Output:
         """`head` of the last hidden states: by default all logits [B, T, V].
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention.
-        hidden_BTD: the residual stream of the stage before; a stage without a head gives its own.
         """
-        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, hidden_BTD)
-        if not self.stage.has_head:
-            return Output(last_BTD)
-        if self.config.head == "values":
-            return Output(head(last_BTD, self.score, None))
-        return Output(head(last_BTD, self.lm_head, self.config.final_softcap))
+        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
+        output = None
+        if self.ends_here:
+            is_value = self.config.head == "values"
+            softcap = None if is_value else self.config.final_softcap
+            output = head(last_BTD, self.score if is_value else self.lm_head, softcap)
+        # With a cache the next tokens depend on the output: every stage needs it.
+        if cache is not None and self.model.link is not None:
+            output = self.model.link.share(output)
+        return Output(last_BTD if output is None else output)
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the next forward ends with the head, on this stage."""
+        return self.stage.has_head and self.model.group in (None, len(self.stage.groups) - 1)

@@ -96,6 +96,8 @@ class LabelScores:
     the matmul. `compiled`: one kernel of torch's compiler each way between the matmuls, for chunks of one shape.
     `native`: `model.compiled_scores` in its place, for rows as many as there are, on a CPU. `into_grad`: backward
     adds to the weight's `.grad` and returns no gradient, which saves a copy; hooks are not called.
+    `temperature` divides the logits first. `entropy`: the result is [2, B, T], with the entropy of each distribution in
+    nats, which has no gradient, in second place.
     """
 
     labels_BT: Tensor
@@ -105,6 +107,8 @@ class LabelScores:
     into_grad: bool = False
     native: bool = False
     operators: ScoreOperators = SCORE_OPERATORS
+    temperature: float = 1.0
+    entropy: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         parameter_names = {name for name, _ in output.named_parameters()}
@@ -118,10 +122,16 @@ class LabelScores:
         weight_VD = output.weight
         into_grad = self.into_grad
 
+        # Logits are linear in the hidden states, which are divided in their place: c tanh(l / c) / t is
+        # (c / t) tanh((l / t) / (c / t)).
+        if self.temperature != 1.0:
+            hidden_ND = hidden_ND / self.temperature
+            softcap = None if softcap is None else softcap / self.temperature
+
         # A bias is the weight of one more input, which is always 1. The joined matrix is no parameter
         # and has no `.grad` to add to.
         if output.bias is not None:
-            hidden_ND = F.pad(hidden_ND, (0, 1), value=1.0)
+            hidden_ND = F.pad(hidden_ND, (0, 1), value=1.0 / self.temperature)
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
             into_grad = False
 
@@ -132,19 +142,23 @@ class LabelScores:
             into_grad=into_grad,
             native=self.native,
             operators=self.operators,
+            entropy=self.entropy,
         )
 
         # torch's compiler needs shapes that stay: there all positions are scored, and masked after it.
         if torch.compiler.is_compiling():
-            all_scores_N = label_scores(hidden_ND, weight_VD, labels_N, settings)
-            return (all_scores_N * (loss_mask_N != 0)).view(self.labels_BT.shape)
+            all_results = label_scores(hidden_ND, weight_VD, labels_N, settings)
+            return (all_results * (loss_mask_N != 0)).view(
+                *all_results.shape[:-1], *self.labels_BT.shape
+            )
 
         loss_positions = loss_mask_N.nonzero().squeeze(1)
-        scores = label_scores(
+        results = label_scores(
             hidden_ND[loss_positions], weight_VD, labels_N[loss_positions], settings
         )
-        scores_N = scores.new_zeros(len(labels_N)).index_copy(0, loss_positions, scores)
-        return scores_N.view(self.labels_BT.shape)
+        blank_results = results.new_zeros(*results.shape[:-1], len(labels_N))
+        all_results = blank_results.index_copy(-1, loss_positions, results)
+        return all_results.view(*results.shape[:-1], *self.labels_BT.shape)
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,7 @@ class Settings:
     into_grad: bool = False
     native: bool = False
     operators: ScoreOperators = SCORE_OPERATORS
+    entropy: bool = False
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -165,7 +180,10 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 def label_scores(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
 ) -> Tensor:
-    """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
+    """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in.
+
+    With `settings.entropy` [2, N]: the entropy of each row's distribution in second place.
+    """
     device_type = hidden_ND.device.type
     num_rows = len(labels_N)
     compute_dtype = weight_VD.dtype
@@ -187,10 +205,11 @@ def label_scores(
     if num_padding:
         hidden_ND = F.pad(hidden_ND, (0, 0, 0, num_padding))
         labels_N = F.pad(labels_N, (0, num_padding))
-    scores_N: Tensor = _LabelScores.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
+    scores_N, entropies_N = _LabelScores.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
         hidden_ND.to(compute_dtype), weight_VD, labels_N, settings
     )
-    return scores_N[:num_rows]
+    results: Tensor = torch.stack([scores_N, entropies_N]) if settings.entropy else scores_N
+    return results[..., :num_rows]
 
 
 def _num_padding_rows(
@@ -221,6 +240,17 @@ def _log_sums(logits_CV: Tensor, softcap: float | None) -> Tensor:
     return torch.logsumexp(capped(widened(logits_CV), softcap), 1)
 
 
+def _add_mean_logits(
+    means_C: Tensor, sums_C: Tensor, logits_CU: Tensor, softcap: float | None
+) -> None:
+    """Takes a tile into the mean logit under the softmax so far, in place. `sums_C`: log-sum-exps before the tile."""
+    exact_CU = capped(widened(logits_CU), softcap)
+    tile_sums_C = exact_CU.logsumexp(1)
+    tile_means_C = ((exact_CU - tile_sums_C[:, None]).exp() * exact_CU).sum(1)
+    new_sums_C = torch.logaddexp(sums_C, tile_sums_C)
+    means_C.mul_((sums_C - new_sums_C).exp()).add_(tile_means_C * (tile_sums_C - new_sums_C).exp())
+
+
 def _to_other_gradient(
     logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None
 ) -> None:
@@ -248,6 +278,8 @@ class _Context(Protocol):
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
 
 class _LabelScores(torch.autograd.Function):
     """Saves one log-sum-exp per row. Backward recomputes logits that are several tiles: one more matmul, less memory.
@@ -259,11 +291,12 @@ class _LabelScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         log_sums = _fused(_log_sums, settings)
         sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=sum_dtype)
         label_logits_N = torch.zeros_like(sums_N)
+        mean_logits_N = torch.zeros_like(sums_N) if settings.entropy else None
 
         # Two numbers are taken from each tile of logits: what it adds to the log-sum-exp of its rows,
         # and the logits of the labels that are inside it.
@@ -271,6 +304,8 @@ class _LabelScores(torch.autograd.Function):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 logits_CU = hidden_ND[rows] @ weight_UD.T
+                if mean_logits_N is not None:
+                    _add_mean_logits(mean_logits_N[rows], sums_N[rows], logits_CU, settings.softcap)
                 if settings.native:
                     settings.operators.add_log_sums(
                         logits_CU, labels_N[rows], entries.start, sums_N[rows], label_logits_N[rows]
@@ -288,11 +323,16 @@ class _LabelScores(torch.autograd.Function):
             saved_logits = (logits_CU,)
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits)
         ctx.settings = settings
-        return scores_N
+        # Of a distribution with logits l: log sum exp(l) - sum p l.
+        entropies_N = sums_N.new_empty(0) if mean_logits_N is None else sums_N - mean_logits_N
+        ctx.mark_non_differentiable(entropies_N)
+        return scores_N, entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _Context, grad_N: Tensor, _entropy_gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits = ctx.saved_tensors
         settings = ctx.settings
         to_other_gradient = _fused(_to_other_gradient, settings)

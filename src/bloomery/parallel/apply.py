@@ -37,8 +37,8 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
     Must run before the optimizer is built and the first forward. Each block is compiled on its own: whole-model graphs
     are not bitwise repeatable, and one block's graph serves all of them.
     """
-    for index, block in enumerate(model.model.layers):
-        checkpoint_block(block, plan.activation_checkpointing, index=index)
+    for layer, block in zip(model.stage.layers, model.model.layers, strict=True):
+        checkpoint_block(block, plan.activation_checkpointing, index=layer)
         if plan.compile:
             block.compile(dynamic=False)
     # On a CPU activations are in the host's memory already.

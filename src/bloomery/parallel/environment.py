@@ -4,8 +4,14 @@ import os
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.core.errors import UserError
+
 # Variable: a file of this machine where the ranks meet. Without it they meet at MASTER_ADDR and MASTER_PORT.
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"
+
+
+class LinkFailed(UserError):
+    """GPUs cannot send to each other, and their hosts can."""
 
 
 @final

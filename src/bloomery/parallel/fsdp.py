@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,10 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.parameters import full
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.parallel.clock import CommunicationClock
-from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import TrainPlan
 
 # What a CPU gathers or reduces at once, up to this size, goes through one buffer of all layers.
@@ -52,7 +50,7 @@ def apply_fsdp(
     own_dtype_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
     # 1. Blocks. Their norms are small: every rank has them in full, and their gradients are summed like a replica's.
-    last_block = model.model.layers[-1]
+    *_, last_block = model.model.layers  # by order: a stage keeps the numbers of its layers
     for block in model.model.layers:
         norm_weights = {
             weight
@@ -71,7 +69,7 @@ def apply_fsdp(
 
     # 2. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them.
     embedding: Any = model.model.embed_tokens
-    if not shares_head(model.config):
+    if model.stage.has_embedding and not shares_head(model.config):
         fully_shard(embedding, mesh=device_mesh, mp_policy=own_dtype_policy)
         embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=device_mesh, mp_policy=own_dtype_policy, reshard_after_forward=False)
@@ -86,47 +84,6 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
     if clock is not None:
         _replace_collectives(units, clock, device=plan.device, has_replicas=device_mesh.ndim > 1)
-
-
-def gather_full_tensors(
-    tensors_by_file: Mapping[str, Mapping[str, Tensor]],
-    mesh: Mesh,
-    is_rows_of_rank: Callable[[str], bool],
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint, in full on the CPU of rank 0; {} on the others.
-
-    `is_rows_of_rank`: whether the plain tensor of that name has the rows of this rank alone; those of DTensors are
-    known. Tensor by tensor: a device holds one full tensor at a time, the host of rank 0 all of them.
-    """
-    if mesh.shard == 1:
-        if not mesh.first_rank:
-            return {}
-        return {file: dict(tensors) for file, tensors in tensors_by_file.items()}
-
-    full_by_file: dict[str, dict[str, Tensor]] = {}
-    for file, tensors in tensors_by_file.items():
-        for name, tensor in tensors.items():
-            is_rows = is_rows_of_rank(name)
-            full_tensor = _gather_rows(tensor, mesh) if is_rows else full(tensor.detach())
-            if mesh.first_rank:
-                full_by_file.setdefault(file, {})[name] = full_tensor.cpu()
-            del full_tensor
-    return full_by_file
-
-
-def _gather_rows(rows: Tensor, mesh: Mesh) -> Tensor:
-    """The tensor whose rows the ranks of a replica hold in turn, some of them fewer than others."""
-    rows = rows.detach().contiguous()
-    row_counts = [torch.zeros((), dtype=torch.int64, device=rows.device) for _ in range(mesh.shard)]
-    dist.all_gather(row_counts, torch.tensor(len(rows), device=rows.device), group=mesh.shard_group)
-
-    # A gather needs tensors of one size: all are padded to the largest, and cut again.
-    most_rows = max(map(int, row_counts))
-    padded = rows.new_zeros(most_rows, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in row_counts]
-    dist.all_gather(gathered, padded, group=mesh.shard_group)
-    return torch.cat([part[: int(count)] for part, count in zip(gathered, row_counts, strict=True)])
 
 
 def return_freed_memory() -> None:

@@ -16,11 +16,11 @@ IN_PLACE_NUMBERS = {"cpu": 2**18, "cuda": BUCKET_NUMBERS}
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Sum gradients over all ranks, in place. FSDP2 has summed those of shards during backward.
+    """Sum gradients over the data-parallel ranks, in place. FSDP2 has summed those of shards during backward.
 
     A gradient that some ranks have counts as zero on the others; one that no rank has stays None.
     """
-    if mesh.world == 1:
+    if mesh.data_world == 1:
         return
     full_parameters = [parameter for parameter in parameters if not is_split(parameter)]
     if full_parameters:
@@ -33,7 +33,7 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     has_gradient = torch.tensor(
         [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
     )
-    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=mesh.data_group)
 
     bucket = list[Tensor]()
     bucket_numbers = 0
@@ -49,26 +49,27 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
         is_large = parameter.numel() >= IN_PLACE_NUMBERS[mesh.device]
         if is_large and parameter.dtype == torch.float32:
             parameter.grad = parameter.grad.contiguous()
-            under_way.append(dist.all_reduce(parameter.grad, async_op=True))
+            work = dist.all_reduce(parameter.grad, group=mesh.data_group, async_op=True)
+            under_way.append(work)
             continue
 
         bucket.append(parameter.grad)
         bucket_numbers += parameter.numel()
         if bucket_numbers >= BUCKET_NUMBERS:
-            _all_reduce_bucket(bucket)
+            _all_reduce_bucket(bucket, mesh)
             bucket = []
             bucket_numbers = 0
 
     if bucket:
-        _all_reduce_bucket(bucket)
+        _all_reduce_bucket(bucket, mesh)
     for work in under_way:
         work.wait()
 
 
-def _all_reduce_bucket(gradients: list[Tensor]) -> None:
+def _all_reduce_bucket(gradients: list[Tensor], mesh: Mesh) -> None:
     """Sum gradients of any dtype and layout in float32, in place."""
     flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=mesh.data_group)
     sums = flat.split([gradient.numel() for gradient in gradients])
     for gradient, summed in zip(gradients, sums, strict=True):
         gradient.copy_(summed.view_as(gradient))

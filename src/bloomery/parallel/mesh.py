@@ -1,12 +1,19 @@
 """The ranks of a run as a mesh of axes, and the collectives over them.
 
-A rank decides only from numbers that were reduced here, which have the same bits on every rank. A rank that fails
-otherwise ends, and the launcher ends the others. One rank alone has no process group.
+All ranks must call the same collectives in the same order, or they wait for each other forever. So what a rank does
+next depends only on numbers that were reduced here, which have the same bits on every rank. A rank that fails by itself
+ends, and the launcher ends the others. A run of one rank has no process group: its sums are its input.
+
+The device of a tensor picks the backend; `process_group.join` starts both. CPU tensors travel over gloo in every
+run: the numbers and strings of the host. GPU tensors travel over NCCL, which is RCCL in a ROCm build of torch: in a run
+on GPUs the tensors on the training device, such as losses and the rows of a shard. A run on CPUs has gloo alone; so may
+a pipeline on GPUs (`Mesh.reduces_on_host`).
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +22,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bloomery.parallel.clock import CommunicationClock
 
-STRING_BYTES = 1024  # of one rank in `all_gather_str`
+# The most that `all_gather_str` takes of one rank's string.
+STRING_BYTES = 1024
+
+
+@final
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The process groups of a rank in a pipeline: ranks of its stage, of its copy of the model, of that copy's ends."""
+
+    data: dist.ProcessGroup
+    stages: dist.ProcessGroup
+    ends: dist.ProcessGroup | None  # of ranks in the first and the last stage
+    # Where GPUs may send to each other: a group of two ranks for each (edge, direction) of this rank.
+    edges: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
 
 @final
@@ -32,9 +52,14 @@ class Mesh:
     shard: int = 1
     stages: int = 1
     device: str = "cpu"
-    device_mesh: DeviceMesh | None = field(
-        default=None, compare=False
-    )  # where a replica has shards
+    # torch's mesh for FSDP2: None exactly when `shard` is 1. Its last axis is the shard axis; an axis of replicas comes
+    # before it where there are several. Pipeline stages are no axis of it.
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)
+    # The process groups of a pipeline: None exactly when `stages` is 1.
+    groups: PipelineGroups | None = field(default=None, compare=False)
+    # Whether the stages of a pipeline send from GPU to GPU; else through the host's memory. The preflight decides.
+    sends_from_device: bool = False
+    # Times FSDP2's collectives and those of the host's numbers.
     clock: CommunicationClock = field(default_factory=CommunicationClock, compare=False, repr=False)
 
     # ---- the axes
@@ -45,7 +70,7 @@ class Mesh:
 
     @property
     def first_rank(self) -> bool:
-        """Whether this rank writes: events, checkpoints, the plan."""
+        """Whether this is rank 0, which alone writes events, checkpoints and the plan."""
         return self.rank == 0
 
     @property
@@ -68,17 +93,31 @@ class Mesh:
         return self.stage == self.stages - 1
 
     @property
+    def first_data_rank(self) -> bool:
+        """Whether this rank sends the weights of its stage to the one that writes them."""
+        return self.data_rank == 0
+
+    @property
     def shard_rank(self) -> int:
         return self.rank % self.shard
+
+    @property
+    def reduces_on_host(self) -> bool:
+        """Whether tensors of the training device are summed on the host.
+
+        A pipeline with one data-parallel rank a stage sums little: losses, norms, the gradient of a tied matrix. So it
+        needs no collective on the device, and trains where these fail.
+        """
+        return self.stages > 1 and self.data_world == 1
 
     # ---- a few numbers and strings of the host, over all ranks
 
     def all_reduce_sum(self, *numbers: float) -> list[float]:
-        """The sum of each number, in float64."""
+        """The sum of each number over all ranks, in float64."""
         return self._all_reduce_floats(numbers, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, *numbers: float) -> list[float]:
-        """The largest of each number."""
+        """The largest of each number over all ranks."""
         return self._all_reduce_floats(numbers, dist.ReduceOp.MAX)
 
     def any_rank(self, condition: bool) -> bool:
@@ -86,7 +125,7 @@ class Mesh:
         return bool(self.all_reduce_max(condition)[0])
 
     def broadcast_float(self, number: float) -> float:
-        """The number of rank 0."""
+        """The number of rank 0, as a sum in which all others are 0."""
         return self.all_reduce_sum(number if self.first_rank else 0.0)[0]
 
     def broadcast_bool(self, condition: bool) -> bool:
@@ -94,7 +133,7 @@ class Mesh:
         return bool(self.broadcast_float(condition))
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks: a sum over gloo, so that the GPUs take no part."""
         self.all_reduce_sum(0.0)
 
     def _all_reduce_floats(
@@ -103,7 +142,7 @@ class Mesh:
         reduced = torch.tensor(numbers, dtype=torch.float64)
         if self.world > 1:
             with self.clock.measure():
-                dist.all_reduce(reduced, operation)  # a CPU tensor: gloo
+                dist.all_reduce(reduced, operation)
         result: list[float] = reduced.tolist()
         return result
 
@@ -121,6 +160,19 @@ class Mesh:
         padded = string.encode()[:STRING_BYTES].ljust(STRING_BYTES)
         gathered = self.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
         return [bytes(content.numpy()).decode(errors="replace").rstrip() for content in gathered]
+
+    def all_gather_json(self, content: Any) -> list[Any]:
+        """What every rank gives, by rank: numbers, strings, lists and objects of any size."""
+        if self.world == 1:
+            return [content]
+        encoded = json.dumps(content).encode()
+        sizes = [round(size) for (size,) in self.all_gather_floats(len(encoded))]
+        padded = encoded.ljust(max(sizes))
+        gathered = self.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        return [
+            json.loads(bytes(tensor.numpy())[:size])
+            for tensor, size in zip(gathered, sizes, strict=True)
+        ]
 
     def broadcast_str(self, string: str) -> str:
         """The string of rank 0."""
@@ -142,41 +194,92 @@ class Mesh:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum, in place, a tensor on the training device; returns the tensor."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        return self._sum(tensor) if self.world > 1 else tensor
+
+    def _sum(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, axis: str = ""
+    ) -> Tensor:
+        """Over the ranks of a group (None: over all), in place; returns the tensor."""
+        with self.clock.measure(axis, self.device):
+            if not self.reduces_on_host:
+                dist.all_reduce(tensor, group=group)
+                return tensor
+            on_host = tensor.cpu()
+            dist.all_reduce(on_host, group=group)
+            return tensor if on_host is tensor else tensor.copy_(on_host)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The CPU tensors of every rank, by rank; of one shape and dtype on all ranks."""
+        """The CPU tensor of every rank, by rank; they must have one shape and dtype."""
         if self.world == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(gathered, tensor.contiguous())
         return gathered
 
+    # ---- tensors, over one axis of a pipeline
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share out the sequences of a step, with the layers of this rank; None: all ranks."""
+        return None if self.groups is None else self.groups.data
+
+    def all_reduce_stages(self, tensor: Tensor) -> Tensor:
+        """Sum over the stages of one copy of the model, in place; returns the tensor."""
+        if self.stages == 1:
+            return tensor
+        assert self.groups is not None
+        return self._sum(tensor, self.groups.stages, axis="pipeline")
+
+    def all_reduce_ends(self, tensor: Tensor) -> Tensor:
+        """Sum over the first and the last stage of one copy, on these alone, in place; returns the tensor."""
+        assert self.groups is not None and self.groups.ends is not None
+        return self._sum(tensor, self.groups.ends, axis="pipeline")
+
+    def broadcast_from_last_stage(self, tensor: Tensor | None) -> Tensor:
+        """The float32 tensor of the last stage of this copy, on the host of all its stages; others give None."""
+        assert self.groups is not None
+        source = self.data_rank + (self.stages - 1) * self.data_world
+        shape = torch.zeros(8, dtype=torch.int64)
+        if tensor is not None:
+            shape[: tensor.ndim + 1] = torch.tensor([tensor.ndim, *tensor.shape])
+        dist.broadcast(shape, source, group=self.groups.stages)
+        num_axes, *sizes = shape.tolist()
+        content = torch.empty(sizes[:num_axes])
+        if tensor is not None:
+            content = tensor.detach().float().cpu().contiguous()
+        dist.broadcast(content, source, group=self.groups.stages)
+        return content
+
     # ---- tensors, over the ranks that hold the shards of one replica
+    #
+    # Only for values of tensors that are split into rows. A tensor that every rank holds in full (the norm weights of a
+    # block) has full values already, which a sum over the ranks would count `shard` times.
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
+        """The ranks of this replica; the shard axis is the last of the device mesh."""
         assert self.device_mesh is not None, "only shards have a group"
         return self.device_mesh.get_group(self.device_mesh.ndim - 1)
 
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:
-        """Sum, in place; returns the tensor."""
-        if self.shard > 1 and self.device_mesh is not None:
+        """Sum, in place, a tensor on the training device over the shards of a replica; returns the tensor."""
+        if self.shard > 1:
             dist.all_reduce(tensor, group=self.shard_group)
         return tensor
 
     def norm_over_shards(self, norm: Tensor) -> Tensor:
-        """The Euclidean norm of full tensors, from the norm of this rank's rows of them."""
-        if self.shard == 1 or self.device_mesh is None:
+        """The Euclidean norms of split tensors, from the norms of this rank's rows of them; elementwise."""
+        if self.shard == 1:
             return norm
         return self.all_reduce_shards(norm.square()).sqrt()
 
     def all_to_all_shards(
         self, numbers: Tensor, send_counts: list[int], receive_counts: list[int]
     ) -> Tensor:
-        """A flat tensor, cut into pieces of `send_counts`, one for each rank; returns the pieces received, by rank."""
+        """Send each rank of the shard axis its part of the flat `numbers`; returns the parts received, by rank.
+
+        `send_counts` and `receive_counts`: how many numbers go to, and come from, each rank of the shard axis.
+        """
         received = numbers.new_empty(sum(receive_counts))
         dist.all_to_all_single(
             received, numbers, receive_counts, send_counts, group=self.shard_group
@@ -184,4 +287,5 @@ class Mesh:
         return received
 
 
+# A run of one rank, and what code takes for a parameter that this rank holds in full.
 SINGLE_RANK = Mesh()

@@ -22,6 +22,7 @@ from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.parallel import process_group
 from bloomery.parallel.environment import rank_environment
+from bloomery.parallel.links import LinkTrial, try_links
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.process_group import RanksMissing, join
 from bloomery.plan.types import RunPlan, TrainPlan
@@ -35,21 +36,26 @@ GPU_NUMBERS = 2**24
 @final
 @dataclass(frozen=True)
 class Preflight:
-    """Result of the checks. `bytes_per_second`: bus bandwidth of the all-reduce, as in nccl-tests; `hosts`: by rank."""
+    """Result of the checks. `bytes_per_second`: bus bandwidth of the all-reduce, as in nccl-tests; `hosts`: by rank.
+
+    `link`: how the stages of a pipeline reach each other; None without a pipeline.
+    """
 
     hosts: tuple[str, ...]
     bytes_per_second: float
     reduced_bytes: int
     free_bytes: int
     seconds: float
+    link: LinkTrial | None = None
 
     def __str__(self) -> str:
         ranks_by_host = Counter(self.hosts)
         hosts = ", ".join(f"{count} on {host}" for host, count in ranks_by_host.items())
         bandwidth = f"{format_bytes(int(self.bytes_per_second))}/s"
+        link = "" if self.link is None else f" {self.link};"
         return (
             f"{len(self.hosts)} ranks ({hosts}) agree;"
-            f" all-reduce of {format_bytes(self.reduced_bytes)} at {bandwidth};"
+            f" all-reduce of {format_bytes(self.reduced_bytes)} at {bandwidth};{link}"
             f" {format_bytes(self.free_bytes)} of disk are free"
         )
 
@@ -139,13 +145,16 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
             raise error
 
     # 3. The links work, and how fast.
+    hosts = tuple(facts.host for facts in facts_by_rank)
     reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
+    link = try_links(mesh, plan.train, hosts)
     return Preflight(
-        hosts=tuple(facts.host for facts in facts_by_rank),
+        hosts=hosts,
         bytes_per_second=bytes_per_second,
         reduced_bytes=reduced_bytes,
         free_bytes=shutil.disk_usage(run_dir).free,
         seconds=time.perf_counter() - start,
+        link=link,
     )
 
 
@@ -270,7 +279,8 @@ CHECKS: tuple[Callable[[Sequence[RankFacts]], UserError | None], ...] = (
 
 def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int, float]:
     """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError for a wrong sum."""
-    count = GPU_NUMBERS if mesh.device == "cuda" else CPU_NUMBERS
+    on_gpus = mesh.device == "cuda" and not mesh.reduces_on_host
+    count = GPU_NUMBERS if on_gpus else CPU_NUMBERS
     expected = mesh.world * (mesh.world + 1) / 2
     best_seconds = float("inf")
     for _ in range(3):

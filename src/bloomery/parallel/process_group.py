@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bloomery.parallel.environment import RankEnvironment, rank_environment
 from bloomery.parallel.fsdp import return_freed_memory
-from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
+from bloomery.parallel.pipeline import BACKWARD, FORWARD
 from bloomery.plan.types import TrainPlan
 
 # All ranks start together, but may import torch from a slow file system.
@@ -40,9 +41,10 @@ def join(plan: TrainPlan) -> Mesh:
     # CPU tensors travel over gloo in every run: the few numbers that ranks agree on.
     backend = "gloo"
     if plan.device == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
         # Under some launchers each rank sees one device alone.
         torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
+        if _may_use_nccl(plan):
+            backend = "cpu:gloo,cuda:nccl"
 
     store = _meet(environment, plan.ranks)
     dist.init_process_group(
@@ -58,12 +60,15 @@ def join(plan: TrainPlan) -> Mesh:
         if plan.device == "cpu":
             return_freed_memory()
         device_mesh = _device_mesh(plan)
+    groups = _pipeline_groups(plan, environment.rank) if plan.pipeline > 1 else None
     return Mesh(
         environment.rank,
         replicate=plan.replicate,
         shard=plan.shard,
+        stages=plan.pipeline,
         device=plan.device,
         device_mesh=device_mesh,
+        groups=groups,
     )
 
 
@@ -71,6 +76,14 @@ def leave() -> None:
     """End the process group, where there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _may_use_nccl(plan: TrainPlan) -> bool:
+    """Whether tensors may travel from GPU to GPU. A pipeline over the hosts with one rank a stage never does that.
+
+    NCCL starts with the first tensor that it sends: where it fails, a run that does not use it is not disturbed.
+    """
+    return plan.pipeline == 1 or plan.data_parallel > 1 or plan.pipeline_link != "host"
 
 
 def _meet(environment: RankEnvironment, num_ranks: int) -> Any:
@@ -105,9 +118,58 @@ def _meet(environment: RankEnvironment, num_ranks: int) -> Any:
 
 
 def _device_mesh(plan: TrainPlan) -> DeviceMesh:
-    """The axes for FSDP2: shards, and replicas before them where there are several."""
-    if plan.replicate == 1:
-        return init_device_mesh(plan.device, (plan.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        plan.device, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard")
-    )
+    """The axes for FSDP2, inside one stage: shards, and replicas before them where there are several."""
+    sizes = {"pipeline": plan.pipeline, "replicate": plan.replicate, "shard": plan.shard}
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    device_mesh = init_device_mesh(plan.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if plan.pipeline == 1:
+        return device_mesh
+    return device_mesh[tuple(name for name in axes if name != "pipeline")]
+
+
+def _pipeline_groups(plan: TrainPlan, own_rank: int) -> PipelineGroups:
+    """The groups of this rank. Every rank takes part in creating every group, in one order."""
+    stages = range(plan.pipeline)
+    data_ranks = range(plan.data_parallel)
+    by_stage = [
+        [stage * plan.data_parallel + data_rank for data_rank in data_ranks] for stage in stages
+    ]
+    by_copy = [
+        [stage * plan.data_parallel + data_rank for stage in stages] for data_rank in data_ranks
+    ]
+    ends_by_copy = [[ranks[0], ranks[-1]] for ranks in by_copy]
+
+    def own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        groups = [dist.new_group(ranks) for ranks in all_ranks]
+        own_groups = [
+            group for group, ranks in zip(groups, all_ranks, strict=True) if own_rank in ranks
+        ]
+        return own_groups[0] if own_groups else None
+
+    data_group = own_group(by_stage)
+    stage_group = own_group(by_copy)
+    assert data_group is not None and stage_group is not None, "every rank has a stage and a copy"
+    ends_group = own_group(ends_by_copy)
+    edges = {}
+    if plan.device == "cuda" and plan.pipeline_link != "host":
+        edges = edge_groups(plan, own_rank, backend="nccl")
+    return PipelineGroups(data_group, stage_group, ends_group, edges)
+
+
+def edge_groups(
+    plan: TrainPlan, own_rank: int, *, backend: str
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group of two ranks for each edge and direction of this rank. Every rank creates all, in one order."""
+    num_edges = plan.pipeline * plan.pipeline_chunks - 1
+    own_groups = {}
+    for edge in range(num_edges):
+        for direction in (FORWARD, BACKWARD):
+            for data_rank in range(plan.data_parallel):
+                ends = [
+                    group % plan.pipeline * plan.data_parallel + data_rank
+                    for group in (edge, edge + 1)
+                ]
+                group = dist.new_group(ends, backend=backend)
+                if own_rank in ends:
+                    own_groups[edge, direction] = group
+    return own_groups

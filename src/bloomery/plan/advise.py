@@ -35,6 +35,7 @@ from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
 from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
+from bloomery.plan.pipeline import bubble
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.types import (
     DatasetFacts,
@@ -359,7 +360,7 @@ def _planned_step(
     if parallel is None:
         return step, estimator.memory, estimator.step_parts(step, train.tokens_per_step)
     layout = parallel.layout
-    split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
+    split = MeshSplit.of(layout)
     workload = mesh.MeshWorkload.of(
         profile,
         step,
@@ -606,12 +607,19 @@ def warnings(
     padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
     if padding > mesh.PADDED_SHARE * sequences:
-        full_batch = -(-sequences // plan.train.ranks) * plan.train.ranks
-        uneven = (
-            f"{sequences:,} sequences per step do not divide among {plan.train.ranks:,} devices"
-        )
+        full_batch = -(-sequences // plan.train.data_parallel) * plan.train.data_parallel
+        uneven = f"{sequences:,} sequences per step do not divide among {plan.train.data_parallel:,} devices"
         idle = f"{padding / (padding + sequences):.0%} of what they compute is padding"
         yield f"{uneven}: {idle}; train.batch_size={full_batch} would use all of them, and is another training run"
+    if plan.train.accumulation < plan.train.pipeline:
+        waiting = bubble(
+            stages=plan.train.pipeline,
+            micro_batches=plan.train.accumulation,
+            chunks=plan.train.pipeline_chunks,
+        )
+        micro_batches = counted(plan.train.accumulation, "micro-batches")
+        unfilled = f"{micro_batches} per step do not fill {plan.train.pipeline} stages"
+        yield f"{unfilled}: each waits {waiting:.0%} of the time; use smaller micro-batches or a larger batch"
     dataset = plan.dataset
     length = plan.data.sequence_length
     if dataset is not None and dataset.left_out:

@@ -101,6 +101,17 @@ def blockwise(plan: RunPlan, reason: str) -> Fallback | None:
     return Fallback(decided(changed_plan, "train.attention", "blockwise", reason), action)
 
 
+def through_the_host(plan: RunPlan, reason: str) -> Fallback:
+    """The same pipeline, whose stages send through the memory of their hosts: the numbers stay."""
+    train = plan.train.model_copy(update={"pipeline_link": "host"})
+    changed_plan = plan.model_copy(update={"train": train})
+    return Fallback(
+        decided(changed_plan, "parallel.pipeline_link", "host", reason),
+        "parallel.pipeline_link auto -> host; same numbers, slower transfers",
+        only_time=True,
+    )
+
+
 def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """The next change that needs less memory, or moves it to the CPU; None when all are taken.
 

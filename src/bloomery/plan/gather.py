@@ -29,6 +29,7 @@ from bloomery.data.sources.documents import (
     read_documents,
 )
 from bloomery.data.sources.files import unread_files
+from bloomery.data.sources.formats import ROW_FORMATS
 from bloomery.data.tokenizer.templates import find_template
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
@@ -56,7 +57,7 @@ from bloomery.plan.unsupported import (
     refuse_untrained,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
+from bloomery.recipe.schema import Distill, Model, Recipe, Rollouts, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +107,12 @@ def gather(loaded_recipe: LoadedRecipe, machine: Machine, *, prepared: Path) -> 
 
     Raises UserError, also for a folder with another recipe's dataset.
     """
+    refuse_recipe(loaded_recipe.recipe)  # before the dataset is read for it
     manifest = finished(loaded_recipe, prepared)
     dataset = (
         guessed(loaded_recipe.recipe)
         if manifest is None
-        else counted(manifest, loaded_recipe.recipe.data, prepared)
+        else counted(manifest, loaded_recipe.recipe, prepared)
     )
     return facts_of(loaded_recipe, machine, prepared=prepared, dataset=dataset)
 
@@ -255,8 +257,9 @@ SKIPPED = 1000  # invalid rows after which a plan stops reading, with data.on_er
 FILES = 20  # of a built-in dataset
 
 
-def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
+def counted(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
     """The facts of a prepared dataset in the recipe's layout."""
+    data = recipe.data
     learned = manifest.train.loss_tokens
     tokens = manifest.train.tokens
     laid = count_sequences(
@@ -266,7 +269,7 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
         count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)
     ]
     return DatasetFacts(
-        sequences_per_epoch=sum(map(round, rows)),
+        sequences_per_epoch=sum(map(round, rows)) * sequences_per_row(recipe),
         left_out=sum(fitted.dropped + fitted.all_masked for fitted in laid.packed),
         cut_short=sum(fitted.truncated for fitted in laid.packed),
         template=manifest.template,
@@ -281,6 +284,14 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     )
 
 
+def sequences_per_row(recipe: Recipe) -> int:
+    """How many sequences are trained on for each that the dataset has: a prompt becomes several completions."""
+    objective = recipe.objective
+    if isinstance(objective, Rollouts):
+        return objective.num_generations * objective.num_iterations
+    return 1
+
+
 def absent(recipe: Recipe) -> list[str]:
     """Paths of the recipe's dataset that do not exist on this disk."""
     held_out = recipe.data.validation
@@ -292,7 +303,7 @@ def absent(recipe: Recipe) -> list[str]:
 def left_aside(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
     data = recipe.data
-    rows = recipe.objective.spec.data_kind in ("sft", "pairs", "kto")
+    rows = recipe.objective.spec.data_kind in ROW_FORMATS
     lines = [
         unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources
     ]
@@ -318,7 +329,8 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     )
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
-        sequences_per_epoch=max(1, int(tokens * kept_share) // data.sequence_length),
+        sequences_per_epoch=max(1, int(tokens * kept_share) // data.sequence_length)
+        * sequences_per_row(recipe),
         tokens=tokens,
         vocab_size=planned_vocabulary(recipe),
         spread=SPREAD + (1 - kept_share) / 2,  # the first rows are a small sample

@@ -28,6 +28,9 @@ class Repeats:
 _PAIRS = Repeats(
     3, 1, "preference pairs are trained on for one to three epochs (Zephyr, arXiv:2310.16944)"
 )
+_ROLLOUTS = Repeats(
+    20, 1, "the completions are new in every epoch, but the model learns the prompts by heart"
+)
 REPEATS = {
     "pretrain": Repeats(
         4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"
@@ -39,6 +42,8 @@ REPEATS = {
     "reward": Repeats(
         2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"
     ),
+    "grpo": _ROLLOUTS,
+    "rloo": _ROLLOUTS,
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
 

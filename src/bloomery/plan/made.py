@@ -29,7 +29,7 @@ from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
 from bloomery.plan.learning_rates import FULL, LORA, PREFERENCES
 from bloomery.recipe.load import merged_text
-from bloomery.recipe.schema import Recipe, Source
+from bloomery.recipe.schema import OBJECTIVES, Recipe, Source
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024
@@ -126,8 +126,11 @@ def made_recipe(
     assumed = data is None or (
         planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path)
     )
-    format_found = ("auto", {}) if assumed else peek(source)
     kind = _typed_kind(typed, "objective")
+    # Rows with a prompt and an answer are conversations, unless the model generates the completions.
+    objective = OBJECTIVES.get(str(kind))
+    reads_prompts = objective is not None and objective.data_kind == "prompts"
+    format_found = ("auto", {}) if assumed else peek(source, "prompts" if reads_prompts else "sft")
     method = _OF_OBJECTIVES.get(str(kind)) or (
         _TEXT if format_found is None else _OF_ROWS.get(format_found[0], _SFT)
     )

@@ -1,21 +1,20 @@
-"""Several devices: replicate, shard, shard inside nodes, or pipeline: memory and time of each, and the choice.
-
-Pipelines are planned for comparison and never chosen, unless the recipe asks for one: this version trains none.
-"""
+"""Several devices: replicate, shard, shard inside nodes, or pipeline: memory and time of each, and the choice."""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model.limits import refuse_split_int8_blocks, split_int8_block
+from bloomery.plan import stages
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
-from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.sharding import gathered_parameters
-from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
+from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
+from bloomery.plan.estimate.stages import fullest_stage_bytes, stage_models
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.plan.unsupported import AXES, refusals, refuse_unsupported
@@ -157,8 +156,12 @@ def exposed(seconds: float, window: float, index: int) -> float:
 
 
 NEARLY = 1.03  # a simpler layout is worth so much time
+NEARLY_A_PIPELINE = (
+    1.10  # one without stages, whose waiting is estimated less exactly than computing
+)
 # more empty sequences per device, at most, where larger micro-batches then divide them
 PADDED_SHARE = 1 / 8
+MOST_STAGES = 16  # of pipelines that are chosen
 Seconds = dict[str, Estimate]
 
 
@@ -220,18 +223,42 @@ class MeshWorkload:
         )
 
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
-        sequences = self.most_sequences(split)
         return lambda step: mesh_memory(
             step,
-            split,
+            self.cut(split, step),
             vendor=self.vendor,
             limit=self.limit,
-            micro_batches=-(-sequences // step.micro_batch_size),
+            micro_batches=self.micro_batches(split, step),
         )
+
+    def cut(self, split: MeshSplit, step: StepShape) -> MeshSplit:
+        """The split with the layers of each group of a pipeline."""
+        if split.pipeline == 1 or split.layers:
+            return split
+        return stages.cut(
+            step,
+            split,
+            self.rate,
+            vendor=self.vendor,
+            limit=self.limit,
+            micro_batches=self.micro_batches(split, step),
+        )
+
+    def micro_batches(self, split: MeshSplit, step: StepShape) -> int:
+        """Of a step, those of the rank that gets most sequences."""
+        return -(-self.most_sequences(split) // step.micro_batch_size)
 
     def most_sequences(self, split: MeshSplit) -> int:
         """Of a step, those of the rank that gets most of them: the others wait for it."""
         return -(-self.sequences_per_step // split.data_parallel)
+
+
+def sizes_of(parallel: Parallel) -> tuple[int | Literal["auto"], ...]:
+    """The recipe's sizes of replicate, shard and pipeline; a pipeline is not chosen beside a size that is set."""
+    pipeline = parallel.pipeline
+    if pipeline == "auto" and (parallel.replicate, parallel.shard) != ("auto", "auto"):
+        pipeline = 1
+    return parallel.replicate, parallel.shard, pipeline
 
 
 def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
@@ -239,7 +266,7 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
 
     Raises UserError where the two contradict each other.
     """
-    sizes = [parallel.replicate, parallel.shard, parallel.pipeline]
+    sizes = sizes_of(parallel)
     devices = math.prod(size for size in sizes if size != "auto")
     if gpus * nodes == 1:
         return devices, 1
@@ -265,25 +292,34 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
     parallel = recipe.parallel
     model = workload.step.model
     int8_states = recipe.optimizer.state_dtype == "int8"
+    schedule = parallel.pipeline_schedule
+    chunks = stages.chunks_of(parallel)
 
     # The recipe names a split: what it leaves to "auto" takes the devices that remain.
-    if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
-        copies = parallel.replicate
-        shards = parallel.shard
-        stages = parallel.pipeline
-        remaining = fabric.devices // stages
+    copies, shards, num_stages = sizes_of(parallel)
+    if num_stages != "auto":
+        remaining = fabric.devices // num_stages
         if copies == "auto":
             copies = remaining // (1 if shards == "auto" else shards)
         split = MeshSplit(
             replicate=copies,
             shard=remaining // copies if shards == "auto" else shards,
-            pipeline=stages,
+            pipeline=num_stages,
+            schedule=schedule if num_stages > 1 else "1f1b",
+            chunks=chunks if num_stages > 1 else 1,
         )
-        refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
+        refuse_unsupported(
+            recipe,
+            model.config,
+            replicate=split.replicate,
+            shard=split.shard,
+            pipeline=split.pipeline,
+        )
+        stages.refuse_few_layers(model.config.num_layers, split)
         if split.shard > 1 and int8_states:
             refuse_split_int8_blocks(model.trainable, split.shard)
         axes = "shard" if split.replicate == 1 else "shard and replicate"
-        yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else axes, split
+        yield "pipeline" if num_stages > 1 else "replicate" if split.shard == 1 else axes, split
         return
 
     # It names none: every split over all devices, without those that a feature of the recipe refuses.
@@ -295,35 +331,62 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         splits.append(("shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)))
     refused = {axis for axis in AXES if refusals(recipe, axis, model.config)}
     if refused == set(AXES):
-        refuse_unsupported(recipe, model.config, replicate=fabric.devices, shard=1)
+        refuse_unsupported(recipe, model.config, replicate=fabric.devices)
+    splits += [
+        ("pipeline", replace(split, schedule=schedule, chunks=chunks))
+        for split in _pipelines(workload, chunks)
+    ]
     allowed = [
         (name, split)
         for name, split in splits
         if not ("replicate" in refused and split.replicate > 1)
         and not ("shard" in refused and split.shard > 1)
+        and not ("pipeline" in refused and split.pipeline > 1)
         and not (int8_states and split.shard > 1 and split_int8_block(model.trainable, split.shard))
     ]
     if not allowed:  # of int8 states, where only shards would train
         refuse_split_int8_blocks(model.trainable, fabric.devices)
     yield from allowed
+
+
+def _pipelines(workload: MeshWorkload, chunks: int) -> Iterator[MeshSplit]:
+    """Pipelines that may be chosen: copies of each, and the same with shards inside stages, where a node holds them.
+
+    On CPUs none: all ranks share one memory and its cores. Ranks of a stage follow each other, so that a stage is in
+    one node where stages are as many as nodes, or more.
+    """
+    fabric = workload.fabric
     if workload.vendor == "cpu":
         return
-    stages = 2
-    while stages <= min(fabric.per_node, workload.step.config.num_layers):
-        if fabric.devices % stages == 0:
-            yield "pipeline", MeshSplit(replicate=fabric.devices // stages, pipeline=stages)
-        stages *= 2
+    most_stages = min(
+        max(fabric.per_node, fabric.nodes), MOST_STAGES, workload.step.config.num_layers // chunks
+    )
+    for num_stages in range(2, most_stages + 1):
+        if fabric.devices % num_stages:
+            continue
+        ranks = fabric.devices // num_stages
+        yield MeshSplit(replicate=ranks, pipeline=num_stages)
+        shard = min(ranks, fabric.per_node)
+        if shard > 1 and ranks % shard == 0:
+            yield MeshSplit(replicate=ranks // shard, shard=shard, pipeline=num_stages)
 
 
 def _plan_layout(
-    workload: MeshWorkload, settings: Train, name: str, split: MeshSplit
+    workload: MeshWorkload, recipe: Recipe, name: str, split: MeshSplit
 ) -> LayoutCandidate | None:
-    """With the fastest micro-batches that fit. None for a pipeline whose copies do not divide the step's sequences."""
+    """With the fastest micro-batches that fit.
+
+    None for a pipeline that the plan has no micro-batches or no cut for. Raises UserError where the recipe asks for it.
+    """
+    if split.pipeline > 1:
+        misfit = _pipeline_misfit(workload, recipe, split)
+        if misfit is not None and recipe.parallel.pipeline != "auto":
+            raise misfit
+        if misfit is not None:
+            return None
     uneven = workload.sequences_per_step % split.data_parallel > 0
-    if uneven and split.pipeline > 1:
-        return None
     best: LayoutCandidate | None = None
-    for train, sequences in _micro_batches(workload, settings, split):
+    for train, sequences in _micro_batches(workload, recipe, split):
         micro_batching = choose_micro_batching(
             train,
             workload.step,
@@ -331,12 +394,21 @@ def _plan_layout(
             measure=workload.memory(split),
             any_divisor=uneven,
         )
+        if split.pipeline > 1 and recipe.train.micro_batch_size == "auto":
+            count = sequences // micro_batching.micro_batch_size.value
+            reason = f"{count:,} micro-batches per step fill {split.pipeline} stages"
+            if recipe.parallel.pipeline_microbatches != "auto":
+                reason = f"parallel.pipeline_microbatches={count}"
+            size = replace(micro_batching.micro_batch_size, reason=reason)
+            micro_batching = replace(micro_batching, micro_batch_size=size)
+        step = micro_batching.step
+        planned_split = workload.cut(split, step)
         candidate = LayoutCandidate(
             name=name,
-            split=split,
+            split=planned_split,
             sequences=sequences,
             micro_batching=micro_batching,
-            parts=layout_parts(workload, split, micro_batching.step, sequences),
+            parts=layout_parts(workload, planned_split, step, sequences),
         )
         if best is None or _order(candidate) < _order(best):
             best = candidate
@@ -345,14 +417,33 @@ def _plan_layout(
     return best
 
 
+def _pipeline_misfit(workload: MeshWorkload, recipe: Recipe, split: MeshSplit) -> UserError | None:
+    """Why the step or the model of a recipe does not go into the stages."""
+    if workload.sequences_per_step % split.data_parallel:
+        copies = split.data_parallel
+        need = -(-workload.sequences_per_step // copies) * copies * workload.step.sequence_length
+        return UserError(
+            f"{workload.sequences_per_step:,} sequences per step do not divide among"
+            f" the {copies:,} copies of a pipeline",
+            where="train.tokens_per_step",
+            fix=f"set train.tokens_per_step={need}, or remove parallel.pipeline",
+            code=2,
+        )
+    sequences = workload.most_sequences(split)
+    if recipe.parallel.pipeline == "auto" and sequences < split.pipeline:
+        return UserError(f"{sequences:,} sequences do not fill {split.pipeline} stages")
+    return stages.micro_batch_misfit(recipe, split, sequences)
+
+
 def _micro_batches(
-    workload: MeshWorkload, train: Train, split: MeshSplit
+    workload: MeshWorkload, recipe: Recipe, split: MeshSplit
 ) -> Iterator[tuple[Train, int]]:
     """Micro-batch sizes to try, each with the sequences that every rank computes in a step.
 
     A pipeline wants many small micro-batches, everything else the largest that fits. Where the sequences of a step do
     not divide among the ranks, a few more empty ones may allow a larger micro-batch (20 = 4 x 5 instead of 19).
     """
+    train = recipe.train
     sequences = workload.most_sequences(split)
     if workload.sequences_per_step % split.data_parallel:
         # Without an estimated speed nothing says that more padding is worth it.
@@ -378,10 +469,8 @@ def _micro_batches(
     if split.pipeline == 1:
         yield train, sequences
         return
-    size = 1
-    while size <= sequences and sequences % size == 0:
+    for size in stages.micro_batch_sizes(recipe, workload.step, split, sequences):
         yield train.model_copy(update={"micro_batch_size": size}), sequences
-        size *= 2
 
 
 def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
@@ -397,28 +486,20 @@ def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
 def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits.
 
-    Only of layouts that this version trains, unless the recipe asks for a pipeline.
+    Every other layout is simpler than a pipeline, and is chosen where it costs less than 10%.
     """
-    pipelines = [candidate for candidate in candidates if candidate.split.pipeline > 1]
-    candidates = [
-        candidate for candidate in candidates if candidate.split.pipeline == 1
-    ] or candidates
     best = min(candidates, key=_order)
     if not best.fits:
-        reason = "no layout fits; this layout needs the least memory"
-        if best.split.pipeline == 1 and any(pipeline.fits for pipeline in pipelines):
-            stages = min(pipeline.split.pipeline for pipeline in pipelines if pipeline.fits)
-            reason += (
-                f" (a pipeline of {stages} stages would fit, which this version does not train)"
-            )
-        return best, reason
+        return best, "no layout fits; this layout needs the least memory"
     if best.seconds is None:
         return best, "the speed of this device is unknown: the layout with the least memory"
     for candidate in candidates:  # simplest first
+        is_simpler = candidate.split.pipeline == 1 and best.split.pipeline > 1
+        nearly = NEARLY_A_PIPELINE if is_simpler else NEARLY
         if (
             candidate.fits
             and candidate.seconds is not None
-            and candidate.seconds.value <= best.seconds.value * NEARLY
+            and candidate.seconds.value <= best.seconds.value * nearly
         ):
             fitting = {
                 candidate_layout.name for candidate_layout in candidates if candidate_layout.fits
@@ -431,7 +512,7 @@ def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
             reason = (
                 "the fastest that fits"
                 if candidate is best
-                else f"simpler, within {NEARLY - 1:.0%} of the fastest"
+                else f"simpler, within {nearly - 1:.0%} of the fastest"
             )
             names = list(dict.fromkeys(unfit))
             do_not_fit = (
@@ -449,47 +530,54 @@ def layout_parts(
     step: StepShape,
     sequences: int,
     *,
-    work: speed.Work | None = None,
+    work: Work | None = None,
 ) -> Seconds | None:
-    """Seconds of a step over so many sequences of each data-parallel rank, by operation."""
+    """Seconds of a step over so many sequences of each data-parallel rank, by operation.
+
+    `work`: of all these sequences, where a published run counts it in another way; not of pipelines.
+    """
     if workload.rate is None:
         return None
-    tokens = sequences * step.sequence_length
-    total_work = work or work_of(step, tokens=tokens)
-    stages = split.pipeline
-    # The work of one device: its stage's layers, and of the optimizer its shard.
-    share = replace(
-        total_work,
-        products=total_work.products / stages,
-        attention=total_work.attention / stages,
-        between=total_work.between / stages,
-        launches=total_work.launches / stages,
-        update=total_work.update / (stages * split.shard),
+    if split.pipeline > 1:
+        parts, _ = stages.pipeline_parts(step, split, workload.rate, sequences)
+    else:
+        # The work of one device: all of its sequences, and of the optimizer its shard.
+        work = work or work_of(step, tokens=sequences * step.sequence_length)
+        parts = step_parts(replace(work, update=work.update / split.shard), workload.rate)
+    computing = total(
+        {name: part for name, part in parts.items() if name not in ("optimizer", "pipeline bubble")}
     )
-    parts = step_parts(share, workload.rate)
     passes = max(1, sequences // step.micro_batch_size)
-    computing = total({name: part for name, part in parts.items() if name != "optimizer"})
     communication = communication_seconds(workload, split, step, sequences)
     parts["exposed communication"] = _exposed(split, passes, computing.value, communication)
-    if split.pipeline > 1:
-        parts["pipeline bubble"] = computing.scaled((split.pipeline - 1) / passes)
     return parts
 
 
 def communication_seconds(
     workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int
 ) -> dict[str, float]:
-    """Of a step over so many sequences of each data-parallel rank, by axis, whether compute hides it or not."""
+    """Of a step over so many sequences of each data-parallel rank, by axis, whether compute hides it or not.
+
+    Of a pipeline, for the stage that has the most to send.
+    """
     fabric = workload.fabric
-    config = step.config
     seconds = dict[str, float]()
-    gradients = step.model.trainable_bytes(step.precision)
     passes = max(1, sequences // step.micro_batch_size)
+    stage_step = step
+    if split.pipeline > 1:
+        seconds["pipeline"] = passes * transfer_seconds(fabric, split, step)
+        fabric = _inside_stages(fabric, split)
+        heaviest = max(
+            stage_models(step.model, split),
+            key=lambda model: model.whole.trainable_bytes(step.precision),
+        )
+        stage_step = replace(step, model=heaviest.whole)
+    gradients = stage_step.model.trainable_bytes(step.precision)
     if split.shard > 1:
         shard_fabric = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
         # Layers are gathered for forward and for backward, the last one and the root once.
-        layer_values, root_values = gathered_parameters(step)
+        layer_values, root_values = gathered_parameters(stage_step)
         gathered_values = 2 * sum(layer_values) - layer_values[-1]
         root_bytes = step.element_bytes if step.mode.frozen else step.weight_bytes
         gathered_bytes = gathered_values * step.element_bytes + root_values * root_bytes
@@ -504,15 +592,34 @@ def communication_seconds(
             seconds["replicate"] = reduce_seconds(
                 gradients / split.shard, replace(fabric, per_node=split.replicate)
             )
-    elif split.pipeline > 1:
-        boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element_bytes
-        seconds["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
-        copies = replace(fabric, per_node=max(1, fabric.per_node // split.pipeline))
-        if split.replicate > 1:
-            seconds["replicate"] = reduce_seconds(gradients / split.pipeline, copies)
     elif split.replicate > 1:
         seconds["replicate"] = reduce_seconds(gradients, fabric)
     return seconds
+
+
+def transfer_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float:
+    """What a stage receives and sends of one micro-batch: the residual stream at each edge of its groups of layers, and
+    its gradient. Stages wait for both.
+    """
+    stream_bytes = step.tokens_per_micro_batch * step.config.hidden_size * step.residual_bytes
+    # Each group has an edge before and after it, but the first and the last group of the model, which are on the first
+    # and the last stage.
+    edges = 2 * split.chunks - (1 if split.pipeline == 2 else 0)
+    rate = fabric.inside.gbs * 1e9
+    hop_seconds = STEP_SECONDS[0]
+    if fabric.between is not None:
+        # The ranks of a node may send at once, each to its own in the next node.
+        rate = min(rate, fabric.between.gbs * 1e9 / min(fabric.per_node, split.data_parallel))
+        hop_seconds = STEP_SECONDS[1]
+    return 2 * edges * (stream_bytes / rate + hop_seconds)
+
+
+def _inside_stages(fabric: Fabric, split: MeshSplit) -> Fabric:
+    """The devices of one stage, which follow each other."""
+    per_node = min(fabric.per_node, split.data_parallel)
+    nodes = split.data_parallel // per_node
+    between = fabric.between if nodes > 1 else None
+    return Fabric(per_node=per_node, nodes=nodes, inside=fabric.inside, between=between)
 
 
 def _exposed(
@@ -530,27 +637,37 @@ def _exposed(
     return Estimate(value=typical, low=low, high=high, origin="table")
 
 
+def _fullest_stage(workload: MeshWorkload, candidate: LayoutCandidate) -> int:
+    """The stage of a pipeline that needs most memory."""
+    split = candidate.split
+    if split.pipeline == 1:
+        return 0
+    step = candidate.micro_batching.step
+    stage, _ = fullest_stage_bytes(step, split, workload.micro_batches(split, step))
+    return stage
+
+
+def _stage_seconds(workload: MeshWorkload, candidate: LayoutCandidate) -> tuple[float, ...]:
+    """In which each stage of a pipeline computes in a step."""
+    split = candidate.split
+    if split.pipeline == 1 or workload.rate is None:
+        return ()
+    step = candidate.micro_batching.step
+    _, seconds = stages.pipeline_parts(step, split, workload.rate, candidate.sequences)
+    return seconds
+
+
 def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, ParallelPlan]:
     """The best layout over the devices, and every one that they, the batch and the recipe allow.
 
-    Raises UserError where the recipe asks for a pipeline whose copies do not divide the sequences of a step.
+    Raises UserError where the recipe asks for a pipeline that its model or its batch does not go into.
     """
     fabric = workload.fabric
-    sequences_per_step = workload.sequences_per_step
     candidates = [
         candidate
         for name, split in _splits(workload, recipe)
-        if (candidate := _plan_layout(workload, recipe.train, name, split)) is not None
+        if (candidate := _plan_layout(workload, recipe, name, split)) is not None
     ]
-    if not candidates:
-        copies = fabric.devices // recipe.parallel.pipeline
-        need = -(-sequences_per_step // copies) * copies * workload.step.sequence_length
-        raise UserError(
-            f"{sequences_per_step:,} sequences per step do not divide among the {copies:,} copies of a pipeline",
-            where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={need}, or remove parallel.pipeline",
-            code=2,
-        )
 
     def entry(candidate: LayoutCandidate) -> LayoutPlan:
         split = candidate.split
@@ -573,6 +690,10 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             ),
             exposed_seconds=waits.value if waits else 0.0,
             bubble_seconds=bubble.value if bubble else 0.0,
+            pipeline_schedule=split.schedule,
+            pipeline_layers=split.layers,
+            fullest_stage=_fullest_stage(workload, candidate),
+            stage_seconds=_stage_seconds(workload, candidate),
         )
 
     best, reason = choose(candidates)

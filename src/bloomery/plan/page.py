@@ -10,7 +10,15 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import broken, labelled
-from bloomery.core.units import GIB, MIB, format_bytes, format_count, format_seconds, two_digits
+from bloomery.core.units import (
+    GIB,
+    MIB,
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    two_digits,
+)
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import Profile, build_profile, fitting_builds, with_gpu
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
@@ -460,6 +468,7 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _layout(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.reason}"
+    yield from _stage_lines(mesh.layout)
     padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
     if padding:
@@ -467,9 +476,32 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
         yield f"{padding:,} of {sequences + padding:,} that they compute are padding, of zero weight"
 
 
+def _stage_lines(layout: LayoutPlan) -> Iterator[str]:
+    """Of a pipeline: the layers of each stage, the micro-batches that go through them, and why layers are uneven."""
+    if layout.pipeline == 1:
+        return
+    by_stage = layout.stage_layers
+    groups = f" in {layout.pipeline_chunks} groups each" if layout.pipeline_chunks > 1 else ""
+    micro_batches = counted(layout.accumulation, "micro-batches")
+    yield from joined(
+        [
+            f"{layout.pipeline_schedule}: {micro_batches} per step",
+            f"stages of {', '.join(map(str, by_stage))} layers{groups}",
+            f"stage {layout.fullest_stage + 1} needs most memory",
+        ]
+    )
+    if max(by_stage) - min(by_stage) > 1:
+        reason = "the first stages hold more micro-batches"
+        if by_stage[-1] == min(by_stage):
+            reason = "the last stage has the head, too"
+        yield f"an uneven cut: {reason}"
+
+
 def _layout(layout: LayoutPlan, plan: RunPlan) -> str:
     sizes = ((layout.replicate, "copies"), (layout.shard, "shards"), (layout.pipeline, "stages"))
     split = " x ".join(f"{count} {word}" for count, word in sizes if count > 1)
+    if min(layout.replicate, layout.shard, layout.pipeline) > 1:
+        split = f"{layout.replicate} x {layout.shard} shards x {layout.pipeline} stages"
     head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch_size} x {layout.accumulation}':>11}"
     head += f"{layout.memory.total / GIB:>9.1f}"
     step = layout.step_seconds

@@ -57,7 +57,7 @@ from bloomery.plan.types import (
 )
 from bloomery.plan.unsupported import refuse_mesh
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import IF_INSTALLED, Command, Recipe, Wsd
+from bloomery.recipe.schema import IF_INSTALLED, Command, PipelineTransport, Recipe, Wsd
 
 T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
@@ -128,6 +128,10 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             threads=max(1, threads(facts.machine) // gpus),
             replicate=step.parallel.layout.replicate if step.parallel else 1,
             shard=step.parallel.layout.shard if step.parallel else 1,
+            pipeline=step.parallel.layout.pipeline if step.parallel else 1,
+            pipeline_schedule=step.parallel.layout.pipeline_schedule if step.parallel else "1f1b",
+            pipeline_layers=step.parallel.layout.pipeline_layers if step.parallel else (),
+            pipeline_link=_pipeline_link(recipe, profile, step.parallel),
             device=profile.device.value,
             offload_activations=settings.offload_activations,
         ),
@@ -151,6 +155,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         sample=SamplePlan(**recipe.sample.model_dump()),
         logging=_logging(recipe, scale),
         objective=recipe.objective,
+        rewards=tuple(recipe.rewards),
         adapter=recipe.adapter,
         quantize=recipe.quantize,
         quantized_by=step.reader.value,
@@ -441,6 +446,7 @@ def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
         if section.max_gpu_temperature == "none"
         else section.max_gpu_temperature,
         memory=section.memory,
+        completions=section.completions,
         profile_steps=None
         if section.profile_steps == "none"
         else (section.profile_steps[0], section.profile_steps[1]),
@@ -475,6 +481,23 @@ def _decay(schedule: str | Wsd) -> Duration | None:
     if schedule == "wsd":
         return Wsd().decay
     return schedule.decay if isinstance(schedule, Wsd) else None
+
+
+def _pipeline_link(
+    recipe: Recipe, profile: Profile, parallel: ParallelPlan | None
+) -> Literal["auto"] | PipelineTransport:
+    """Between CPUs there is one way; between GPUs the preflight measures. Raises UserError."""
+    link = recipe.parallel.pipeline_link
+    if profile.accelerator is not None:
+        return link
+    if link == "device" and parallel is not None and parallel.layout.pipeline > 1:
+        raise UserError(
+            "the stages of this pipeline are on CPUs, which have no device link",
+            where="parallel.pipeline_link",
+            fix="set parallel.pipeline_link=auto",
+            code=2,
+        )
+    return "host"
 
 
 def _number(value: int | str) -> int | None:

@@ -11,9 +11,12 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer
 from bloomery.recipe.schema import (
     Adapter,
+    AnyReward,
     NoAdapter,
     Objective,
     OptimizerKind,
+    PipelineSchedule,
+    PipelineTransport,
     Pretrain,
     Quantize,
     Wsd,
@@ -177,16 +180,33 @@ class TrainPlan(PlanPart):
     ema_decay: float | None = None
     replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
+    pipeline: PositiveInt = 1  # stages of a pipeline, each of `replicate` x `shard` ranks
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    # Of a pipeline: the number of layers of each group, in the model's order; group g is on stage g % pipeline.
+    pipeline_layers: tuple[PositiveInt, ...] = ()
+    # auto: each start measures both and takes the faster one that works (`parallel.preflight`).
+    pipeline_link: Literal["auto"] | PipelineTransport = "auto"
 
     @property
     def ranks(self) -> int:
-        """Processes, one per device; each takes `accumulation` micro-batches of a step."""
+        """Processes, one per device."""
+        return self.pipeline * self.data_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with sequences of their own; each takes `accumulation` micro-batches of a step."""
         return self.replicate * self.shard
+
+    @property
+    def pipeline_chunks(self) -> int:
+        """Groups of layers of each stage."""
+        return max(1, len(self.pipeline_layers) // self.pipeline)
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences of the dataset per step, over all ranks."""
-        return self.accumulation * self.micro_batch_size * self.ranks - self.empty_sequences
+        sequences = self.accumulation * self.micro_batch_size * self.data_parallel
+        return sequences - self.empty_sequences
 
 
 class CheckpointPlan(PlanPart):
@@ -218,6 +238,7 @@ class LoggingPlan(PlanPart):
     # The run pauses above so many degrees Celsius; auto: each GPU's own limit.
     max_gpu_temperature: float | Literal["auto"] | None = "auto"
     memory: bool = False
+    completions: Literal["none", "shown", "all"] = "shown"
     profile_steps: tuple[int, int] | None = None  # the first and the last
 
 
@@ -241,11 +262,28 @@ class LayoutPlan(PlanPart):
     micro_batch_size: int
     accumulation: int
     activation_checkpointing: str
-    memory: MemoryEstimate
+    memory: MemoryEstimate  # of a pipeline: of its fullest stage
     step_seconds: Estimate | None
     communication_seconds: dict[str, float] = {}  # by axis, hidden or not
     exposed_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    pipeline_layers: tuple[int, ...] = ()  # as in TrainPlan
+    fullest_stage: int = 0  # counted from 0: the one whose memory is `memory`
+    # Seconds of a step in which each stage computes, without waiting; empty where the speed is unknown.
+    stage_seconds: tuple[float, ...] = ()
+
+    @property
+    def pipeline_chunks(self) -> int:
+        """Groups of layers of each stage."""
+        return max(1, len(self.pipeline_layers) // self.pipeline)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(
+            sum(self.pipeline_layers[stage :: self.pipeline]) for stage in range(self.pipeline)
+        )
 
     @property
     def sequences(self) -> int:
@@ -273,15 +311,8 @@ class ParallelPlan(PlanPart):
         return self.layouts[self.chosen]
 
     @property
-    def trains(self) -> bool:
-        """Whether this version trains it."""
-        return self.layout.pipeline == 1
-
-    @property
     def remark(self) -> str:
         """What to know before training; "" where `bloomery train` alone does it."""
-        if not self.trains:
-            return "Planned only: this version trains no pipelines."
         if self.nodes > 1:
             return "Several nodes: start the ranks with srun, torchrun or mpirun."
         return ""
@@ -300,6 +331,7 @@ class RunPlan(PlanPart):
     sample: SamplePlan
     logging: LoggingPlan
     objective: Objective = Pretrain()
+    rewards: tuple[AnyReward, ...] = ()  # of grpo and rloo
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
     quantized_by: Dequantizer = "torch"  # the implementation that reads quantized weights

@@ -11,9 +11,10 @@ from typing import Literal
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
+from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
-from bloomery.model.adapters.settings import method_settings, named, refuse_untrained_rows
+from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.limits import Dequantizer, storage_bytes
@@ -22,8 +23,18 @@ from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
-from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
+from bloomery.recipe.schema import (
+    Lora,
+    ModelReward,
+    NoAdapter,
+    Peft,
+    Recipe,
+    Rollouts,
+    VerifierReward,
+    reward_name,
+)
 
 # So many weights that the average of bits per weight counts scales of scales too.
 WEIGHTS_OF_AVERAGE = 2**24
@@ -65,7 +76,7 @@ def refuse_method_misfits(recipe: Recipe) -> None:
         )
     total_steps = (adapter.model_extra or {}).get("total_step")
     is_wall_time = recipe.train.length.unit == "seconds"
-    if named(adapter.method) == "ADALORA" and is_wall_time and not total_steps:
+    if method_name(adapter.method) == "ADALORA" and is_wall_time and not total_steps:
         raise UserError(
             "AdaLoRA needs the number of steps, which a wall-time length does not have",
             where="train.max_time",
@@ -191,8 +202,10 @@ OPTIMIZER_MEMORY_KEYS = ("offload", "fused_backward", "stochastic_rounding")
 
 def refuse_recipe(recipe: Recipe) -> None:
     """Raises UserError for keys that contradict each other."""
+    refuse_reward_misfits(recipe)
     refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)
+    refuse_schedule(recipe.parallel)
     if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
         raise UserError(
             f"{recipe.quantize.kind} weights are not trainable, and the recipe has no adapter",
@@ -202,31 +215,102 @@ def refuse_recipe(recipe: Recipe) -> None:
         )
 
 
+def refuse_reward_misfits(recipe: Recipe) -> None:
+    """Raises UserError for rewards without completions to score, completions without rewards, a step that holds a part
+    of a group, and completions that leave no room for a prompt.
+    """
+    objective = recipe.objective
+    if not isinstance(objective, Rollouts):
+        if recipe.rewards:
+            raise UserError(
+                f"rewards score generated completions, and {objective.kind} generates none",
+                where="rewards",
+                fix="set objective.kind=grpo, or rewards=[]",
+                code=2,
+            )
+        return
+    if not recipe.rewards:
+        raise UserError(
+            f"{objective.kind} needs rewards, which score the completions",
+            where="rewards",
+            fix="add a reward: rewards=[{verifier: exact_match, column: answer}]",
+            code=2,
+        )
+    batch_size = recipe.train.batch_size
+    group = objective.num_generations
+    if batch_size is not None and batch_size % group:
+        raise UserError(
+            f"a step has {batch_size:,} completions, which is no multiple of the {group:,} of a prompt",
+            where="train.batch_size",
+            fix=f"set train.batch_size={-(-batch_size // group) * group}",
+            code=2,
+        )
+    if objective.beta and not (
+        isinstance(recipe.adapter, Lora) and not recipe.adapter.modules_to_save
+    ):
+        raise UserError(
+            "the KL divergence is measured from the base model, which full fine-tuning changes",
+            where=f"objective.beta={objective.beta:g}",
+            fix="set objective.beta=0, or train an adapter: adapter.kind=lora",
+            code=2,
+        )
+    for reward in recipe.rewards:
+        if isinstance(reward, VerifierReward):
+            _refuse_verifier(reward)
+    names = [reward_name(reward) for reward in recipe.rewards]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise UserError(
+            f"two rewards have the name {repeated}",
+            where="rewards",
+            fix=f"give one of them another: name: {repeated}_2",
+            code=2,
+        )
+    refuse_no_room(recipe)
+    if any(isinstance(reward, ModelReward) for reward in recipe.rewards):
+        raise UserError(
+            "not supported yet: a reward model as a reward",
+            where="rewards",
+            fix="write a Python reward, or use a verifier",
+            code=2,
+        )
+
+
+def _refuse_verifier(reward: VerifierReward) -> None:
+    """Raises UserError for a verifier without what it compares with."""
+    if reward.verifier in ("json_schema", "unit_tests"):
+        raise UserError(
+            f"not supported yet: the verifier {reward.verifier}",
+            where="rewards",
+            fix="write it as a Python reward: rewards=[{python: my_rewards.py:score}]",
+            code=2,
+        )
+    needed_keys = {
+        "exact_match": ("column",),
+        "math": ("column",),
+        "regex": ("pattern",),
+        "length": ("max_characters", "column"),
+    }[reward.verifier]
+    if all(getattr(reward, key) is None for key in needed_keys):
+        raise UserError(
+            f"the verifier {reward.verifier} needs {' or '.join(needed_keys)}",
+            where="rewards",
+            fix=f"add {needed_keys[0]}, such as {{verifier: {reward.verifier}, {needed_keys[0]}: ...}}",
+            code=2,
+        )
+
+
 def refuse_several_devices(recipe: Recipe) -> None:
     """Raises UserError where the recipe sets more than one device, for a measurement of one."""
-    _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"), one_device=True)
-
-
-def refuse_pipeline(recipe: Recipe) -> None:
-    """Raises UserError for pipeline stages, which this version plans and does not train."""
-    _refuse_keys(_keys_of_mesh(recipe, "pipeline"))
-
-
-def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
-    """Those of the keys that the recipe sets, with their values."""
-    sizes = {key: getattr(recipe.parallel, key) for key in keys}
-    return [f"parallel.{key}={size}" for key, size in sizes.items() if size not in (1, "auto")]
-
-
-def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
-    """Raises one UserError for all unsupported keys."""
-    if not keys:
-        return
-    problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
-    fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
-    if not one_device:
-        fix += "; parallel.shard divides a model over devices"
-    raise UserError(problem, where="recipe", fix=fix, code=2)
+    sizes = {key: getattr(recipe.parallel, key) for key in AXES}
+    keys = [f"parallel.{key}={size}" for key, size in sizes.items() if size not in (1, "auto")]
+    if keys:
+        raise UserError(
+            f"not supported in a measurement of one device: {', '.join(keys)}",
+            where="recipe",
+            fix=f"remove {'them' if len(keys) > 1 else 'it'} from the recipe",
+            code=2,
+        )
 
 
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
@@ -349,13 +433,14 @@ def refuse_untrained(name: str) -> None:
         raise UserError(f"{name} is planned, not trained: {reason}", where="model.from", fix=fix)
 
 
-Axis = Literal["replicate", "shard"]
-AXES: tuple[Axis, ...] = ("replicate", "shard")
+Axis = Literal["replicate", "shard", "pipeline"]
+AXES: tuple[Axis, ...] = ("replicate", "shard", "pipeline")
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it trains.
+    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`, `pipeline`: why not; "" where it
+    trains.
 
     `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead. `untested`: why
     no test over several devices can fail where it trains.
@@ -365,6 +450,7 @@ class Feature:
     used: Callable[[Recipe], bool]
     replicate: str = ""
     shard: str = ""
+    pipeline: str = ""
     fix: str = ""
     in_model: Callable[[ModelConfig], bool] | None = None
     untested: str = ""
@@ -375,7 +461,7 @@ class Feature:
         return in_model or self.used(recipe)
 
     def reason(self, axis: Axis) -> str:
-        return self.replicate if axis == "replicate" else self.shard
+        return {"replicate": self.replicate, "shard": self.shard, "pipeline": self.pipeline}[axis]
 
 
 def _lora(recipe: Recipe) -> Lora | None:
@@ -388,6 +474,8 @@ NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing
 # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 TRANSFORMERS_LAYERS = "layers of transformers"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
+DRAWS_WITH_WHOLE_MODEL = "each device draws completions with the whole model"
+ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
     Feature("objective sft", lambda r: r.objective.kind == "sft"),
@@ -397,7 +485,17 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("objective kto", lambda r: r.objective.kind == "kto"),
     Feature("objective reward", lambda r: r.objective.kind == "reward"),
-    Feature("objective distill", lambda r: r.objective.kind == "distill"),
+    Feature(
+        "objective distill",
+        lambda r: r.objective.kind == "distill",
+        pipeline="the teacher is not cut into stages",
+    ),
+    Feature(
+        "objective grpo, rloo",
+        lambda r: isinstance(r.objective, Rollouts),
+        shard=DRAWS_WITH_WHOLE_MODEL,
+        pipeline=DRAWS_WITH_WHOLE_MODEL,
+    ),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
         "adapter dora",
@@ -409,7 +507,12 @@ FEATURES: tuple[Feature, ...] = (
         lambda r: (lora := _lora(r)) is not None and lora.init == "pissa",
         shard=WHOLE_WEIGHT,
     ),
-    Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
+    Feature(
+        "PEFT methods",
+        lambda r: isinstance(r.adapter, Peft),
+        shard=ALL_PARAMETERS,
+        pipeline=ALL_LAYERS,
+    ),
     Feature("quantize nf4, int8", lambda r: r.quantize.kind != "none"),
     Feature("train.precision bfloat16", lambda r: r.train.precision in ("bfloat16", "auto")),
     Feature("train.precision bfloat16-pure", lambda r: r.train.precision == "bfloat16-pure"),
@@ -440,6 +543,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda r: r.optimizer.fused_backward,
         replicate=ONE_GRADIENT,
         shard=ONE_GRADIENT,
+        pipeline="its updates run inside backward, before the other micro-batches are back",
         fix="optimizer.fused_backward=false",
     ),
     Feature(
@@ -457,6 +561,7 @@ FEATURES: tuple[Feature, ...] = (
         TRANSFORMERS_LAYERS,
         lambda r: r.model.implementation == "transformers",
         shard="only Bloomery's decoder is sharded",
+        pipeline="only Bloomery's decoder is cut into stages",
         in_model=lambda config: config.transformers_backend is not None,
     ),
 )
@@ -477,10 +582,15 @@ def _refused_features(recipe: Recipe, axis: Axis, config: ModelConfig | None) ->
 
 
 def refuse_unsupported(
-    recipe: Recipe, config: ModelConfig | None = None, *, replicate: int, shard: int
+    recipe: Recipe,
+    config: ModelConfig | None = None,
+    *,
+    replicate: int = 1,
+    shard: int = 1,
+    pipeline: int = 1,
 ) -> None:
     """Raises UserError where a feature of the recipe, or of its model, does not train over these sizes."""
-    sizes: dict[Axis, int] = {"replicate": replicate, "shard": shard}
+    sizes: dict[Axis, int] = {"replicate": replicate, "shard": shard, "pipeline": pipeline}
     for axis, size in sizes.items():
         reasons = refusals(recipe, axis, config) if size > 1 else []
         if reasons:
@@ -495,9 +605,11 @@ def refuse_unsupported(
 def _fix_over_devices(recipe: Recipe, axis: Axis, size: int, config: ModelConfig | None) -> str:
     """The settings with which the recipe trains over as many devices, on this axis or on another."""
     refused = {candidate: _refused_features(recipe, candidate, config) for candidate in AXES}
-    # First an axis that refuses nothing, and of two of them shards, which save memory.
+    # First an axis that refuses nothing, and of several shards, which save most memory.
+    preferred_axes: tuple[Axis, ...] = ("shard", "replicate", "pipeline")
     by_preference = sorted(
-        AXES, key=lambda candidate: (len(refused[candidate]) > 0, candidate == "replicate")
+        preferred_axes,
+        key=lambda candidate: (len(refused[candidate]) > 0, preferred_axes.index(candidate)),
     )
     for candidate in by_preference:
         if not all(feature.fix for feature in refused[candidate]):

@@ -532,6 +532,12 @@ def _local_or_name(value: str, folder: Path) -> str:
     return str(path.absolute()) if exists or value.startswith((".", "/", "~")) else value
 
 
+def _file_of_function(value: str, folder: Path) -> str:
+    """FILE:FUNCTION with the absolute path of the file."""
+    file, colon, function = value.rpartition(":")
+    return f"{_absolute(file, folder)}:{function}" if file and colon else value
+
+
 _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("data", "path"), _path_or_hub_id),
     (("data", "sources", "*", "path"), _path_or_hub_id),
@@ -543,6 +549,8 @@ _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("tokenizer", "from"), _local_or_name),
     (("data", "chat", "template"), _local_or_name),
     (("objective", "teacher"), _local_or_name),
+    (("rewards", "*", "python"), _file_of_function),
+    (("rewards", "*", "model"), _local_or_name),
 )
 
 

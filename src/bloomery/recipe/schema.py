@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    Discriminator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Tag,
     model_validator,
 )
 
@@ -42,9 +44,11 @@ from bloomery.recipe.values import (
     WallTime,
 )
 
-DataKind = Literal["any", "sft", "pairs", "kto"]
-LossUnit = Literal["token", "label", "pair", "answer"]
+DataKind = Literal["any", "sft", "pairs", "kto", "prompts"]
+LossUnit = Literal["token", "label", "pair", "answer", "completion"]
 BatchOrigin = Literal["dataset", "rollouts"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+PipelineTransport = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class ObjectiveSpec:
     @property
     def numbers_texts(self) -> bool:
         """Whether the loss is per response, so that batches number the responses of each sequence."""
-        return self.loss_unit in ("pair", "answer")
+        return self.loss_unit in ("pair", "answer", "completion")
 
 
 OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
@@ -88,6 +92,8 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
             ObjectiveSpec("kto", "kto", "answer", reference=True),
             ObjectiveSpec("reward", "pairs", "pair", values=True),
             ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
+            ObjectiveSpec("grpo", "prompts", "completion", source="rollouts"),
+            ObjectiveSpec("rloo", "prompts", "completion", source="rollouts"),
         )
     }
 )
@@ -305,6 +311,7 @@ Format = (
         "completion",
         "preference",
         "kto",
+        "prompts",
     ]
 )
 
@@ -367,6 +374,13 @@ class Data(Section):
         if not self.packing:
             return "padded"
         return "packed" if self.document_masking else "fixed"
+
+
+def _file_and_function(value: str) -> str:
+    file, _, function = value.rpartition(":")
+    if not file or not function.isidentifier():
+        raise ValueError("must be FILE:FUNCTION, such as my_rewards.py:score")
+    return value
 
 
 class ObjectiveSection(Section):
@@ -456,10 +470,160 @@ class Distill(ObjectiveSection):
     )
 
 
+class Rollouts(ObjectiveSection):
+    """Trains on completions that the model generates, by their `rewards`."""
+
+    num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
+    max_completion_length: PositiveInt = key(
+        512, "Longest completion in tokens; prompts have the rest of data.sequence_length."
+    )
+    temperature: PositiveFloat = key(1.0, "Sampling temperature of the completions.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = key(
+        1.0, "Nucleus sampling: share of the probability to sample from; 1: all of it."
+    )
+    top_k: PositiveInt | None = key(
+        None, "Sample from this many most probable tokens; unset: from all.", 50
+    )
+    min_p: Share = key(
+        0.0, "Sample from tokens with at least this share of the highest probability; 0: from all."
+    )
+    epsilon: NonNegativeFloat = key(
+        0.2, "Clip range of the ratio of new to old probability, below 1."
+    )
+    epsilon_high: NonNegativeFloat | None = key(
+        None, "Clip range above 1; unset: as epsilon.", 0.28
+    )
+    beta: NonNegativeFloat = key(
+        0.0, "Weight of the KL divergence from the reference model; 0: no reference model."
+    )
+    num_iterations: PositiveInt = key(1, "Passes over the completions of a rollout.")
+    steps_per_generation: PositiveInt = key(
+        1, "Optimizer steps in one pass over the completions of a rollout."
+    )
+    mask_truncated_completions: bool = key(
+        False, "Mask completions that reach max_completion_length without an end token."
+    )
+    importance_sampling_correction: Auto | bool = key(
+        "auto", "Correct for probabilities that differ between generation and training."
+    )
+    importance_sampling_mode: Literal[
+        "sequence_mask", "token_mask", "sequence_truncate", "token_truncate"
+    ] = key(
+        "sequence_mask",
+        "Correction: mask or truncate ratios above importance_sampling_clip_max, per sequence or token.",
+    )
+    importance_sampling_clip_max: PositiveFloat = key(
+        3.0, "Highest ratio of training to generation probability."
+    )
+
+
+class Grpo(Rollouts):
+    """Compares the completions of a prompt with each other (arXiv:2402.03300)."""
+
+    kind: Literal["grpo"] = Field(
+        description="GRPO: reinforcement learning with rewards relative to a group of completions."
+    )
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = key(
+        "dapo",
+        "Mean over tokens (dapo) or completions (grpo), by a constant (dr_grpo), clipped weights (cispo).",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = key(
+        "token", "One ratio of probabilities per token, or per sequence (GSPO)."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = key(
+        "group",
+        "Divide advantages by the standard deviation of the rewards: of a group or a batch.",
+    )
+
+
+class Rloo(Rollouts):
+    """Compares each completion with the mean of the others of its prompt (arXiv:2402.14740)."""
+
+    kind: Literal["rloo"] = Field(
+        description="RLOO: reinforcement learning with a leave-one-out baseline."
+    )
+    num_generations: Annotated[int, Field(ge=2)] = key(2, "Completions per prompt.")
+    beta: NonNegativeFloat = key(
+        0.05, "Weight of the KL divergence from the reference model; 0: no reference model."
+    )
+
+
 Objective = Annotated[
-    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill,
+    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Grpo | Rloo,
     Field(discriminator="kind"),
 ]
+
+
+class RewardSource(Section):
+    """A number for each completion; the rewards of a completion are added by weight."""
+
+    weight: float = key(1.0, "Weight in the sum of the rewards.")
+    name: str | None = key(
+        None, "Name in metrics and files; unset: that of the function, verifier or model.", "score"
+    )
+
+
+class PythonReward(RewardSource):
+    python: Annotated[str, AfterValidator(_file_and_function)] = Field(
+        description="FILE:FUNCTION of a Python file, relative to the recipe.",
+        examples=["my_rewards.py:score"],
+    )
+    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
+
+
+class VerifierReward(RewardSource):
+    verifier: Literal["exact_match", "math", "regex", "json_schema", "unit_tests", "length"] = (
+        Field(description="Check of a completion that is part of Bloomery.")
+    )
+    column: str | None = key(
+        None, "Column of the dataset that the completion is checked against.", "answer"
+    )
+    pattern: str | None = key(
+        None,
+        "regex: the pattern to find; its first group is compared with the column.",
+        "<answer>(.*)</answer>",
+    )
+    max_characters: PositiveInt | None = key(
+        None, "length: characters up to which a completion has the whole reward.", 400
+    )
+    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
+
+
+class ModelReward(RewardSource):
+    model: str = Field(
+        description="Reward model: a folder in Hugging Face format, a run or a Hub id.",
+        examples=["runs/my-reward"],
+    )
+
+
+def _reward_tag(value: Any) -> str | None:
+    """A reward has no `kind`: the key that it must have tells which one it is."""
+    tags = {"python": "PythonReward", "verifier": "VerifierReward", "model": "ModelReward"}
+    if isinstance(value, RewardSource):
+        return type(value).__name__
+    keys = value if isinstance(value, dict) else {}
+    return next((tag for name, tag in tags.items() if name in keys), None)
+
+
+AnyReward = Annotated[
+    Annotated[PythonReward, Tag("PythonReward")]
+    | Annotated[VerifierReward, Tag("VerifierReward")]
+    | Annotated[ModelReward, Tag("ModelReward")],
+    Discriminator(
+        _reward_tag,
+        custom_error_type="reward",
+        custom_error_message="a reward with python, verifier or model",
+    ),
+]
+
+
+def reward_name(reward: PythonReward | VerifierReward | ModelReward) -> str:
+    """The name of a reward in metrics and files."""
+    if reward.name is not None:
+        return reward.name
+    if isinstance(reward, PythonReward):
+        return reward.python.rpartition(":")[2]
+    return reward.verifier if isinstance(reward, VerifierReward) else reward.model
 
 
 class NoAdapter(Section):
@@ -641,8 +805,24 @@ class Parallel(Section):
     shard: Auto | PositiveInt = key(
         "auto", "Devices that shard parameters, gradients and states (FSDP)."
     )
-    pipeline: PositiveInt = key(
-        1, "Pipeline stages. `plan` estimates them; not supported yet in training."
+    pipeline: Auto | PositiveInt = key(
+        "auto", "Pipeline stages: devices that each hold some of the layers."
+    )
+    pipeline_schedule: PipelineSchedule = key(
+        "1f1b",
+        "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"
+        " and sends more, gpipe holds all of them.",
+    )
+    pipeline_chunks: Auto | PositiveInt = key(
+        "auto", "Groups of layers of each stage; auto: 2 when interleaved, else 1."
+    )
+    pipeline_microbatches: Auto | PositiveInt = key(
+        "auto", "Micro-batches of a step that each pipeline takes."
+    )
+    pipeline_link: Auto | PipelineTransport = key(
+        "auto",
+        "Path between stages: host (CPU memory), device (NCCL or RCCL);"
+        " auto: the faster one that passes the check before the first step.",
     )
 
 
@@ -705,6 +885,9 @@ class Logging(Section):
     profile_steps: Literal["none"] | StepRange = key(
         "none", "First and last step to profile.", [100, 102]
     )
+    completions: Literal["none", "shown", "all"] = key(
+        "shown", "Completions of a rollout written to the run folder: none, those shown, or all."
+    )
 
     @property
     def libraries(self) -> list[str]:
@@ -733,6 +916,16 @@ class Recipe(Section):
     tokenizer: TokenizerSection = key(TokenizerSection(), "The tokenizer: from or train.")
     data: Data = Field(description="The dataset: exactly one of path, builtin and sources.")
     objective: Objective = key(Pretrain(), "The training objective.")
+    rewards: list[AnyReward] = key(
+        [],
+        "grpo and rloo: what scores the completions.",
+        [
+            {"python": "my_rewards.py:score", "timeout": "60s"},
+            {"verifier": "exact_match", "column": "answer"},
+            {"verifier": "regex", "column": "answer", "pattern": "<answer>(.*)</answer>"},
+            {"verifier": "length", "max_characters": 400},
+        ],
+    )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
     quantize: Quantize = key(Quantize(), "Quantization of the frozen base weights.")
     optimizer: OptimizerSection = key(

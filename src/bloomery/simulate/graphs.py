@@ -67,9 +67,11 @@ class _Graphs:
         return forward
 
     def _trace(self, layout_names: list[str], *, rotates: bool) -> Callable[..., Tensor]:
+        """The block as a function of tensors whose forward and backward run as two graphs."""
         from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]  # part of torch
         from torch._inductor.decomposition import select_decomp_table
 
+        # Graphs take tensors alone: the block's arguments are built from them inside.
         def pure(
             weights: list[Tensor],
             tables: list[Tensor],
@@ -84,6 +86,8 @@ class _Graphs:
             named_weights = dict(zip(self._names, weights, strict=True))
             return torch.func.functional_call(self._inside, named_weights, arguments)
 
+        # In place of Inductor, each graph is run operator by operator. A boxed call gives the graph
+        # its inputs to free.
         def compiled(graph: torch.fx.GraphModule, _inputs: object) -> Callable[[list[Tensor]], Any]:
             def run(inputs: list[Tensor]) -> Any:
                 return _Fused(graph, self._tracker).boxed_run(inputs)

@@ -38,7 +38,7 @@ class FakeResults(TorchDispatchMode):
     def __init__(self, tracker: MemoryTracker, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._tracker = tracker
-        self._answers: dict[object, Callable[..., Any]] = {
+        self._substitutes: dict[object, Callable[..., Any]] = {
             _aten._local_scalar_dense.default: lambda _x: 1.0,
             _aten.nonzero.default: lambda x: x.new_empty(x.numel(), x.ndim, dtype=torch.int64),
             _aten.logsumexp.default: _log_sum_exp,
@@ -49,11 +49,11 @@ class FakeResults(TorchDispatchMode):
             _native.per_document_backward.default: _per_document_backward,
             _native.compiled.default: _compiled,
             _native.compiled_backward.default: _compiled_backward,
-            _native.quantized_matmul.default: lambda x, *stored: F.linear(
-                x, _dequantized(x, stored, device_type)
+            _native.quantized_matmul.default: lambda x, *codes_and_shape: F.linear(
+                x, _dequantized(x, codes_and_shape, device_type)
             ),
-            _native.quantized_matmul_backward.default: lambda grad, *stored: (
-                grad @ _dequantized(grad, stored, device_type)
+            _native.quantized_matmul_backward.default: lambda grad, *codes_and_shape: (
+                grad @ _dequantized(grad, codes_and_shape, device_type)
             ),
         }
 
@@ -64,11 +64,11 @@ class FakeResults(TorchDispatchMode):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        answer = None if self._tracker.hidden else self._answers.get(func)
-        if answer is None:
+        substitute = None if self._tracker.hidden else self._substitutes.get(func)
+        if substitute is None:
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
-            return answer(*args, **(kwargs or {}))
+            return substitute(*args, **(kwargs or {}))
 
 
 def _log_sum_exp(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
@@ -77,9 +77,9 @@ def _log_sum_exp(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
     return exponentials.sum(axes, keepdim).log_()
 
 
-def _dequantized(like: Tensor, stored: tuple[Any, ...], device_type: str) -> Tensor:
+def _dequantized(like: Tensor, codes_and_shape: tuple[Any, ...], device_type: str) -> Tensor:
     """A weight, and the temporary memory of one piece."""
-    *_, outputs, inputs, _reader = stored
+    *_, outputs, inputs, _reader = codes_and_shape
     weight = like.new_empty(outputs, inputs)
     piece = DEQUANTIZED_ON_CPU if device_type == "cpu" else DEQUANTIZED_ON_GPU
     like.new_empty(PIECE_BYTES * min(piece, outputs * inputs), dtype=torch.uint8)
@@ -87,15 +87,17 @@ def _dequantized(like: Tensor, stored: tuple[Any, ...], device_type: str) -> Ten
 
 
 class _Task(blockwise.Task):
-    """Work on as many tiles as are alive at once, with random bits from nowhere."""
+    """A task of as many tiles as are alive at once; its random bits are memory without values."""
 
     def query_blocks(self, length: int) -> Iterator[tuple[slice, list[blockwise.Tile]]]:
+        # The last query block has the most tiles; while one is computed, the one before is alive.
         *_, (queries, tiles) = blockwise.Task.query_blocks(self, length)
         yield queries, tiles[-2:]
 
     def dropped(self, tile: blockwise.Tile, shares: Tensor) -> Tensor:
-        words = torch.empty(-(-shares.numel() // 4), dtype=torch.int64, device=shares.device)
-        return words.view(torch.int16)[: shares.numel()].view(shares.shape) < tile.number
+        num_words = -(-shares.numel() // 4)
+        random_words = torch.empty(num_words, dtype=torch.int64, device=shares.device)
+        return random_words.view(torch.int16)[: shares.numel()].view(shares.shape) < tile.number
 
 
 def _first_group(
@@ -109,11 +111,11 @@ def _first_group(
 def _blockwise(
     device_type: str, q: Tensor, k: Tensor, v: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    out = like_projection(q)
+    output = like_projection(q)
     sums = sums_like(q)
     rows, task = _first_group(q, settings, device_type)
-    out[rows], sums[rows] = blockwise.forward(q[rows], k[rows], v[rows], task)
-    return out, sums
+    output[rows], sums[rows] = blockwise.forward(q[rows], k[rows], v[rows], task)
+    return output, sums
 
 
 def _blockwise_backward(
@@ -122,14 +124,14 @@ def _blockwise_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    output: Tensor,
     sums: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
     gradients = tuple(like_projection(x) for x in (q, k, v))
     rows, task = _first_group(q, settings, device_type)
     group_gradients = blockwise.backward(
-        grad[rows], q[rows], k[rows], v[rows], out[rows], sums[rows], task
+        grad[rows], q[rows], k[rows], v[rows], output[rows], sums[rows], task
     )
     for gradient, group_gradient in zip(gradients, group_gradients, strict=True):
         gradient[rows] = group_gradient
@@ -137,28 +139,29 @@ def _blockwise_backward(
 
 
 def _per_document(
-    q: Tensor, k: Tensor, v: Tensor, first_BT: Tensor, _reach: None, seed: Any, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, first_BT: Tensor, _reach: None, seed: Any, *options: Any
 ) -> Any:
     """One document per sequence: document starts are values, and one document needs most memory."""
-    return per_document.forward(
-        q, k, v, [first_BT.shape[1]] * len(first_BT), seed, Options(*rest), _Task
+    lengths = [first_BT.shape[1]] * len(first_BT)
+    return per_document.forward(q, k, v, lengths, seed, Options(*options), _Task)
+
+
+def _per_document_backward(*arguments: Any) -> Any:
+    grad, q, k, v, output, sums, first_BT, _reach, seed, *options = arguments
+    lengths = [first_BT.shape[1]] * len(first_BT)
+    return per_document.backward(
+        grad, q, k, v, output, sums, lengths, seed, Options(*options), _Task
     )
 
 
-def _per_document_backward(*given: Any) -> Any:
-    grad, q, k, v, out, sums, first_BT, _reach, seed, *rest = given
-    lengths = [first_BT.shape[1]] * len(first_BT)
-    return per_document.backward(grad, q, k, v, out, sums, lengths, seed, Options(*rest), _Task)
-
-
-def _compiled(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _compiled(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return like_projection(q), sums_like(q)
 
 
 def _compiled_backward(
-    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
-    compiled.by_head(q, k)
+    compiled.gradients_by_head(q, k)
     return like_projection(q), like_projection(k), like_projection(v)
 
 
@@ -231,10 +234,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, _layout: DocumentLayout, options: Opt
 
 
 def _flash_backward(
-    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, sums: Tensor, *_: Any
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _output: Tensor, sums: Tensor, *_: Any
 ) -> Any:
     """With its temporary memory: the queries' gradient in float32, and one more value per query."""
     gradients = tuple(like_projection(x) for x in (q, k, v))
-    summed = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
-    del summed
+    temporary_tensors = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
+    del temporary_tensors
     return gradients

@@ -14,7 +14,10 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import FLASH_LIKE
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
+from bloomery.plan.estimate.stages import distinct_stages
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.page import joined, unit_of
+from bloomery.plan.pipeline import most_in_flight
 from bloomery.plan.types import RunPlan
 
 SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20
@@ -26,7 +29,7 @@ class Stage:
     """One stage of a pipeline; `number` counts from 1."""
 
     number: int
-    under_way: int  # micro-batches that it holds at most
+    under_way: int  # micro-batches that it holds at most; of interleaved stages, passes through a group of layers
     parts: dict[str, float]
 
     @property
@@ -38,7 +41,7 @@ class Stage:
 class Simulated:
     """Bytes of live tensors on one device at the peak of a step, by what holds them; no parts: not simulated.
 
-    `stages`: of a pipeline the first, the second and the last; `parts` are then those of the fullest.
+    `stages`: of a pipeline one of each kind; `parts` are then those of the fullest.
     """
 
     parts: dict[str, float]
@@ -71,16 +74,23 @@ def simulate(
             "--simulate runs the training code and needs PyTorch, which is not installed",
             fix="run `bloomery doctor` for the install command, or leave out --simulate",
         )
-    split = ONE_DEVICE
-    if plan.parallel is not None:
-        layout = plan.parallel.layout
-        split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
-    started = time.monotonic()
+    # The child gets all that decides memory and that this machine may not have: the GPU's kernels
+    # and the devices.
+    split = ONE_DEVICE if plan.parallel is None else MeshSplit.of(plan.parallel.layout)
+    indices = stages_of_kinds(plan, split) if split.pipeline > 1 else []
+    start = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
-    job = {"plan": plan.model_dump(mode="json"), "fused": fused, "split": vars(split)}
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "fused": fused,
+        "split": vars(split),
+        "stages": indices,
+    }
+
+    # Its replies are lines of progress, then the stages; the limit is one of all of them together.
     with Child(CHILD, job, environment=os.environ) as child:
         while True:
-            reply = child.next(max(0.0, started + seconds - time.monotonic()))
+            reply = child.next(max(0.0, start + seconds - time.monotonic()))
             if reply == "silent":
                 raise UserError(
                     f"the simulation exceeded its time limit: {seconds:.0f} s",
@@ -95,22 +105,50 @@ def simulate(
             if "stages" in reply:
                 break
             progress(f"simulating on fake tensors: {reply['doing']}")
-    stages = tuple(Stage(*stage) for stage in reply["stages"])
-    parts = max(stages, key=lambda stage: stage.peak).parts
-    notes = tuple(notes_of(plan, fused=fused, split=split))
-    return Simulated(parts, notes, time.monotonic() - started, stages if split.pipeline > 1 else ())
+
+    # A plan has to fit on the device with the fullest stage.
+    stages = tuple(
+        Stage(number, passes_in_flight(plan, split, number - 1), parts)
+        for number, parts in reply["stages"]
+    )
+    fullest_stage = max(stages, key=lambda stage: stage.peak)
+    return Simulated(
+        parts=fullest_stage.parts,
+        notes=tuple(notes_of(plan, fused=fused, split=split)),
+        seconds=time.monotonic() - start,
+        stages=stages if split.pipeline > 1 else (),
+    )
+
+
+def stages_of_kinds(plan: RunPlan, split: MeshSplit) -> list[int]:
+    """One stage of each kind, by their numbers from 0: the first of those that are alike, which holds most."""
+    model = TrainedModel.of(plan, plan.model.config)
+    return distinct_stages(model, split)
+
+
+def passes_in_flight(plan: RunPlan, split: MeshSplit, index: int) -> int:
+    """The most passes that a stage of a pipeline holds at once; 1 without a pipeline."""
+    return most_in_flight(
+        split.schedule,
+        stages=split.pipeline,
+        stage=index,
+        micro_batches=plan.train.accumulation,
+        chunks=split.chunks,
+    )
 
 
 def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     """Parts of the simulation that differ from the real run."""
     notes = []
-    gpu = plan.train.device != "cpu"
+    is_gpu = plan.train.device != "cpu"
     attention = plan.model.attention
-    if gpu and attention in FLASH_LIKE and fused:
+
+    # Kernels that fake tensors cannot run.
+    if is_gpu and attention in FLASH_LIKE and fused:
         notes.append(
             f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU"
         )
-    elif gpu and attention in FLASH_LIKE | {"mask"}:
+    elif is_gpu and attention in FLASH_LIKE | {"mask"}:
         notes.append(
             f"{attention} attention is counted with every score kept: this GPU has no flash attention"
         )
@@ -118,21 +156,20 @@ def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
         notes.append(
             "compiled blocks are counted as torch.compile partitions their graphs, without its kernels"
         )
+
+    # Devices that are not there.
     if split.shard > 1:
         copies = f"in {split.replicate} copies, " if split.replicate > 1 else ""
         devices = f"{split.shard} devices, {copies}with a fake process group"
         notes.append(f"FSDP2 shards weights, gradients and states over {devices}")
-    elif split.pipeline > 1:
-        replicas = (
-            f"; one of {split.replicate} copies, without gradient buckets"
-            if split.replicate > 1
-            else ""
-        )
-        notes.append(
-            f"stages are simulated one by one, with the micro-batches in flight of 1F1B{replicas}"
-        )
-    elif split.replicate > 1:
+    elif split.replicate > 1 and split.pipeline == 1:
         notes.append(f"one of {split.replicate} whole copies; gradient buckets are not included")
+    if split.pipeline > 1:
+        is_copy = split.replicate > 1 and split.shard == 1
+        replicas = f"; one of {split.replicate} copies, without gradient buckets" if is_copy else ""
+        notes.append(
+            f"stages are simulated one by one, in the order of {split.schedule}, without links{replicas}"
+        )
     return notes
 
 
@@ -145,19 +182,30 @@ class SimulationResult:
 
     @property
     def total(self) -> float:
-        """With the plan's fragmentation and contexts."""
-        reply = self.plan.memory
-        loose = reply.parts.get("fragmentation", 0.0)
+        """Bytes on a device: the simulated tensors, with the plan's fragmentation and contexts.
+
+        Fragmentation grows with the tensors; contexts, all else in the plan's total, do not.
+        """
+        memory = self.plan.memory
+        fragmentation = memory.parts.get("fragmentation", 0.0)
         return (
-            self.simulated.peak * (1 + loose / reply.allocated)
-            + reply.total
-            - reply.allocated
-            - loose
+            self.simulated.peak * (1 + fragmentation / memory.allocated)
+            + memory.total
+            - memory.allocated
+            - fragmentation
         )
 
     @property
+    def num_stages(self) -> int:
+        return self.plan.parallel.layout.pipeline if self.plan.parallel is not None else 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        return self.plan.train.pipeline_chunks > 1
+
+    @property
     def fits(self) -> bool:
-        """The plan's own answer where nothing was simulated."""
+        """Whether the total is within the limit; the plan's own answer where nothing was simulated."""
         return self.total <= self.plan.memory.limit if self.simulated.parts else self.plan.fits
 
     def lines(self) -> list[str]:
@@ -171,45 +219,56 @@ class SimulationResult:
         stages = self.simulated.stages
         unit, size = unit_of(peak)
         digits = 1 if size == GIB else 0
-        apart = round(memory.allocated / peak - 1, 2)
-        compared = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
-        counted = f"estimated from shapes {memory.allocated / size:.{digits}f}, {compared}"
-        where = (
-            f"the peak of the fullest of {stages[-1].number} stages"
+
+        # The two figures side by side: a large difference means that one of them is wrong.
+        difference = round(memory.allocated / peak - 1, 2)
+        direction = "more" if difference > 0 else "less"
+        comparison = f"{abs(difference):.0%} {direction}" if difference else "the same"
+        estimate = f"estimated from shapes {memory.allocated / size:.{digits}f}, {comparison}"
+        moment = (
+            f"the peak of the fullest of {self.num_stages} stages"
             if stages
             else "the peak of the second step"
         )
-        yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {where}", counted])
+        unit_in_flight = "pass" if self.is_interleaved else "micro-batch"
+        yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {moment}", estimate])
         yield from joined(
             [
                 f"stage {stage.number}: {stage.peak / size:.{digits}f} {unit} with {stage.under_way} "
-                f"micro-batch{'es' if stage.under_way > 1 else ''}"
+                f"{unit_in_flight}{'es' if stage.under_way > 1 else ''}"
                 for stage in stages
             ]
         )
+
+        # Parts that round to 0 are left out.
         parts = sorted(self.simulated.parts.items(), key=lambda part: -part[1])
-        least = 0.5 * size / 10**digits  # parts that round to 0 are left out
+        smallest_part = 0.5 * size / 10**digits
         yield from joined(
-            [f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least]
+            [f"{name} {value / size:.{digits}f}" for name, value in parts if value >= smallest_part]
         )
-        unit, size = unit_of(memory.limit)
-        added = (
+
+        # The limit is of everything on the device, so the verdict is about more than tensors.
+        limit_unit, limit_size = unit_of(memory.limit)
+        other_memory = (
             "Python and PyTorch"
             if self.plan.train.device == "cpu"
             else "fragmentation and contexts"
         )
         verdict = "fits" if self.fits else "too much"
-        yield f"with {added} {self.total / size:.1f} of {memory.limit / size:,.1f} {unit}: {verdict}"
+        yield (
+            f"with {other_memory} {self.total / limit_size:.1f} of "
+            f"{memory.limit / limit_size:,.1f} {limit_unit}: {verdict}"
+        )
 
     def document(self) -> dict[str, Any]:
-        """In GiB; figures are null where nothing was simulated, `stages` is empty where there are none."""
-        some = bool(self.simulated.parts)
+        """The comparison as JSON, in GiB; figures are null where nothing was simulated."""
+        is_simulated = bool(self.simulated.parts)
         return {
             "parts": _in_gib(self.simulated.parts),
-            "peak": self.simulated.peak / GIB if some else None,
+            "peak": self.simulated.peak / GIB if is_simulated else None,
             "counted": self.plan.memory.allocated / GIB,
-            "total": self.total / GIB if some else None,
-            "fits": self.fits if some else None,
+            "total": self.total / GIB if is_simulated else None,
+            "fits": self.fits if is_simulated else None,
             "seconds": self.simulated.seconds,
             "notes": self.simulated.notes,
             "stages": [

@@ -1,56 +1,45 @@
 """Two steps of a plan's training code on fake tensors, and the live tensors at the peak of the second.
 
-Each stage of a pipeline runs alone: forward of its micro-batches until as many are in flight as stages follow, then
-backward and forward in turn (1F1B; Narayanan et al., arXiv:2104.04473). Tensors from the neighboring stages are new
-tensors of the residual stream; sent ones are freed.
+Each stage of a pipeline runs alone, with a transport that neither sends nor receives: tensors from the neighboring
+stages are new memory, sent ones are freed.
 
 The tensors of a step say "cpu", whatever device it stands for. Where code or the size of its pieces depends on the
 type of a device, the simulation hands in what that device has: operators of attention, norms and scores
 (`simulate.kernels`), and the optimizer's `device_type`.
 """
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bloomery.data.batch import Batch
 from bloomery.model.attention.support import FLASH_LIKE
-from bloomery.model.config import ModelConfig, Stage
+from bloomery.model.config import Stage
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
-from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.parallel.stage import cut, stage_of
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
+from bloomery.parallel.pipeline import PipelineLink, StageParameters
+from bloomery.parallel.stage import cut
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
-from bloomery.plan.estimate.stages import kinds_of_stages
+from bloomery.plan.pipeline import even_groups, most_in_flight, stage_of
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.train.distillation import meta_teacher
-from bloomery.train.forward import forward
 from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
-from bloomery.train.step import (
-    LossScale,
-    ModelAndOptimizer,
-    clip_factor,
-    global_norm,
-    scale_gradients,
-    train_step,
-)
+from bloomery.train.step import LossScale, ModelAndOptimizer, train_step
 
 OnProgress = Callable[[str], None]
 
@@ -70,6 +59,8 @@ def simulated_step(
     mesh = _fake_mesh(split) if split.shard > 1 else None
     device_type = _device_type(plan)
     with _fake_tensors(plan) as tracker:
+        # All that is alive before the step has a kind of its own; what the step makes is told
+        # apart by forward and backward.
         model_and_optimizer = _model_and_optimizer(plan, tracker, mesh=mesh, fused=fused)
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
         teacher = meta_teacher(plan) if plan.objective.spec.extra_forwards else None
@@ -91,110 +82,131 @@ def simulated_step(
         return _peak(plan, model_and_optimizer, tracker, step, len(batches), on_progress)
 
 
-@dataclass(frozen=True)
-class StagePosition:
-    """Which of so many stages."""
+def simulated_micro_batches(split: MeshSplit, index: int, accumulation: int) -> int:
+    """Micro-batches that stand for the `accumulation` of a step on one stage of a pipeline: the fewest that hold as
+    much memory at once, and one round after the first backward. From then on gradients are added to gradients.
+    """
 
-    index: int
-    stages: int
+    def in_flight(count: int) -> int:
+        return most_in_flight(
+            split.schedule,
+            stages=split.pipeline,
+            stage=index,
+            micro_batches=count,
+            chunks=split.chunks,
+        )
 
-    @property
-    def ahead(self) -> int:
-        """Micro-batches that wait for their backward while one more goes forward."""
-        return self.stages - self.index - 1
-
-    def stage(self, config: ModelConfig) -> Stage:
-        """The part of the decoder that is here, with as many layers as the fullest stage has."""
-        stage = stage_of(config, self.index, self.stages)
-        most_layers = math.ceil(config.num_layers / self.stages)
-        first = min(stage.layers.start, config.num_layers - most_layers)
-        return replace(stage, layers=range(first, first + most_layers))
-
-    def under_way(self, plan: RunPlan) -> int:
-        """Micro-batches that the stage holds at most."""
-        return min(self.ahead + 1, plan.train.accumulation)
-
-
-def stage_positions(stages: int) -> list[StagePosition]:
-    """One of each kind."""
-    return [StagePosition(index, stages) for index in kinds_of_stages(stages)]
+    round_size = split.pipeline if split.chunks > 1 else 1
+    most = in_flight(accumulation)
+    fewest: int = next(
+        count
+        for count in (*range(round_size, accumulation, round_size), accumulation)
+        if in_flight(count) == most
+    )
+    return min(fewest + round_size, accumulation)
 
 
 def simulated_stage(
     plan: RunPlan,
-    position: StagePosition,
+    split: MeshSplit,
+    index: int,
     *,
     fused: bool,
     on_progress: OnProgress = lambda _text: None,
 ) -> dict[str, float]:
-    """Bytes by part at the peak of the stage's second step; `fused` as in `simulated_step`.
+    """Bytes by part at the peak of the second step of one stage of a pipeline; `fused` as in `simulated_step`.
 
-    One micro-batch after the first backward stands for all that follow: from then on gradients are added to gradients.
+    `index` counts from 0.
     """
-    last = position.ahead == 0
-
-    def sent() -> Tensor:
-        shape = (
-            plan.train.micro_batch_size,
-            plan.data.sequence_length,
-            plan.model.config.hidden_size,
-        )
-        return torch.empty(shape, dtype=next(model_and_optimizer.model.parameters()).dtype)
-
+    layers = split.layers or even_groups(plan.model.config.num_layers, split.pipeline)
+    train = plan.train.model_copy(
+        update={
+            "pipeline": split.pipeline,
+            "pipeline_layers": layers,
+            "pipeline_schedule": split.schedule,
+        }
+    )
+    mesh = _fake_pipeline(split, index)
     with _fake_tensors(plan) as tracker:
-        model_and_optimizer = _model_and_optimizer(plan, tracker, position=position, fused=fused)
+        model_and_optimizer = _model_and_optimizer(
+            plan,
+            tracker,
+            fused=fused,
+            mesh=mesh.device_mesh,
+            pipeline=mesh,
+            stage=stage_of(plan.model.config, index, split.pipeline, layers),
+        )
         objective = build_objective(
             plan, meta_teacher, operators=score_operators(tracker, _device_type(plan))
         )
-        scale = model_and_optimizer.loss_scale
-        factor = 1.0 if scale is None else scale.value
-
-        def ahead() -> Tensor | GradientEdge:
-            batch = _batch(plan)
-            output = forward(
-                model_and_optimizer.model,
-                batch,
-                objective.head(batch),
-                precision=plan.train.precision,
-                hidden_BTD=sent().requires_grad_() if position.index else None,
-            )
-            if not last:
-                return get_gradient_edge(output.head)
-            return objective.loss(output.head, batch).total * factor
 
         def step(count: int) -> None:
-            under_way = deque[Tensor | GradientEdge]()
-            for number in range(count + position.ahead):
-                if number < count:
-                    under_way.append(ahead())
-                if number >= position.ahead and under_way:
-                    torch.autograd.backward(under_way.popleft(), None if last else sent())
-            gradients = list(tracker.gradients())
-            norm = float(global_norm(gradients) / factor)
-            scale_gradients(gradients, clip_factor(norm, plan.train.max_grad_norm) / factor)
-            model_and_optimizer.optimizer.step(1.0)
-            model_and_optimizer.optimizer.zero_grad()
+            batches = [_batch(plan) for _ in range(count)]
+            train_step(model_and_optimizer, batches, objective, plan=train, lr_scale=1.0)
 
         return _peak(
             plan,
             model_and_optimizer,
             tracker,
             step,
-            min(position.ahead + 2, plan.train.accumulation),
+            simulated_micro_batches(split, index, plan.train.accumulation),
             on_progress,
-            prefix=f"stage {position.index + 1} of {position.stages}, ",
+            prefix=f"stage {index + 1} of {split.pipeline}, ",
         )
+
+
+@final
+class FakeTransport:
+    """Takes the place of a stage's neighbors: what they send is new memory, what they get is not held."""
+
+    def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
+        """Nobody receives it."""
+
+    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:  # noqa: ARG002
+        return empty
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def _fake_pipeline(split: MeshSplit, index: int) -> Mesh:
+    """The first rank of a stage in a fake process group; created outside FakeTensorMode.
+
+    Collectives of a fake group do nothing: one group stands for all. Copies of a stage are not simulated.
+    """
+    copies = split.replicate if split.shard > 1 else 1
+    ranks = copies * split.shard
+    group = _fake_group(split.pipeline * ranks, rank=index * ranks)
+    device_mesh = None
+    if split.shard > 1:
+        sizes = {"pipeline": split.pipeline, "replicate": copies, "shard": split.shard}
+        axes = {name: size for name, size in sizes.items() if size > 1}
+        of_all_stages = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        device_mesh = of_all_stages[tuple(name for name in axes if name != "pipeline")]
+    return Mesh(
+        index * ranks,
+        replicate=copies,
+        shard=split.shard,
+        stages=split.pipeline,
+        device_mesh=device_mesh,
+        groups=PipelineGroups(data=group, stages=group, ends=group),
+    )
 
 
 @contextmanager
 def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
     functions = nullcontext() if _device_type(plan) == "cpu" else GpuFunctions()
-    with FakeTensorMode(allow_non_fake_inputs=True), functions:
-        yield MemoryTracker()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), functions:
+            yield MemoryTracker()
+    finally:
+        # Whoever saves a model next would take this process for one of several ranks.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _device_type(plan: RunPlan) -> str:
-    """Of the device that the step stands for."""
+    """The type of the device that the step stands for."""
     return "cpu" if plan.train.device == "cpu" else "cuda"
 
 
@@ -213,7 +225,7 @@ def _peak(
     on_progress: OnProgress,
     prefix: str = "",
 ) -> dict[str, float]:
-    """Of a second step of so many micro-batches, after a first of one."""
+    """Bytes by part at the peak of a second step of so many micro-batches, after a first step of one."""
     for number, count in (("first", 1), ("second", num_micro_batches)):
         on_progress(f"{prefix}the {number} of two steps")
         tracker.forget_peak()
@@ -231,12 +243,23 @@ def _model_and_optimizer(
     *,
     fused: bool,
     mesh: DeviceMesh | None = None,
-    position: StagePosition | None = None,
+    pipeline: Mesh = SINGLE_RANK,
+    stage: Stage | None = None,
 ) -> ModelAndOptimizer:
     """As `train.state.build_state`, with fake tensors; a compiled block is its graphs, run op by op."""
     model = empty_model(plan)
-    if position is not None:
-        cut(model, position.stage(plan.model.config))
+    stage_parameters = None
+    if stage is not None:
+        stage_parameters = StageParameters.of(model)
+        stream_dtype = model.model.embed_tokens.weight.dtype
+        cut(model, stage)
+        model.model.link = PipelineLink(
+            pipeline,
+            FakeTransport(),
+            num_groups=len(stage.groups),
+            width=plan.model.config.hidden_size,
+            dtype=stream_dtype,
+        )
     train = plan.train
     attention = plan.model.attention
 
@@ -272,23 +295,36 @@ def _model_and_optimizer(
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
     scale = LossScale() if train.precision == "float16" else None
-    return ModelAndOptimizer(model, optimizer, scale, average=average_of(model, train.ema_decay))
+    return ModelAndOptimizer(
+        model,
+        optimizer,
+        scale,
+        average=average_of(model, train.ema_decay),
+        mesh=pipeline,
+        stage_parameters=stage_parameters,
+    )
 
 
 def _fake_mesh(split: MeshSplit) -> DeviceMesh:
     """A fake process group, this process its first rank; created outside FakeTensorMode."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=0, world_size=split.replicate * split.shard
-    )
+    _fake_group(split.replicate * split.shard)
     if split.replicate == 1:
         return init_device_mesh("cpu", (split.shard,))
     return init_device_mesh(
         "cpu", (split.replicate, split.shard), mesh_dim_names=("replicate", "shard")
     )
+
+
+def _fake_group(world_size: int, *, rank: int = 0) -> dist.ProcessGroup:
+    """The group of all ranks, none of which exists: its collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _batch(plan: RunPlan) -> Batch:

@@ -1,4 +1,4 @@
-"""Values of tensors in safetensors files, read straight into memory that is already there; names both ways."""
+"""Values of tensors in safetensors files: read straight into existing memory, and written tensor by tensor."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.model.config import ModelConfig
-from bloomery.model.io.stored import DTYPES, Stored, places
+from bloomery.model.io.stored import DTYPES, StoredTensor, tensor_locations
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
@@ -25,7 +25,10 @@ STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
 
 @final
 class _Stage:
-    """Memory between a file and a device; on a GPU pinned, of two one is read into while the other is copied."""
+    """Host memory between a file and a device; pinned for a GPU.
+
+    A GPU uses two in turn: the file is read into one while the other is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,19 +36,20 @@ class _Stage:
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def memory(self, size: int) -> Tensor:
-        """So many bytes, once the last copy out of them is over."""
+        """The first `size` bytes, once the last copy out of them is over."""
         if self.copied is not None:
             self.copied.synchronize()
         if len(self.buffer) < size:
             self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.copied is not None)
         return self.buffer[:size]
 
-    def sent(self, host: Tensor) -> Tensor:
+    def send(self, host_tensor: Tensor) -> Tensor:
+        """The tensor on the device; the copy is queued, and `memory` waits for it."""
         if self.copied is None:
-            return host
-        there = host.to(self.device, non_blocking=True)
+            return host_tensor
+        device_tensor = host_tensor.to(self.device, non_blocking=True)
         self.copied.record(torch.cuda.current_stream(self.device))
-        return there
+        return device_tensor
 
 
 @final
@@ -73,84 +77,102 @@ class TensorReader:
         self.stages.clear()
         self.stack.close()
 
-    def fill(self, target: Tensor, stored: Stored, *, first: int, transposed: bool) -> None:
+    def fill(self, target: Tensor, source: StoredTensor, *, first: int, transposed: bool) -> None:
         """target = rows `first`.. of the stored tensor (columns where it is transposed), cast to the target's dtype."""
         if transposed:
-            for start, piece in self.pieces(stored, 0, stored.shape[0], device=target.device):
-                target[:, start : start + len(piece)].copy_(
-                    piece[:, first : first + len(target)].t()
-                )
+            # The columns lie across the file: every row is read, and only its columns are kept.
+            for start, piece in self.pieces(source, 0, source.shape[0], device=target.device):
+                columns = piece[:, first : first + len(target)]
+                target[:, start : start + len(piece)].copy_(columns.t())
         elif (
-            target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous()
+            target.device.type == "cpu" and target.dtype == source.dtype and target.is_contiguous()
         ):
-            self._into(target, stored, first)
+            self._read_into(target, source, first)
         else:
             rows = target if target.ndim else target[None]
-            for start, piece in self.pieces(stored, first, len(rows), device=target.device):
+            for start, piece in self.pieces(source, first, len(rows), device=target.device):
                 rows[start : start + len(piece)].copy_(piece)
 
     def pieces(
-        self, stored: Stored, first: int, rows: int, *, device: torch.device, multiple: int = 1
+        self,
+        source: StoredTensor,
+        first: int,
+        rows: int,
+        *,
+        device: torch.device,
+        multiple: int = 1,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Rows `first`.. of a stored tensor on the device, as they are stored: (how many came before, a piece of them).
+        """Yields (how many rows came before, the next rows) of rows `first`.. on the device, as they are stored.
 
         All but the last piece are of a multiple of `multiple` rows. A piece may only be read until the next is taken.
         """
-        width = stored.shape[1:]
-        row = stored.dtype.itemsize * int(torch.Size(width).numel())
-        step = multiple * max(1, STAGE_BYTES // (row * multiple))
-        stages = cycle(
-            self.stages.setdefault(
-                device, [_Stage(device) for _ in range(2 if device.type == "cuda" else 1)]
-            )
-        )
-        for start in range(0, rows, step):
-            stage = next(stages)
-            count = min(step, rows - start)
-            host = stage.memory(count * row).view(stored.dtype).view(count, *width)
-            self._into(host, stored, first + start)
-            yield start, stage.sent(host)
+        # A piece is as large as a stage; a single row may be larger.
+        row_shape = source.shape[1:]
+        row_bytes = _row_bytes(source)
+        rows_per_piece = multiple * max(1, STAGE_BYTES // (row_bytes * multiple))
 
-    def read(self, stored: Stored, first: int, rows: int) -> Tensor:
-        """Rows of a stored tensor, as they are stored."""
-        shape = (rows, *stored.shape[1:]) if stored.shape else ()
-        tensor = torch.empty(shape, dtype=stored.dtype)
-        self._into(tensor, stored, first)
+        # Stages are kept, so that a model of many tensors pins memory once.
+        if device not in self.stages:
+            num_stages = 2 if device.type == "cuda" else 1
+            self.stages[device] = [_Stage(device) for _ in range(num_stages)]
+        stages = cycle(self.stages[device])
+        for start in range(0, rows, rows_per_piece):
+            stage = next(stages)
+            count = min(rows_per_piece, rows - start)
+            host_rows = stage.memory(count * row_bytes).view(source.dtype).view(count, *row_shape)
+            self._read_into(host_rows, source, first + start)
+            yield start, stage.send(host_rows)
+
+    def read(self, source: StoredTensor) -> Tensor:
+        """The stored tensor on the CPU, in the dtype of the file."""
+        tensor = torch.empty(source.shape, dtype=source.dtype)
+        self._read_into(tensor, source, 0)
         return tensor
 
-    def _into(self, tensor: Tensor, stored: Stored, first: int) -> None:
-        if stored.path not in self.files:
-            self.files[stored.path] = self.stack.enter_context(stored.path.open("rb", buffering=0))
-        file = self.files[stored.path]
-        row = stored.dtype.itemsize * int(torch.Size(stored.shape[1:]).numel())
-        file.seek(stored.offset + first * row)
-        memory = memoryview(tensor.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
-        done = 0
-        while done < len(memory):
-            count = file.readinto(memory[done:])
+    def _read_into(self, target: Tensor, source: StoredTensor, first: int) -> None:
+        """Overwrites a contiguous CPU tensor of the source's dtype with the rows from `first` on."""
+        if source.path not in self.files:
+            self.files[source.path] = self.stack.enter_context(source.path.open("rb", buffering=0))
+        file = self.files[source.path]
+        file.seek(source.offset + first * _row_bytes(source))
+        memory = memoryview(target.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+        # One read may return fewer bytes than it was asked for.
+        bytes_read = 0
+        while bytes_read < len(memory):
+            count = file.readinto(memory[bytes_read:])
             if not count:
                 raise UserError(
                     "the file ends too early",
-                    where=str(stored.path),
+                    where=str(source.path),
                     fix="download the model again",
                 )
-            done += count
+            bytes_read += count
+
+
+def _row_bytes(tensor: StoredTensor) -> int:
+    return tensor.dtype.itemsize * math.prod(tensor.shape[1:])
 
 
 def write_tensors(path: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor]) -> None:
-    """A safetensors file, tensor by tensor: each is asked for when the ones before it are written, and then let go."""
-    kinds = {known: name for name, known in DTYPES.items()}
+    """Writes a safetensors file, tensor by tensor.
+
+    `produce` returns a tensor by name; it is called when the tensors before are written and freed.
+    """
+    # The header comes first in the file: every offset follows from the shapes alone.
+    kinds = {dtype_name: kind for kind, dtype_name in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    start = 0
     for name, (shape, dtype) in specs.items():
-        begin = end
-        end = end + dtype.itemsize * math.prod(shape)
+        end = start + dtype.itemsize * math.prod(shape)
         kind = kinds[str(dtype).removeprefix("torch.")]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    said = json.dumps(header).encode()
-    said += b" " * (-len(said) % 8)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    header_bytes = json.dumps(header).encode()
+    padding = b" " * (-len(header_bytes) % 8)  # safetensors aligns its tensors to 8 bytes
+    header_bytes += padding
+
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(said)) + said)
+        file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
         for number, (name, (shape, dtype)) in enumerate(specs.items(), 1):
             progress(f"writing tensor {number:,} of {len(specs):,} of {path.name}")
             tensor = produce(name)
@@ -178,15 +200,16 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
     `state` may be some of them, but of what is stored fused all parts or none.
     """
-    pieces: dict[str, list[str]] = {}
-    where = places(config)
-    for name, place in where.items():
+    locations = tensor_locations(config)
+    names_by_stored_name: dict[str, list[str]] = {}
+    for name, location in locations.items():
         if name in state:
-            pieces.setdefault(place.name, []).append(name)
-    stored = {}
-    for target, names in pieces.items():
-        # in the order of their rows, as parameter_shapes lists them
+            names_by_stored_name.setdefault(location.name, []).append(name)
+    stored_tensors = {}
+    for stored_name, names in names_by_stored_name.items():
+        # The parts of a fused tensor are in the order of their rows, as parameter_shapes lists them.
         parts = [state[name] for name in names]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
-    return stored
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        stored_layout = tensor.t() if locations[names[0]].transposed else tensor
+        stored_tensors[stored_name] = stored_layout.contiguous()
+    return stored_tensors

@@ -5,6 +5,7 @@ gradient of weights reads is kept where the weight is trainable or has an adapte
 """
 
 import math
+from collections.abc import Sequence
 
 from bloomery.model.limits import (
     ATTENTION_BLOCK,
@@ -46,8 +47,8 @@ def kept_by_layer(step: StepShape) -> list[float]:
         return [input_bytes + tokens * product_bytes for product_bytes in products]
     interval = checkpointing_interval(mode)
     return [
-        kept_bytes if index % interval else input_bytes
-        for index, kept_bytes in enumerate(full_bytes)
+        kept_bytes if number % interval else input_bytes
+        for number, kept_bytes in zip(step.model.layer_numbers, full_bytes, strict=True)
     ]
 
 
@@ -65,14 +66,15 @@ def kept_layers(checkpointing: str, num_layers: int) -> int:
     return num_layers - math.ceil(num_layers / checkpointing_interval(checkpointing))
 
 
-def recomputed_shares(checkpointing: str, num_layers: int) -> list[float]:
-    """The share of each layer's forward that backward computes again."""
+def recomputed_shares(checkpointing: str, layer_numbers: Sequence[int]) -> list[float]:
+    """The share of the forward of each of these layers that backward computes again."""
+    num_layers = len(layer_numbers)
     if checkpointing == "none":
         return [0.0] * num_layers
     if checkpointing == "selective":
         return [(num_layers // 2) / max(1, num_layers)] * num_layers
     interval = checkpointing_interval(checkpointing)
-    return [0.0 if index % interval else 1.0 for index in range(num_layers)]
+    return [0.0 if number % interval else 1.0 for number in layer_numbers]
 
 
 def layer_bytes(step: StepShape, layer: TrainedLayer) -> float:
@@ -201,16 +203,24 @@ def _adapter_bytes(step: StepShape, layer: TrainedLayer) -> float:
 
 
 def end_bytes(step: StepShape) -> float:
-    """Bytes kept outside the layers: inputs, the last norm's input, inputs of the head, embedding dropout."""
+    """Bytes kept outside the layers: inputs, the last norm's input, inputs of the head, embedding dropout.
+
+    Of a stage of a pipeline, those of the ends that it has.
+    """
     config = step.config
     mask_bytes = 1 if step.on_gpu else step.residual_bytes
     dropout_bytes = mask_bytes * config.hidden_size if config.embedding_dropout else 0
+    if not step.model.embeds:
+        dropout_bytes = 0
+    label_bytes = LABEL_BYTES if step.model.has_head else 0
     return last_norm_bytes(step) + step.tokens_per_micro_batch * (
-        INPUT_BYTES + LABEL_BYTES + dropout_bytes
+        INPUT_BYTES + label_bytes + dropout_bytes
     )
 
 
 def last_norm_bytes(step: StepShape) -> float:
+    if not step.model.has_head:
+        return 0.0
     value_bytes = step.residual_bytes + step.element_bytes
     return float(step.tokens_per_micro_batch * step.config.hidden_size * value_bytes)
 

@@ -7,7 +7,8 @@ from bloomery.plan.estimate.memory import estimate_memory, estimate_of
 from bloomery.plan.estimate.sharding import sharded_bytes
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.types import MemoryEstimate
+from bloomery.plan.types import LayoutPlan, MemoryEstimate
+from bloomery.recipe.schema import PipelineSchedule
 
 # Contexts of the collective library: of the first process group and of each further one. Measured on MI250X (AMD);
 # ml-engineering, two ranks of CUDA (NVIDIA).
@@ -18,11 +19,30 @@ GRADIENT_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights a
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSplit:
-    """How many devices hold copies, shards and stages."""
+    """How many devices hold copies, shards and stages; of a pipeline its schedule and the layers of each group.
+
+    `chunks`: groups of layers of each stage. `layers`: of each group, in the model's order; none: not cut yet, or one
+    group a stage and all as even as possible.
+    """
 
     replicate: int = 1
     shard: int = 1
     pipeline: int = 1
+    schedule: PipelineSchedule = "1f1b"
+    chunks: int = 1
+    layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layout: LayoutPlan) -> "MeshSplit":
+        """That of a planned layout."""
+        return cls(
+            replicate=layout.replicate,
+            shard=layout.shard,
+            pipeline=layout.pipeline,
+            schedule=layout.pipeline_schedule,
+            chunks=layout.pipeline_chunks,
+            layers=layout.pipeline_layers,
+        )
 
     @property
     def data_parallel(self) -> int:
@@ -43,15 +63,20 @@ def mesh_memory(
 ) -> MemoryEstimate:
     """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
     if split.pipeline > 1:
-        parts = dict(fullest_stage_bytes(step, split.pipeline, micro_batches))
+        _, parts = fullest_stage_bytes(step, split, micro_batches)
     elif split.shard > 1:
         parts = dict(sharded_bytes(step, split.shard))
     else:
         parts = dict(estimate_memory(step, limit=limit).parts)
-    parts["collectives"] = _collective_bytes(split, vendor)
+    return estimate_of(parts | mesh_overhead(split, vendor), limit=limit)
+
+
+def mesh_overhead(split: MeshSplit, vendor: str) -> dict[str, float]:
+    """Bytes by part that a layout needs on each device in addition to one without communication."""
+    overhead = {"collectives": _collective_bytes(split, vendor)}
     if split.replicate > 1 and split.shard == 1:
-        parts["gradient buckets"] = float(2 * GRADIENT_BUCKET)
-    return estimate_of(parts, limit=limit)
+        overhead["gradient buckets"] = float(2 * GRADIENT_BUCKET)
+    return overhead
 
 
 def _collective_bytes(split: MeshSplit, vendor: str) -> float:

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, named, targets_of
+from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, method_name, targets_of
 from bloomery.model.config import ModelConfig
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
@@ -90,7 +90,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
 def lora_like(adapter: Peft, config: ModelConfig) -> Lora:
     """The LoRA with about the memory and time of a PEFT method: of its rank, on its modules."""
     options: dict[str, Any] = adapter.model_extra or {}
-    default_rank = DEFAULT_RANKS.get(named(adapter.method), DEFAULT_RANK)
+    default_rank = DEFAULT_RANKS.get(method_name(adapter.method), DEFAULT_RANK)
     ranks = (options.get(name) for name in RANK_OPTIONS)
     rank = next((rank for rank in ranks if isinstance(rank, int) and rank > 0), default_rank)
     targets = targets_of(adapter, config)

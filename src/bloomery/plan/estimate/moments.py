@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.model.limits import CPU_TILE
 from bloomery.plan.estimate.activations import (
     backward_bytes,
@@ -40,6 +41,8 @@ class StepMoment:
 def moments(step: StepShape) -> Iterator[StepMoment]:
     """Every moment of a step at which memory can peak, in order: the end of forward, the logits' backward, each layer's
     backward from the last to the first, the embeddings' backward, the update.
+
+    A stage of a pipeline has the same moments, of the layers and the ends that are on it.
     """
     config = step.config
     model = step.model
@@ -60,6 +63,8 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     all_gradients = model.trainable_bytes(step.precision)
     head_values = step.head_outputs * config.hidden_size
     head_gradient = head_values * step.weight_bytes if model.trains_head else 0
+    embedding_values = math.prod(model.trained.get(f"{EMBEDDING}.weight", (0,)))
+    embedding_gradient = embedding_values * step.weight_bytes
     update = model.update_bytes(step.optimizer, step.precision, on_gpu=step.on_gpu)
     fused_backward = step.mode.fused_backward
     if fused_backward:
@@ -100,13 +105,16 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
         )
         finished_gradients += gradients[index]
 
-    # A tied or accumulated head: its gradient exists a second time while it is added.
-    second_head_gradient = head_gradient if step.accumulating or config.tie_embeddings else 0
+    # A tied or accumulated head: its gradient exists a second time while it is added. On a stage without the head it is
+    # that of the embeddings.
+    second_gradient = head_gradient if step.accumulating or config.tie_embeddings else 0
+    if not model.has_head:
+        second_gradient = embedding_gradient if step.accumulating else 0
     stream = step.tokens_per_micro_batch * config.hidden_size * step.residual_bytes
     yield StepMoment(
         gradients=all_gradients,
         activations=ends - last_norm,
-        temporaries=stream + second_head_gradient,
+        temporaries=stream + second_gradient if model.embeds else stream,
     )
     yield StepMoment(gradients=all_gradients, activations=0.0, temporaries=update)
 
@@ -130,6 +138,19 @@ def copied_values(step: StepShape, layer: TrainedLayer) -> int:
     )
 
 
+def kept_logit_bytes(step: StepShape) -> float:
+    """Bytes of logits that a micro-batch keeps until its backward: all, where they are not computed again in chunks."""
+    is_kept = (
+        step.model.has_head
+        and step.config.head == "tokens"
+        and step.teacher is None
+        and step.score_chunk >= step.tokens_per_micro_batch
+        and (step.on_gpu or step.head_outputs <= CPU_TILE)
+    )
+    logits = step.tokens_per_micro_batch * step.head_outputs
+    return float(step.element_bytes * logits) if is_kept else 0.0
+
+
 def logit_bytes(step: StepShape) -> tuple[float, float]:
     """Temporary bytes of the output layer in forward and in backward.
 
@@ -141,6 +162,8 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
     tokens = step.tokens_per_micro_batch
     hidden_size = config.hidden_size
     element_bytes = step.element_bytes
+    if not step.model.has_head:
+        return 0.0, 0.0
     if config.head == "values":  # in float32, in one piece
         widened = 4.0 * tokens * hidden_size if element_bytes < 4 else 0.0
         return widened, 2 * widened

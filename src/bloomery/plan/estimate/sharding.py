@@ -1,9 +1,7 @@
 """Memory of one device of FSDP2: shards of weights, gradients and states, and gathered layers."""
 
-import math
 from dataclasses import replace
 
-from bloomery.model.counting import parameter_shapes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.step import StepShape
@@ -89,5 +87,4 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
 def gathered_parameters(step: StepShape) -> tuple[list[int], int]:
     """Parameters of each layer, and of the embeddings, head and last norm."""
     layer_values = [layer.layer.total_parameters for layer in step.model.layers]
-    model_values = sum(math.prod(shape) for shape in parameter_shapes(step.config).values())
-    return layer_values, model_values - sum(layer_values)
+    return layer_values, step.model.weight_count - sum(layer_values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
-from bloomery.model.counting import Shape, flops_per_token, parameter_count
+from bloomery.model.counting import Shape, flops_per_token
 from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.states import TrainedLayer, TrainedModel
@@ -168,7 +168,7 @@ def _keys_per_query(step: StepShape, layer: TrainedLayer) -> float:
 
 def recompute(step: StepShape) -> Recompute:
     """What activation checkpointing computes again, layer by layer."""
-    shares = recomputed_shares(step.checkpointing, len(step.model.layers))
+    shares = recomputed_shares(step.checkpointing, step.model.layer_numbers)
 
     def share_of(work_by_layer: Sequence[float]) -> float:
         work = sum(work_by_layer)
@@ -193,9 +193,9 @@ def work_of(
     recomputed: Recompute | None = None,
     loss: str = "",
 ) -> Work:
-    """The step of one device over `tokens` tokens.
+    """The step of one device over `tokens` tokens: of the model, or of the stage of a pipeline that it has.
 
-    `again` and `loss`: of another program, where they differ.
+    `recomputed` and `loss`: of another program, where they differ.
     """
     model = step.model
     recomputed = recomputed or recompute(step)
@@ -217,7 +217,9 @@ def work_of(
             lambda layer: layer_traffic(traffic_step, layer) + score_traffic(traffic_step, layer)
         )
     )
-    logit_bytes = LOSS[loss][int(traffic_step.compiled)] * step.head_outputs * step.loss_share
+    logit_bytes = 0.0
+    if model.has_head:
+        logit_bytes = LOSS[loss][int(traffic_step.compiled)] * step.head_outputs * step.loss_share
     between = layer_bytes * (1 + recomputed.between / 3) + logit_bytes
     between = between * (1 + step.extra_forwards / 3) * tokens
     between += (_cast_bytes(step) + _dequantize_bytes(step, recomputed)) * micro_batches
@@ -244,7 +246,7 @@ def _cast_bytes(step: StepShape) -> float:
     bytes_per_weight = model.trainable_bytes(step.precision) / max(1, trainable)
     if bytes_per_weight <= step.element_bytes:
         return 0.0
-    return CASTS * (trainable if step.mode.frozen else parameter_count(step.config))
+    return CASTS * (trainable if step.mode.frozen else model.weight_count)
 
 
 def _dequantize_bytes(step: StepShape, recomputed: Recompute) -> float:
@@ -272,8 +274,10 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> f
     head = 2.0 * step.head_outputs * step.config.hidden_size * step.loss_share
     head_passes = 2 + model.trains_head + chunked
     # The reference model: the layers and the head, without the adapters.
+    if not model.has_head:
+        head = 0.0
     extra = step.extra_forwards * (products + head)
-    if step.teacher is not None:
+    if step.teacher is not None and model.has_head:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
     return (
         products * (2 + recomputed.products)

@@ -1,123 +1,252 @@
-"""Memory of one stage of a pipeline under 1F1B: its layers, and the activations of its micro-batches in flight."""
+"""Memory of one stage of a pipeline: its layers and ends, its shards of them, and its micro-batches in flight."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
+from bloomery.model.adapters.settings import shares_head
 from bloomery.model.config import ModelConfig, Stage
-from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes
+from bloomery.plan.estimate.activations import activation_bytes, end_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.mode import TrainingMode
-from bloomery.plan.estimate.moments import StepMoment, moments
-from bloomery.plan.estimate.states import TrainedModel, count_values
+from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
+from bloomery.plan.estimate.sharding import sharded_moments
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.pipeline import PassInFlight, fullest_passes, stage_of
+from bloomery.recipe.schema import PipelineSchedule
 
 
-def kinds_of_stages(stages: int) -> list[int]:
-    """The first, the fullest of those between, the last: all that differ where layers are alike."""
-    return sorted({0, 1, stages - 1})
+class Stages(Protocol):
+    """How a model is cut: `estimate.mesh.MeshSplit`."""
+
+    @property
+    def shard(self) -> int:
+        """Ranks of a stage that share its weights, gradients and states."""
+
+    @property
+    def pipeline(self) -> int:
+        """Stages."""
+
+    @property
+    def schedule(self) -> PipelineSchedule: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of each group; none: one even group a stage."""
+
+    @property
+    def chunks(self) -> int:
+        """Groups of a stage."""
+
+    def __hash__(self) -> int: ...
 
 
-def fullest_stage_bytes(
-    step: StepShape, stages: int, micro_batches: int | None = None
-) -> dict[str, float]:
-    """Bytes by part of the stage that needs most."""
-    layers_are_alike = len(set(step.model.layers)) == 1
-    indices = kinds_of_stages(stages) if layers_are_alike else range(stages)
-    candidates = [stage_bytes(step, stages, index, micro_batches) for index in indices]
-    return max(candidates, key=lambda parts: sum(parts.values()))
+@dataclass(frozen=True)
+class StageModel:
+    """What is trained on one stage: all of it, and each of its groups of layers with the ends that it has."""
+
+    whole: TrainedModel
+    groups: tuple[TrainedModel, ...]
 
 
 # A plan asks for the same stages thousands of times, and their counts are kept with them.
-@lru_cache(maxsize=64)
-def _stage_models(
-    config: ModelConfig, mode: TrainingMode, stages: int, index: int
-) -> tuple[TrainedModel, TrainedModel]:
-    """The layers of a stage as if it had both ends, and with the ends that it has."""
-    # Every stage is counted with as many layers as the fullest one.
-    most_layers = math.ceil(config.num_layers / stages)
-    first = min(index * config.num_layers // stages, config.num_layers - most_layers)
-    layers = range(first, first + most_layers)
-    both_ends = Stage(layers=layers, has_embedding=True, has_head=True)
-    own_ends = Stage(layers=layers, has_embedding=index == 0, has_head=index == stages - 1)
-    # Over stages a tied head is a matrix of its own.
-    untied = replace(config, tie_embeddings=False)
-    return TrainedModel(untied, mode, both_ends), TrainedModel(untied, mode, own_ends)
+@lru_cache(maxsize=512)
+def stage_model(
+    config: ModelConfig, mode: TrainingMode, index: int, stages: int, layers: tuple[int, ...]
+) -> StageModel:
+    """The stage of that index; `layers`: of all groups of the pipeline."""
+    stage = stage_of(config, index, stages, layers)
+    whole = TrainedModel(config, mode, stage)
+    if len(stage.groups) == 1:
+        return StageModel(whole, (whole,))
+    groups = []
+    for number, group in enumerate(stage.groups):
+        is_first = number == 0
+        is_last = number == len(stage.groups) - 1
+        part = Stage(
+            groups=(group,),
+            embeds=stage.embeds and is_first,
+            has_embedding=stage.has_embedding and (is_first if stage.embeds else is_last),
+            has_head=stage.has_head and is_last,
+        )
+        groups.append(TrainedModel(config, mode, part))
+    return StageModel(whole, tuple(groups))
 
 
+def stage_models(model: TrainedModel, split: Stages) -> list[StageModel]:
+    """Those of all stages, in order."""
+    return [
+        stage_model(model.config, model.mode, index, split.pipeline, split.layers)
+        for index in range(split.pipeline)
+    ]
+
+
+def distinct_stages(model: TrainedModel, split: Stages) -> list[int]:
+    """The first of all stages that have alike layers and the same ends: it holds the most micro-batches of them."""
+    first_of_kind = dict[object, int]()
+    for index, stage in enumerate(stage_models(model, split)):
+        whole = stage.whole
+        layers = tuple(
+            (replace(layer.layer, name=""), layer.trainable_names) for layer in whole.layers
+        )
+        first_of_kind.setdefault((layers, whole.embeds, whole.has_head), index)
+    return list(first_of_kind.values())
+
+
+def fullest_stage_bytes(
+    step: StepShape, split: Stages, micro_batches: int | None = None
+) -> tuple[int, dict[str, float]]:
+    """The stage that needs most memory, and its bytes by part."""
+    by_stage = {
+        index: stage_bytes(step, split, index, micro_batches)
+        for index in distinct_stages(step.model, split)
+    }
+    fullest = max(by_stage, key=lambda index: sum(by_stage[index].values()))
+    return fullest, by_stage[fullest]
+
+
+# A plan asks for the same stages when it cuts, and again when it measures.
+@lru_cache(maxsize=4096)
 def stage_bytes(
-    step: StepShape, stages: int, index: int, micro_batches: int | None = None
+    step: StepShape, split: Stages, index: int, micro_batches: int | None = None
 ) -> dict[str, float]:
     """Bytes by part at the peak of one stage; with so many micro-batches, or enough to fill every stage."""
-    with_both_ends, stage_model = _stage_models(step.config, step.mode, stages, index)
-    stage_step = replace(step, model=with_both_ends)
-    gradients = stage_model.trainable_bytes(step.precision)
-    micro_batches = stages + 1 if micro_batches is None else micro_batches
-    peak = max(
-        _stage_moments(stage_step, index, stages, micro_batches, gradients),
-        key=lambda moment: moment.total,
+    model = stage_model(step.config, step.mode, index, split.pipeline, split.layers)
+    return _bytes_of(step, split, index, model, micro_batches)
+
+
+def most_layers(
+    step: StepShape, split: Stages, index: int, *, limit: float, micro_batches: int
+) -> int:
+    """The most layers with which a stage of one group stays under so many bytes; 0 where one is too many.
+
+    They begin where the stage begins in `split`, so that they are of its kind where layers differ.
+    """
+    stage = stage_model(step.config, step.mode, index, split.pipeline, split.layers).whole.stage
+    assert stage is not None and len(stage.groups) == 1, "one group a stage"
+    num_layers = step.config.num_layers
+
+    def fits(count: int) -> bool:
+        first = min(stage.layers[0], num_layers - count)
+        part = replace(stage, groups=(range(first, first + count),))
+        model = _model_of(step.config, step.mode, part)
+        parts = _bytes_of(step, split, index, StageModel(model, (model,)), micro_batches)
+        return sum(parts.values()) <= limit
+
+    fitting = 0
+    too_many = num_layers + 1
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return fitting
+
+
+@lru_cache(maxsize=512)
+def _model_of(config: ModelConfig, mode: TrainingMode, stage: Stage) -> TrainedModel:
+    return TrainedModel(config, mode, stage)
+
+
+def layer_model(step: StepShape, number: int) -> TrainedModel:
+    """One layer of the model, without the ends."""
+    layer = range(number, number + 1)
+    stage = Stage(groups=(layer,), embeds=False, has_embedding=False, has_head=False)
+    return _model_of(step.config, step.mode, stage)
+
+
+def end_model(step: StepShape, *, is_head: bool) -> TrainedModel:
+    """What the last stage has in addition to its layers, or the first one."""
+    stage = Stage(
+        groups=(),
+        embeds=not is_head,
+        has_embedding=not is_head or shares_head(step.config),
+        has_head=is_head,
     )
-    adapter_values = count_values(stage_model.adapter.values())
+    return _model_of(step.config, step.mode, stage)
+
+
+def _bytes_of(
+    step: StepShape, split: Stages, index: int, model: StageModel, micro_batches: int | None
+) -> dict[str, float]:
+    # Once a pipeline is full, further micro-batches change nothing; of GPipe's each one is held.
+    filling = 4 * split.pipeline * split.chunks
+    if micro_batches is None:
+        micro_batches = 2 * split.pipeline
+    elif split.schedule != "gpipe":
+        micro_batches = min(micro_batches, filling)
+    passes = fullest_passes(
+        split.schedule,
+        stages=split.pipeline,
+        stage=index,
+        micro_batches=micro_batches,
+        chunks=split.chunks,
+    )
+    peak = max(
+        _stage_moments(step, model, passes, shards=split.shard), key=lambda moment: moment.total
+    )
+    states = 0.0
+    if not step.mode.offload:
+        states = model.whole.optimizer_bytes(step.optimizer, step.precision)
+    weights = model.whole.weight_bytes(step.precision) + model.whole.adapter_bytes
     parts = {
-        "weights": stage_model.weight_bytes(step.precision)
-        + float(adapter_values * step.mode.adapter_bytes),
+        "weights": weights / split.shard,
         "gradients": peak.gradients,
-        "optimizer": 0.0
-        if step.mode.offload
-        else stage_model.optimizer_bytes(step.optimizer, step.precision),
+        "optimizer": states / split.shard,
         "activations": peak.activations,
         "logits": peak.logits,
-        "half-precision copies": peak.copies,
+        "gathered layers" if split.shard > 1 else "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
     return parts | overhead_bytes(step, parts)
 
 
 def _stage_moments(
-    step: StepShape, index: int, stages: int, micro_batches: int, all_gradients: float
+    step: StepShape, model: StageModel, passes: tuple[PassInFlight, ...], *, shards: int
 ) -> Iterator[StepMoment]:
-    """The moments of the stage at which its memory can peak; `all_gradients`: bytes of its gradients.
+    """The moments of the stage at which its memory can peak: those of the passes that most others wait for.
 
-    With more micro-batches than stages, memory peaks with gradients. Otherwise it peaks once, before the first
-    gradient.
+    Each waiting pass keeps its inputs, the activations of its layers, its logits where they are not computed again and,
+    under autocast, the half-precision copies of its own forward. After the first backward all gradients of the
+    stage exist.
     """
-    in_flight = stages - index  # micro-batches of a stage when the pipeline is full
-    if micro_batches <= in_flight:
-        # The head's gradient exists on the last stage alone.
-        head_gradient = step.config.vocab_size * step.config.hidden_size * step.weight_bytes
-        absent_gradient = 0 if index == stages - 1 else head_gradient
-        first_backward = replace(step, accumulating=False)
-        for moment in _moments_with_waiting(first_backward, index, stages, micro_batches - 1):
-            gradients = max(0.0, min(moment.gradients - absent_gradient, all_gradients))
-            yield replace(moment, gradients=gradients)
-    if micro_batches > 1:
-        waiting = max(0, min(in_flight, micro_batches - 1) - 1)
-        later_backward = replace(step, accumulating=True)
-        for moment in _moments_with_waiting(later_backward, index, stages, waiting):
-            yield replace(moment, gradients=all_gradients)
+    all_gradients = model.whole.trainable_bytes(step.precision) / shards
+    for in_flight in passes:
+        group = model.groups[in_flight.chunk]
+        accumulating = not in_flight.is_first
+        group_step = replace(step, model=group, accumulating=accumulating)
+        *pass_moments, update = _moments(group_step, shards)
+        other_gradients = 0.0
+        if accumulating:
+            other_gradients = all_gradients - group.trainable_bytes(step.precision) / shards
 
+        waiting_activations = 0.0
+        waiting_logits = 0.0
+        waiting_copies = 0.0
+        for waiting_group, count in zip(model.groups, in_flight.waiting, strict=True):
+            waiting_step = replace(step, model=waiting_group)
+            waiting_activations += count * (
+                activation_bytes(waiting_step) + end_bytes(waiting_step)
+            )
+            waiting_logits += count * kept_logit_bytes(waiting_step)
+            if shards == 1:  # FSDP2 gathers weights in half precision, and autocast copies none
+                logits_moment = list(moments(waiting_step))[1]
+                waiting_copies += count * logits_moment.copies
+        for moment in pass_moments:
+            yield replace(
+                moment,
+                gradients=moment.gradients + other_gradients,
+                activations=moment.activations + waiting_activations,
+                logits=moment.logits + waiting_logits,
+                copies=moment.copies + waiting_copies,
+            )
 
-def _moments_with_waiting(
-    step: StepShape, index: int, stages: int, waiting: int
-) -> Iterator[StepMoment]:
-    """The moments of a stage, with so many micro-batches that wait for their backward.
-
-    Each of them keeps its inputs and, under autocast, the half-precision copies of its own forward.
-    """
-    forward, logits, *layer_moments, embeddings, update = moments(step)
-    input_bytes = INPUT_BYTES * step.tokens_per_micro_batch
-    waiting_activations = waiting * (activation_bytes(step) + input_bytes)
-    waiting_copies = waiting * logits.copies
-
-    stage_moments = [forward, logits] if index == stages - 1 else [replace(forward, logits=0.0)]
-    stage_moments += layer_moments
-    if index == 0:
-        stage_moments.append(embeddings)
-    for moment in stage_moments:
-        yield replace(
-            moment,
-            activations=moment.activations + waiting_activations,
-            copies=moment.copies + waiting_copies,
-        )
+    *_, update = _moments(replace(step, model=model.whole, accumulating=True), shards)
     yield update
+
+
+def _moments(step: StepShape, shards: int) -> list[StepMoment]:
+    return list(moments(step)) if shards == 1 else sharded_moments(step, shards)

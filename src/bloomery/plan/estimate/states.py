@@ -3,11 +3,12 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.model.config import ModelConfig, Stage
 from bloomery.model.counting import Layer, Shape, layers, parameter_shapes
 from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
@@ -63,6 +64,10 @@ class TrainedLayer:
     def trainable_values(self) -> int:
         return self.trained_values + self.adapter_values
 
+    @property
+    def trainable_names(self) -> tuple[str, ...]:
+        return (*self.trained, *self.adapter)
+
     def adapter_rank(self, module: str) -> int:
         """The rank of the adapter of a module ("self_attn.q_proj"); 0: it has none."""
         shape = self.adapter.get(f"{module}.lora_A")
@@ -100,15 +105,22 @@ class TrainedModel:
         shapes = parameter_shapes(self.config)
         if self.stage is None:
             return shapes
-        layer_names = {layer.name for layer in self._counted_layers}
+        return {name: shape for name, shape in shapes.items() if self.stage.has(name)}
 
-        def is_held(name: str) -> bool:
-            assert self.stage is not None
-            if ".layers." in name:
-                return _layer_and_inner_name(name)[0] in layer_names
-            return self.stage.has_embedding if ".embed_" in name else self.stage.has_head
+    @cached_property
+    def weight_count(self) -> int:
+        """Parameters of the model itself."""
+        return count_values(self.shapes.values())
 
-        return {name: shape for name, shape in shapes.items() if is_held(name)}
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens are embedded here: on the first stage of a pipeline."""
+        return self.stage is None or self.stage.embeds
+
+    @property
+    def has_head(self) -> bool:
+        """Whether losses are computed here: on the last stage of a pipeline."""
+        return self.stage is None or self.stage.has_head
 
     @cached_property
     def adapter(self) -> dict[str, Shape]:
@@ -143,11 +155,9 @@ class TrainedModel:
         return {**self.trained, **self.adapter}
 
     @property
-    def _counted_layers(self) -> tuple[Layer, ...]:
-        model_layers = layers(self.config)
-        if self.stage is None:
-            return model_layers
-        return tuple(model_layers[number] for number in self.stage.layers)
+    def layer_numbers(self) -> Sequence[int]:
+        """Of `layers`, in the whole model."""
+        return range(self.config.num_layers) if self.stage is None else self.stage.layers
 
     @cached_property
     def layers(self) -> tuple[TrainedLayer, ...]:
@@ -156,7 +166,9 @@ class TrainedModel:
         adapter = _by_layer(self.adapter)
         distinct: dict[object, TrainedLayer] = {}
         trained_layers = []
-        for layer in self._counted_layers:
+        model_layers = layers(self.config)
+        for number in self.layer_numbers:
+            layer = model_layers[number]
             layer_trained = trained.get(layer.name, {})
             layer_adapter = adapter.get(layer.name, {})
             facts = (
@@ -173,6 +185,11 @@ class TrainedModel:
         """`measure` of every layer in the order of forward; it is called once for layers that are alike."""
         measures = {layer: measure(layer) for layer in dict.fromkeys(self.layers)}
         return [measures[layer] for layer in self.layers]
+
+    def by_layer_number(self, measure: Callable[[int], T]) -> list[T]:
+        """`measure` of the number of every layer; it is called once for layers that are alike."""
+        number_of = dict(zip(reversed(self.layers), reversed(self.layer_numbers), strict=True))
+        return self.by_layer(lambda layer: measure(number_of[layer]))
 
     @cached_property
     def layer_matrices(self) -> tuple[Shape, ...]:
@@ -212,7 +229,12 @@ class TrainedModel:
 
     @property
     def trains_head(self) -> bool:
-        return self.head_name in self.trained
+        return self.has_head and self.head_name in self.trained
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding of the whole model is trained, on whatever stage it is."""
+        return not self.mode.frozen or EMBEDDING in self.mode.modules_to_save
 
     def trainable_bytes(self, precision: str) -> float:
         """Bytes of all trainable parameters, or of their gradients. An adapter has its own dtype."""

@@ -75,8 +75,7 @@ class StepShape:
     @property
     def residual_bytes(self) -> int:
         """Bytes of a value of the residual stream, which has the dtype of the embeddings."""
-        trains_embeddings = "model.embed_tokens.weight" in self.model.trained
-        if trains_embeddings or self.precision == "float16":
+        if self.model.trains_embedding or self.precision == "float16":
             return self.weight_bytes
         return self.element_bytes
 

@@ -1,0 +1,233 @@
+"""The links between the stages of a pipeline, tried before the first step with numbers that the receiver knows."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import final
+
+import torch
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes, format_seconds
+from bloomery.parallel.environment import LinkFailed
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.pipeline import (
+    BACKWARD,
+    FORWARD,
+    DeviceTransport,
+    HostTransport,
+    Transport,
+)
+from bloomery.plan.types import TrainPlan
+from bloomery.recipe.schema import PipelineTransport
+
+# Until a transfer has arrived; on GPUs the first one also begins a communicator.
+LINK_SECONDS = 60.0
+# float32 of a transfer
+CPU_NUMBERS = 2**18
+GPU_NUMBERS = 2**22
+# Each transfer is timed as often, and the fastest counts: the first one connects the ranks.
+ROUNDS = 3
+FIXES: dict[PipelineTransport, str] = {
+    "device": "set parallel.pipeline_link=host; `bloomery doctor --probe`; on AMD check that iommu=pt is set",
+    "host": "`bloomery doctor --probe` on both hosts; check the network and the memory of these hosts",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Transfer:
+    """Over one edge of a pipeline in one direction, between the ranks of one copy of the model."""
+
+    edge: int
+    direction: int
+    sender: int
+    receiver: int
+
+    def numbers(self, count: int, device: str) -> Tensor:
+        """[count] whole float32 numbers, at each place others than in any other transfer."""
+        key = (self.sender * 1024 + self.edge) * 2 + self.direction
+        # An odd factor maps keys below 2^24 to different starts; float32 holds each number below 2^24.
+        numbers = torch.arange(count, device=device) + key * 65_537
+        return numbers.remainder_(2**24).float()
+
+
+@final
+@dataclass(frozen=True)
+class LinkTrial:
+    """Every transfer of a pipeline arrived. `slowest`: of all copies, at `bytes_per_second`."""
+
+    transport: PipelineTransport
+    slowest: Transfer
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        path = {"device": "from GPU to GPU", "host": "through the host"}[self.transport]
+        ranks = f"rank {self.slowest.sender} to {self.slowest.receiver}"
+        rate = f"{format_bytes(int(self.bytes_per_second))}/s"
+        return f"pipeline {path}, slowest edge {ranks} at {rate}"
+
+
+def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | None:
+    """The way between stages that the plan names; of "auto" the faster one. None without a pipeline.
+
+    `hosts`: by rank. Raises UserError, with the same sentence on every rank, where a neighbor receives nothing or wrong
+    numbers; LinkFailed where only the GPUs' link fails and the plan leaves the choice to this trial.
+    """
+    if mesh.stages == 1:
+        return None
+    assert mesh.groups is not None, "a pipeline has groups"
+    num_edges = mesh.stages * plan.pipeline_chunks - 1
+    trials = list[LinkTrial]()
+    if plan.pipeline_link != "device":
+        host_transport = HostTransport(under_way=2 * num_edges)
+        trials.append(try_edges(mesh, host_transport, "host", num_edges, hosts))
+    if plan.pipeline_link != "host" and mesh.groups.edges:
+        device_transport = DeviceTransport(mesh.groups.edges, under_way=2 * num_edges)
+        try:
+            trials.append(try_edges(mesh, device_transport, "device", num_edges, hosts))
+        except UserError as error:
+            if plan.pipeline_link == "device":
+                raise
+            raise LinkFailed(error.problem, where=error.where, fix=error.fix) from error
+    assert trials, "the plan names a device link for GPUs alone"
+    # Every rank has the same figures, and so takes the same way.
+    return max(trials, key=lambda trial: trial.bytes_per_second)
+
+
+def try_edges(
+    mesh: Mesh,
+    transport: Transport,
+    name: PipelineTransport,
+    num_edges: int,
+    hosts: Sequence[str],
+) -> LinkTrial:
+    """Every edge in both directions: one after the other, timed, then all of them at once. Raises UserError."""
+    count = GPU_NUMBERS if mesh.device == "cuda" else CPU_NUMBERS
+    directions = list(product(range(num_edges), (FORWARD, BACKWARD)))
+    transfers = [_transfer(mesh, edge, direction) for edge, direction in directions]
+    best_seconds = [float("inf")] * len(transfers)
+
+    # 1. In one order on all ranks: a communicator of GPUs begins with its first transfer, for which both ranks wait.
+    for _ in range(ROUNDS):
+        for place, transfer in enumerate(transfers):
+            numbers = transfer.numbers(count, mesh.device)
+            mesh.barrier()
+            start = time.perf_counter()
+            problem = ""
+            if mesh.rank in (transfer.sender, transfer.receiver):
+                problem = _exchange(mesh, transport, [transfer], [numbers], hosts)
+            if mesh.rank == transfer.receiver:
+                best_seconds[place] = min(best_seconds[place], time.perf_counter() - start)
+            _agree(mesh, problem, name)
+
+    # 2. All at once, received in another order than sent: each edge and direction must have a queue of its own.
+    own_transfers = [
+        transfer for transfer in transfers if mesh.rank in (transfer.sender, transfer.receiver)
+    ]
+    numbers_of_transfers = [transfer.numbers(count, mesh.device) for transfer in own_transfers]
+    problem = _exchange(mesh, transport, own_transfers, numbers_of_transfers, hosts)
+    _agree(mesh, problem, name)
+
+    # 3. The slowest edge of all copies sets the pace.
+    seconds_by_rank = mesh.all_gather_floats(*best_seconds)
+    seconds, place, receiver = max(
+        (seconds, place, rank)
+        for rank, seconds_of_rank in enumerate(seconds_by_rank)
+        for place, seconds in enumerate(seconds_of_rank)
+        if seconds < float("inf")
+    )
+    edge, direction = directions[place]
+    slowest = _transfer(mesh, edge, direction, data_rank=receiver % mesh.data_world)
+    return LinkTrial(name, slowest, bytes_per_second=4 * count / seconds)
+
+
+def _transfer(mesh: Mesh, edge: int, direction: int, data_rank: int | None = None) -> Transfer:
+    """In the copy of the model that this rank is in, or another."""
+    if data_rank is None:
+        data_rank = mesh.data_rank
+    before, after = (
+        group % mesh.stages * mesh.data_world + data_rank for group in (edge, edge + 1)
+    )
+    if direction == FORWARD:
+        return Transfer(edge, direction, sender=before, receiver=after)
+    return Transfer(edge, direction, sender=after, receiver=before)
+
+
+def _exchange(
+    mesh: Mesh,
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    numbers: Sequence[Tensor],
+    hosts: Sequence[str],
+) -> str:
+    """Send and receive these transfers of this rank: the problem as a sentence, "" where all numbers are right.
+
+    `numbers`: of each transfer, those to send or to expect.
+    """
+    under_way = dict[Transfer, Tensor]()
+    waits_for = transfers[0]
+
+    def send_and_receive() -> None:
+        nonlocal waits_for
+        for transfer, sent in zip(transfers, numbers, strict=True):
+            if transfer.sender == mesh.rank:
+                waits_for = transfer
+                transport.send(sent, transfer.receiver, transfer.edge, transfer.direction)
+        for transfer, expected in reversed(list(zip(transfers, numbers, strict=True))):
+            if transfer.receiver == mesh.rank:
+                waits_for = transfer
+                empty = torch.empty_like(expected)
+                under_way[transfer] = transport.receive(
+                    empty, transfer.sender, transfer.edge, transfer.direction
+                )
+        transport.settle()
+        if mesh.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    failure = _within(LINK_SECONDS, send_and_receive)
+    if failure:
+        neighbor = waits_for.sender if waits_for.receiver == mesh.rank else waits_for.receiver
+        return f"{_rank(mesh.rank, hosts)} got no answer from {_rank(neighbor, hosts)}: {failure}"
+    for transfer, expected in zip(transfers, numbers, strict=True):
+        if transfer.receiver == mesh.rank and not torch.equal(under_way[transfer], expected):
+            receiver = _rank(mesh.rank, hosts)
+            return f"{receiver} received wrong numbers from {_rank(transfer.sender, hosts)}"
+    return ""
+
+
+def _within(seconds: float, work: Callable[[], None]) -> str:
+    """Run `work` in a thread that may never end: why it did not succeed, "" where it did."""
+    errors = list[Exception]()
+    current_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if current_device is not None:
+            torch.cuda.set_device(current_device)  # each thread has its own
+        try:
+            work()
+        except Exception as error:  # any: it is reported, and ends the run
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="trial of a link")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return f"waited {format_seconds(seconds)}"
+    return str(errors[0]).partition("\n")[0][:200] if errors else ""
+
+
+def _rank(rank: int, hosts: Sequence[str]) -> str:
+    return f"rank {rank} on {hosts[rank]}"
+
+
+def _agree(mesh: Mesh, problem: str, name: PipelineTransport) -> None:
+    """Raises UserError on all ranks where one has a problem: that of the first."""
+    problems = [problem for problem in mesh.all_gather_str(problem) if problem]
+    if problems:
+        raise UserError(
+            problems[0], where="links of the pipeline, before the first step", fix=FIXES[name]
+        )

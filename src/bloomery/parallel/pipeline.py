@@ -1,0 +1,275 @@
+"""Transfers between the stages of a pipeline: the residual stream forward, its gradient backward.
+
+They are autograd functions at the ends of a stage's layers, so that whatever runs a forward or a backward (training,
+evaluation, reference scores, sampling) runs it over a pipeline without knowing. Labels, positions and counts never
+travel: every stage reads the batch itself.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bloomery.model.adapters.settings import EMBEDDING, shares_head
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.parameters import local
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.transfers import has_own_memory, pinned_like
+
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
+FORWARD = 0
+BACKWARD = 1
+
+
+class Transport(Protocol):
+    """Moves tensors between two ranks. Tensors of one `edge` and direction arrive in the order in which they are sent.
+
+    Edge g joins group g of the model's layers to the next; `direction` is FORWARD or BACKWARD.
+    """
+
+    def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
+        """Does not wait for the neighbor; the tensor must not change before `settle`."""
+
+    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        """Fills and returns `empty`; waits for the neighbor."""
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+
+
+@final
+class _Sent:
+    """Tensors under way, which stay alive until they have left."""
+
+    def __init__(self, most_under_way: int) -> None:
+        self._most_under_way = most_under_way
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def add(self, work: dist.Work | None, tensor: Tensor) -> None:
+        assert work is not None, "a stage sends to another rank"
+        self._under_way.append((work, tensor))
+        self.settle(self._most_under_way)
+
+    def settle(self, most_under_way: int = 0) -> None:
+        """Wait for the oldest until at most so many are under way."""
+        while len(self._under_way) > most_under_way:
+            self._under_way.popleft()[0].wait()
+
+
+@final
+class HostTransport:
+    """Through the hosts' memory, by gloo: a copy to and from the device where tensors are on one.
+
+    Each edge and direction has a tag of its own, and so a queue: no order of a schedule can hang.
+    """
+
+    def __init__(self, under_way: int) -> None:
+        """`under_way`: transfers at most that were sent and not waited for."""
+        self._sent = _Sent(under_way)
+
+    def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
+        on_host = tensor.detach().contiguous()
+        if has_own_memory(tensor.device):
+            # The neighbor reads what was computed: the host waits for that, and for its copy.
+            on_host = pinned_like(on_host).copy_(on_host, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._sent.add(dist.isend(on_host, rank, tag=2 * edge + direction), on_host)
+
+    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        has_copy = has_own_memory(empty.device)
+        on_host = pinned_like(empty) if has_copy else empty
+        dist.recv(on_host, rank, tag=2 * edge + direction)
+        # The allocator reuses pinned memory only after copies out of it.
+        return empty.copy_(on_host, non_blocking=True) if has_copy else empty
+
+    def settle(self) -> None:
+        self._sent.settle()
+
+
+@final
+class DeviceTransport:
+    """From GPU to GPU, by NCCL or RCCL: the device waits for a neighbor, and the host goes on.
+
+    Each edge and direction is a process group of two ranks, with a communicator and a stream of its own, and so a
+    queue: over one queue per pair of ranks, 69 of 114 orders of schedules hang. Communicators begin with their first
+    tensor, for which both ranks wait: `preflight.check_ranks` sends it, edge by edge. Tested with gloo's groups; not
+    confirmed on hardware: a driver may put several streams into one queue of the GPU (GPU_MAX_HW_QUEUES,
+    CUDA_DEVICE_MAX_CONNECTIONS), which the preflight tries with all transfers of a rank under way at once.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, int], dist.ProcessGroup], under_way: int) -> None:
+        """`groups`: by edge and direction. `under_way`: as in HostTransport."""
+        self._groups = groups
+        self._sent = _Sent(under_way)
+
+    def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
+        contiguous = tensor.detach().contiguous()
+        work = dist.isend(contiguous, rank, group=self._groups[edge, direction])
+        self._sent.add(work, contiguous)
+
+    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        dist.recv(empty, rank, group=self._groups[edge, direction])
+        return empty
+
+    def settle(self) -> None:
+        self._sent.settle()
+
+
+def transport_of(mesh: Mesh, *, under_way: int) -> Transport:
+    """How this rank sends to its neighbors; `under_way`: as in HostTransport."""
+    if not mesh.sends_from_device:
+        return HostTransport(under_way)
+    assert mesh.groups is not None, "only pipelines have neighbors"
+    return DeviceTransport(mesh.groups.edges, under_way)
+
+
+@final
+class PipelineLink:
+    """The neighbors of one stage (`model.decoder.Link`). `width` and `dtype`: of the residual stream."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        transport: Transport,
+        *,
+        num_groups: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`num_groups`: of layers, on this stage."""
+        self._mesh = mesh
+        self._transport = transport
+        self._last_edge = mesh.stages * num_groups - 1
+        self._width = width
+        self._dtype = dtype
+        # An input of both functions that asks for a gradient: their backward runs on frozen stages, too, which have
+        # to take gradients off the queue and pass them on.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def receive(self, group: int, tokens_BT: Tensor) -> Tensor:
+        x_BTD: Tensor = _Receive.apply(self._anchor, self, self._number(group) - 1, tokens_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
+        return x_BTD
+
+    def send(self, group: int, x_BTD: Tensor) -> Tensor:
+        sent: Tensor = _Send.apply(x_BTD, self._anchor, self, self._number(group))  # type: ignore[no-untyped-call]  # as above
+        return sent
+
+    def share(self, output: Tensor | None) -> Tensor:
+        return self._mesh.broadcast_from_last_stage(output)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left: at the end of a step."""
+        with self._mesh.clock.measure("pipeline", self._mesh.device):
+            self._transport.settle()
+
+    def _number(self, group: int) -> int:
+        """Of this stage's group, in the model's order."""
+        return group * self._mesh.stages + self._mesh.stage
+
+    def _rank_of(self, number: int) -> int:
+        """The rank that has group `number` of the model, with the same sequences as this one."""
+        stage = number % self._mesh.stages
+        return stage * self._mesh.data_world + self._mesh.data_rank
+
+    def receive_stream(self, edge: int, tokens_BT: Tensor) -> Tensor:
+        shape = (*tokens_BT.shape, self._width)
+        empty = torch.empty(shape, dtype=self._dtype, device=tokens_BT.device)
+        with self._mesh.clock.measure("pipeline", self._mesh.device):
+            return self._transport.receive(empty, self._rank_of(edge), edge, FORWARD)
+
+    def send_stream(self, edge: int, x_BTD: Tensor) -> None:
+        assert x_BTD.dtype == self._dtype, f"the residual stream is {x_BTD.dtype}"
+        self._transport.send(x_BTD, self._rank_of(edge + 1), edge, FORWARD)
+
+    def receive_gradient(self, edge: int, empty: Tensor) -> Tensor:
+        with self._mesh.clock.measure("pipeline", self._mesh.device):
+            return self._transport.receive(empty, self._rank_of(edge + 1), edge, BACKWARD)
+
+    def send_gradient(self, edge: int, gradient: Tensor) -> None:
+        self._transport.send(gradient, self._rank_of(edge), edge, BACKWARD)
+
+
+@final
+@dataclass(frozen=True)
+class StageParameters:
+    """The trainable parameters of a whole model, of which each stage of a pipeline has some.
+
+    `tied_name`: of the one that is at both ends, "" without one. The first stage owns it: there it counts in the norm
+    and goes into checkpoints. Its gradients of both ends are summed, so that its updates are the same at both.
+    """
+
+    names: tuple[str, ...]
+    tied_name: str = ""
+
+    @classmethod
+    def of(cls, model: Decoder) -> "StageParameters":
+        """Of a whole model, before it is cut."""
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        tied_name = EMBEDDING_WEIGHT if shares_head(model.config) else ""
+        return cls(tuple(names), tied_name)
+
+    def owns(self, name: str, mesh: Mesh) -> bool:
+        """Whether this stage hands in a tensor: a parameter's own, or "parameter.slot" of an optimizer."""
+        is_tied = self.tied_name != "" and name.startswith(self.tied_name)
+        return not is_tied or mesh.stage == 0
+
+    def all_reduce_tied(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        """Sum the gradient of the tied matrix over both ends, in place, where it is trained."""
+        if self.tied_name not in parameters:
+            return
+        parameter = parameters[self.tied_name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        mesh.all_reduce_ends(local(parameter.grad))
+
+    def norms_of_all_stages(self, names: Sequence[str], norms: Tensor, mesh: Mesh) -> Tensor:
+        """[P]: the norm of each gradient of the model, in the model's order. `norms`: of this stage's, by `names`.
+
+        Each stage adds zeros in the places of others: the sum has the bits that one device would have.
+        """
+        places = {name: place for place, name in enumerate(self.names)}
+        owned = [index for index, name in enumerate(names) if self.owns(name, mesh)]
+        all_norms = norms.new_zeros(len(self.names))
+        all_norms[[places[names[index]] for index in owned]] = norms[owned]
+        return mesh.all_reduce_stages(all_norms)
+
+
+class _Receive(torch.autograd.Function):
+    """The residual stream over an edge; backward sends its gradient to where it came from."""
+
+    @staticmethod
+    def forward(
+        context: Any, _anchor: Tensor, link: PipelineLink, edge: int, tokens_BT: Tensor
+    ) -> Tensor:
+        context.link = link
+        context.edge = edge
+        return link.receive_stream(edge, tokens_BT)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, ...]:
+        context.link.send_gradient(context.edge, gradient)
+        return None, None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Sends the residual stream over an edge; a 0 whose backward receives the gradient of what was sent."""
+
+    @staticmethod
+    def forward(
+        context: Any, x_BTD: Tensor, _anchor: Tensor, link: PipelineLink, edge: int
+    ) -> Tensor:
+        context.link = link
+        context.edge = edge
+        context.shape = x_BTD.shape
+        context.dtype = x_BTD.dtype
+        link.send_stream(edge, x_BTD)
+        return x_BTD.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(context: Any, zero: Tensor) -> tuple[Tensor | None, ...]:
+        empty = torch.empty(context.shape, dtype=context.dtype, device=zero.device)
+        return context.link.receive_gradient(context.edge, empty), None, None, None

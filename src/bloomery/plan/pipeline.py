@@ -1,0 +1,244 @@
+"""What the stages of a pipeline hold and the order in which they take micro-batches: pure data, for step and plan.
+
+A pipeline of `stages` devices cuts the layers into `stages` x `chunks` groups. Device `stage` has the groups `stage`,
+`stage + stages`, ...: its chunks 0, 1, ... A micro-batch goes forward through all groups in turn, and backward through
+them in reverse.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from bloomery.model.adapters.settings import shares_head
+from bloomery.model.config import ModelConfig, Stage
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import PipelineSchedule
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one micro-batch through one chunk of a device."""
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
+
+
+def order(
+    schedule: PipelineSchedule, *, stages: int, stage: int, micro_batches: int, chunks: int = 1
+) -> list[Action]:
+    """What a device does in one step, in turn. One stage alternates forward and backward: gradient accumulation.
+
+    gpipe: every forward, then every backward (Huang et al., arXiv:1811.06965). 1f1b: as many forwards as stages
+    follow, then forward and backward in turn, so that at most `stages` micro-batches are in memory; interleaved: the
+    same over several chunks, with a smaller bubble (both Narayanan et al., arXiv:2104.04473).
+    """
+    if schedule == "gpipe":
+        assert chunks == 1, "GPipe has one group of layers a device"
+        forwards = [Action(True, 0, number) for number in range(micro_batches)]
+        backwards = [Action(False, 0, number) for number in range(micro_batches)]
+        return forwards + backwards
+
+    # Micro-batches go through the chunks in rounds of as many as there are stages: a device that has sent the last of
+    # a round from one chunk gets the first of them for its next chunk.
+    rounds = [
+        range(start, min(start + stages, micro_batches))
+        for start in range(0, micro_batches, stages)
+    ]
+    forwards = [
+        Action(True, chunk, number)
+        for round_ in rounds
+        for chunk in range(chunks)
+        for number in round_
+    ]
+    backwards = [
+        Action(False, chunk, number)
+        for round_ in rounds
+        for chunk in reversed(range(chunks))
+        for number in round_
+    ]
+
+    # Forwards before the first backward: until the first micro-batch is back from the stages that follow.
+    following = stages - stage - 1
+    ahead = following if chunks == 1 else 2 * following + (chunks - 1) * stages
+    ahead = min(ahead, len(forwards))
+    in_turn = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return forwards[:ahead] + in_turn + backwards[len(forwards) - ahead :]
+
+
+@dataclass(frozen=True)
+class PassInFlight:
+    """A pass at the end of its forward, or in its backward. `waiting`: other passes that the device holds, by chunk.
+
+    `is_first`: no backward has run before it in this step, so that there are no gradients.
+    """
+
+    chunk: int
+    waiting: tuple[int, ...]
+    is_first: bool
+
+
+@cache
+def fullest_passes(
+    schedule: PipelineSchedule, *, stages: int, stage: int, micro_batches: int, chunks: int = 1
+) -> tuple[PassInFlight, ...]:
+    """Of the passes of each chunk, before and after the first backward: the one that most others wait for.
+
+    Found by going through the order of the device itself.
+    """
+    in_flight = [0] * chunks
+    fullest = dict[tuple[int, bool], PassInFlight]()
+    is_first = True
+    for action in order(
+        schedule, stages=stages, stage=stage, micro_batches=micro_batches, chunks=chunks
+    ):
+        if action.is_forward:
+            in_flight[action.chunk] += 1
+        waiting = [count - (chunk == action.chunk) for chunk, count in enumerate(in_flight)]
+        key = (action.chunk, is_first)
+        if key not in fullest or sum(waiting) > sum(fullest[key].waiting):
+            fullest[key] = PassInFlight(action.chunk, tuple(waiting), is_first)
+        if not action.is_forward:
+            in_flight[action.chunk] -= 1
+            is_first = False
+    return tuple(fullest.values())
+
+
+def most_in_flight(
+    schedule: PipelineSchedule, *, stages: int, stage: int, micro_batches: int, chunks: int = 1
+) -> int:
+    """The largest number of passes of a device that wait for their backward: each holds a chunk's activations."""
+    passes = fullest_passes(
+        schedule, stages=stages, stage=stage, micro_batches=micro_batches, chunks=chunks
+    )
+    return max(1 + sum(fullest.waiting) for fullest in passes)
+
+
+def bubble(*, stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """The share of a step in which a device of an even pipeline waits: (P - 1) / (C M + P - 1)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def stage_of(
+    config: ModelConfig, index: int, stages: int, layers_by_group: Sequence[int] = ()
+) -> Stage:
+    """The stage of that index. `layers_by_group`: of all groups, in the model's order; empty: one even group a stage.
+
+    Group g is on stage g % stages. The last stage has the embedding, too, where the head is tied to it.
+    """
+    ends = list(accumulate(layers_by_group or even_groups(config.num_layers, stages), initial=0))
+    groups = [range(first, end) for first, end in pairwise(ends)]
+    assert ends[-1] == config.num_layers and len(groups) % stages == 0, "every layer is on a stage"
+    is_last = index == stages - 1
+    return Stage(
+        groups=tuple(groups[index::stages]),
+        embeds=index == 0,
+        has_embedding=index == 0 or (is_last and shares_head(config)),
+        has_head=is_last,
+    )
+
+
+def layer_names(stage: Stage) -> str:
+    """Such as "layers 0 to 3 and 8 to 11"."""
+    spans = [
+        f"{group[0]}" if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in stage.groups
+    ]
+    noun = "layer" if len(stage.layers) == 1 else "layers"
+    return f"{noun} {' and '.join(spans)}"
+
+
+def rank_name(rank: int, plan: RunPlan) -> str:
+    """Such as "rank 1", and of a pipeline "rank 1 (layers 8 to 15)"."""
+    train = plan.train
+    if train.pipeline == 1:
+        return f"rank {rank}"
+    stage = stage_of(
+        plan.model.config, rank // train.data_parallel, train.pipeline, train.pipeline_layers
+    )
+    return f"rank {rank} ({layer_names(stage)})"
+
+
+def even_groups(num_layers: int, groups: int) -> tuple[int, ...]:
+    """The layers of each group: as many as any other has, or one more or less."""
+    ends = [index * num_layers // groups for index in range(groups + 1)]
+    return tuple(end - first for first, end in pairwise(ends))
+
+
+def balanced_groups(
+    layer_costs: Sequence[float],
+    *,
+    stages: int,
+    chunks: int = 1,
+    embedding_cost: float = 0.0,
+    head_cost: float = 0.0,
+    most_layers: Sequence[int] = (),
+) -> tuple[int, ...] | None:
+    """The layers of each group such that the slowest stage is as fast as possible, then all as even as possible.
+
+    The costs of a micro-batch: of each layer, of the embedding in the first group, of the head in the last one.
+    `most_layers`: of each stage, at most, with one group a stage. None where the stages cannot hold all layers.
+    """
+    num_layers = len(layer_costs)
+    num_groups = stages * chunks
+    cost_before = [0.0, *accumulate(layer_costs)]
+
+    def cost_of(group: int, first: int, end: int) -> float:
+        cost = cost_before[end] - cost_before[first]
+        if group == 0:
+            cost += embedding_cost
+        if group == num_groups - 1:
+            cost += head_cost
+        return cost
+
+    # best[end]: (the most costly group, the sum of squares, the layers of each) of the groups so far over the first
+    # `end` layers. Every group has a layer, and leaves one for each that follows.
+    Cut = tuple[float, float, tuple[int, ...]]
+    best: dict[int, Cut] = {0: (0.0, 0.0, ())}
+    for group in range(num_groups):
+        most = most_layers[group] if most_layers else num_layers
+        extended = dict[int, Cut]()
+        for first, (slowest, squares, counts) in best.items():
+            last_end = num_layers - (num_groups - group - 1)
+            ends = range(first + 1, min(first + most, last_end) + 1)
+            for end in ends if group < num_groups - 1 else ends[last_end - first - 1 :]:
+                cost = cost_of(group, first, end)
+                figures = (max(slowest, cost), squares + cost * cost)
+                if end not in extended or figures < extended[end][:2]:
+                    extended[end] = (*figures, (*counts, end - first))
+        best = extended
+    if num_layers not in best:
+        return None
+    groups = best[num_layers][2]
+    return groups if chunks == 1 else _with_even_stages(groups, stages, cost_of)
+
+
+def _with_even_stages(
+    groups: tuple[int, ...], stages: int, cost_of: Callable[[int, int, int], float]
+) -> tuple[int, ...]:
+    """Even groups with layers moved between them as long as that makes the slowest stage faster, or stages more even.
+
+    A stage has several groups: when each of its groups is among the larger ones, it sets the pace.
+    """
+
+    def figures(counts: tuple[int, ...]) -> tuple[float, float]:
+        ends = list(accumulate(counts, initial=0))
+        costs = [0.0] * stages
+        for group, (first, end) in enumerate(pairwise(ends)):
+            costs[group % stages] += cost_of(group, first, end)
+        return round(max(costs), 9), round(sum(cost * cost for cost in costs), 9)
+
+    while True:
+        moved = [
+            tuple(
+                count - (group == source) + (group == target) for group, count in enumerate(groups)
+            )
+            for source, count_at_source in enumerate(groups)
+            if count_at_source > 1
+            for target in range(len(groups))
+            if target != source
+        ]
+        better = min(moved, key=figures, default=groups)
+        if figures(better) >= figures(groups):
+            return groups
+        groups = better
