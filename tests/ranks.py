@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+from bloomery.plan.pipeline import even_groups
 
 SECONDS = 180.0  # for one case, on a crowded machine
 COMPILING_SECONDS = 900.0  # more, where every rank compiles before its first step
@@ -113,9 +114,18 @@ def _serve(pipe: Connection) -> None:
                         dist.destroy_process_group()
 
 
-def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
-    """The same training over `replicate` x `shard` ranks: the same sequences in each step."""
+def on_ranks(
+    plan,
+    *,
+    replicate: int = 1,
+    shard: int = 1,
+    pipeline: int = 1,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+):
+    """The same training over `pipeline` x `replicate` x `shard` ranks: the same sequences in each step."""
     world = replicate * shard
+    groups = even_groups(plan.model.config.num_layers, pipeline * chunks) if pipeline > 1 else ()
     sequences = plan.train.accumulation * plan.train.micro_batch_size
     most = -(-sequences // world)  # of one rank
     micro = max(size for size in range(1, plan.train.micro_batch_size + 1) if most % size == 0)
@@ -123,6 +133,9 @@ def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
         update={
             "replicate": replicate,
             "shard": shard,
+            "pipeline": pipeline,
+            "pipeline_schedule": schedule,
+            "pipeline_layers": groups,
             "micro_batch_size": micro,
             "accumulation": most // micro,
             "empty_sequences": most * world - sequences,

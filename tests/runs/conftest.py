@@ -30,6 +30,12 @@ def dying_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return dies(tmp_path, monkeypatch, "dying_worker")
 
 
+@pytest.fixture
+def faulty_links_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, whose training child has faulty links as `link.txt` there states (`faulty_links_worker`)."""
+    return dies(tmp_path, monkeypatch, "faulty_links_worker")
+
+
 @pytest.fixture(params=["paper_worker", pytest.param("dying_worker", marks=pytest.mark.soak)])
 def paper_workshop(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

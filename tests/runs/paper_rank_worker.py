@@ -1,8 +1,8 @@
 """A training child of several ranks without torch: it does what `acts.json` next to the run states for its rank.
 
 An act is a list of words: "steps N" tells N steps (rank 0 only), "hang" sleeps outside every collective, "wait" sleeps
-inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save".
-"late" never begins; the others begin together.
+inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save",
+"say TEXT". "late" never begins; the others begin together.
 """
 
 import json
@@ -71,6 +71,8 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif word == "nap":
                 time.sleep(float(rest[0]))
+            elif word == "say":
+                print(" ".join(rest), flush=True)
             elif word == "save":
                 emit(Phase(step=1, name="saving"))
             elif word == "kill":

@@ -216,6 +216,32 @@ def wait_for(moment: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def ranks_of(folder: Path) -> list[int]:
+    """Processes of ranks of this test that still live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(folder).encode() in words and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def rank_process(run_dir: Path, rank: int) -> int | None:
+    """The process of a rank."""
+    for process in ranks_of(run_dir):
+        try:
+            variables = (Path("/proc") / str(process) / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables:
+            return process
+    return None
+
+
 def losses(run: Path) -> list[float | None]:
     """By step; every step is there exactly once."""
     steps = last_per_step(read_events(run / "events.jsonl"), StepDone)

@@ -315,7 +315,7 @@ def test_turns_that_begin_alike_are_read_once_and_say_the_same(family: str, tmp_
         assert held == ids + said[: len(held) - len(ids)] and len(held) >= len(ids)
         ids = [*ids, *said, *more]
     if not any(layer.rolls for layer in past.cache.layers):
-        assert past.rest(ids[:10], 50) == ids[9:10]
+        assert past.reuse(ids[:10], 50) == ids[9:10]
     assert list(sample_tokens(decoder, [2, *ids[1:]], cold, past)) == list(
         sample_tokens(decoder, [2, *ids[1:]], cold)
     )

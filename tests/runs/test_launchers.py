@@ -18,7 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
+from runs_of_bloomery import (
+    Bloomery,
+    losses,
+    rank_process,
+    ranks_of,
+    wait_for,
+    write_workshop,
+)
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
@@ -194,20 +201,6 @@ def test_the_run_folder_has_the_name_of_the_job(monkeypatch) -> None:
 # Ranks that compute nothing: what the launcher makes of their ends.
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """Processes of ranks of this test that still live."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if str(folder).encode() in words and state != "Z":
-            found.append(int(entry.name))
-    return found
-
-
 @pytest.fixture
 def act(tmp_path, monkeypatch):
     """Runs ranks with these acts; the error's sentence, or the exit code. None of them is left."""
@@ -266,6 +259,12 @@ def test_the_report_of_one_rank_is_told_with_its_number(act) -> None:
     assert told.startswith("error: unreadable") and "rank 1" in told
     told = act(["report same 1"], ["report same 1"])
     assert told.startswith("error: same") and "rank" not in told
+
+
+def test_a_lost_connection_does_not_hide_the_error_that_closed_it(act) -> None:
+    lost = "say RuntimeError: [enforce fail] Connection closed by peer [127.0.0.1]:3000"
+    told = act([lost, "exit 1"], ["nap 0.3", "say ValueError: the first cause", "exit 1"])
+    assert told.startswith("error: rank 1 of training failed after step 3: ValueError"), told
 
 
 def test_an_agreed_save_and_a_stop_before_the_first_step_are_75(act) -> None:
@@ -445,7 +444,7 @@ def test_a_second_rank_0_reads_what_a_first_that_is_gone_has_seen(
 
 def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     said = list[str]()
     board = Board(RunFolder(tmp_path / "run"), by_hand(1))
     assert board.wait(lambda: False, said.append) is None
@@ -458,7 +457,7 @@ def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
     tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
         _follow(by_hand(1), tmp_path / "run", "cpu")
     assert "waiting    for rank 0" in capsys.readouterr().err
@@ -587,14 +586,14 @@ def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
     time.sleep(0.5)
     assert not heard
     first.open()
-    first.word = None
+    first.message = None
     first.conclude(1)  # the run folder is not locked any more
     waiting.join(10)
     assert heard and heard[0].code == 1
 
 
 def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 0.5)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 0.5)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     Board(folder, launched(0, restart=0)).begin(resumed=False)
@@ -630,18 +629,6 @@ def bloomery(tmp_path) -> Bloomery:
 def one_thread(monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-
-
-def rank_process(run_dir: Path, rank: int) -> int | None:
-    """The process of a rank."""
-    for process in ranks_of(run_dir):
-        try:
-            variables = (Path("/proc") / str(process) / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RANK={rank}".encode() in variables:
-            return process
-    return None
 
 
 def struck(bloomery: Bloomery, number: int, *, rank: int | None, step: int) -> str:

@@ -13,7 +13,10 @@ import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, losses, wait_for
 
 import preloaded
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Machine
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
+from bloomery.runs import lifecycle
 from bloomery.train.model_folder import newest_valid, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
@@ -126,6 +129,61 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
         "checkpoint of step 3" in missing.stderr
         and "fix:   use one of these steps: " in missing.stderr
     )
+
+
+def test_a_refused_return_to_an_earlier_checkpoint_moves_nothing(
+    bloomery: Bloomery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bloomery.run(*TRAIN, "train.max_steps=4", "checkpoint.every=2 steps").returncode == 0
+    checkpoints = bloomery.run_dir / "checkpoints"
+    text = bloomery.folder / "text/0.txt"
+    machine = bloomery.run_dir / "machine.json"
+    first_text, first_machine = text.read_text(), machine.read_bytes()
+    goes_back = (*RESUME, "--from", "2")
+
+    def pressed() -> Machine:
+        os.kill(os.getpid(), signal.SIGINT)
+        return detect()
+
+    def assert_refused(code: int, problem: str, *words: str) -> None:
+        refused = bloomery.here(*goes_back, *words)
+        assert refused.returncode == code, refused.stderr
+        assert problem in " ".join(refused.stderr.split())
+        assert saved_steps(checkpoints) == [2, 4]
+        assert not list(checkpoints.glob("before-*"))
+
+    assert_refused(2, "no such device: '7'", "-d", "7")
+    assert_refused(1, "less than the 2 steps already trained", "train.max_steps=1")
+    machine.unlink()  # the run would be planned again
+    assert_refused(2, "no such device: '7'", "-d", "7")
+    machine.write_bytes(first_machine)
+
+    # Ctrl+C while the machine is read.
+    with monkeypatch.context() as patched:
+        patched.setattr(lifecycle, "detect", pressed)
+        assert_refused(75, "", "-d", "cpu")
+
+    shutil.rmtree(bloomery.folder / "prepared")
+    text.write_text("another text " * 50)
+    assert_refused(1, "prepared dataset has changed")
+
+    # Steps after the one that the user goes back to do not count for the new length.
+    shutil.rmtree(bloomery.folder / "prepared")
+    text.write_text(first_text)
+    shorter = bloomery.run(*goes_back, "train.max_steps=3")
+    assert shorter.returncode == 0, shorter.stderr
+    assert last(bloomery, Resumed).step == 2
+    assert saved_steps(checkpoints) == [2, 3]
+    assert list(checkpoints.glob("before-*/step-00000004"))
+
+
+def test_without_its_plan_a_run_goes_back_to_an_earlier_checkpoint(bloomery: Bloomery) -> None:
+    assert bloomery.run(*TRAIN, "train.max_steps=4", "checkpoint.every=2 steps").returncode == 0
+    (bloomery.run_dir / "plan.json").unlink()
+    resumed = bloomery.run(*RESUME, "--from", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert last(bloomery, Resumed).step == 2
+    assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
 
 
 def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) -> None:

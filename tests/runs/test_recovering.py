@@ -16,7 +16,7 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
 from bloomery.runs.supervisor import StageResult
-from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
+from bloomery.runs.worker import DIVERGED, FAILED, LINK_FAILED, OUT_OF_MEMORY, UNSOUND
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
@@ -160,6 +160,10 @@ def ending(code: int, *tail: str, problem: str = "") -> StageResult:
         ),
         (ending(-KILL), HALVED),
         (ending(OUT_OF_MEMORY, problem="memory ran out"), HALVED),
+        (
+            ending(LINK_FAILED, problem="rank 1 received wrong numbers from rank 0"),
+            "parallel.pipeline_link auto -> host; same numbers, slower transfers",
+        ),
         (ending(FAILED, "KeyError: 'x'"), None),
         (ending(FAILED, problem="the recipe is wrong"), None),
         (

@@ -145,6 +145,20 @@ def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
     assert len(told) == 1
 
 
+def test_another_link_of_a_pipeline_keeps_the_bits(plan) -> None:
+    stored = plan(GPU)
+    now, told = moved(stored, plan(GPU, "parallel.pipeline_link=host"))
+    assert now.train.pipeline_link == "host"
+    assert told == ["train.pipeline_link: auto -> host"]
+
+
+def test_cpus_have_one_link(plan) -> None:
+    assert plan(CPU).train.pipeline_link == "host"
+    assert plan(CPU, "parallel.pipeline_link=device").train.pipeline_link == "host"
+    with pytest.raises(UserError, match="on CPUs, which have no device link"):
+        plan(CPU, "parallel.pipeline=2", "parallel.pipeline_link=device")
+
+
 def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
     words = ["train.max_steps=200"]
     stored = plan(CPU)

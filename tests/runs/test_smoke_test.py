@@ -136,12 +136,12 @@ def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evalu
     seen = SmokeTest(plan_of(device="cpu"))
     for event in (step_done(1), Saved(step=1, path="x", bytes=1, seconds=0.0), step_done(2)):
         seen.events.append(event)
-        smoke._until_killed(seen, event, requests)
+        smoke._kill_after_checkpoint(seen, event, requests)
     assert asked == [1]
     seen.events.append(step_done(3))
     with pytest.raises(smoke.KilledOnPurpose):
-        smoke._until_killed(seen, seen.events[-1], requests)
-    assert sorted(seen.before) == [2, 3]
+        smoke._kill_after_checkpoint(seen, seen.events[-1], requests)
+    assert sorted(seen.lost_losses) == [2, 3]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk() -> None:
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk
     with pytest.raises(
         UserError, match="cannot write the checkpoint: No space left on device"
     ) as caught:
-        smoke._until_killed(SmokeTest(plan_of(device="cpu")), event, None)
+        smoke._kill_after_checkpoint(SmokeTest(plan_of(device="cpu")), event, None)
     assert "--run-dir" in caught.value.fix
 
 
@@ -167,17 +167,24 @@ def test_what_would_fail_on_day_six_fails_now_and_is_kept(dying_workshop: Path) 
 def test_a_kill_that_is_not_repeated_bitwise_fails_where_that_is_promised(
     tmp_path: Path, monkeypatch
 ) -> None:
-    seen = SmokeTest(plan_of(device="cpu"), before={3: 1.0}, after={3: 1.0 + 1e-7})
+    seen = SmokeTest(plan_of(device="cpu"), lost_losses={3: 1.0}, repeated_losses={3: 1.0 + 1e-7})
     assert seen.differing == [3]
-    assert SmokeTest(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.0 + 1e-7}).differing == []
-    assert SmokeTest(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.1}).differing == [3]
+    assert (
+        SmokeTest(
+            plan_of(device="cuda"), lost_losses={3: 1.0}, repeated_losses={3: 1.0 + 1e-7}
+        ).differing
+        == []
+    )
     assert SmokeTest(
-        plan_of(device="cuda", deterministic=True), before={3: 1.0}, after={3: 1.01}
+        plan_of(device="cuda"), lost_losses={3: 1.0}, repeated_losses={3: 1.1}
+    ).differing == [3]
+    assert SmokeTest(
+        plan_of(device="cuda", deterministic=True), lost_losses={3: 1.0}, repeated_losses={3: 1.01}
     ).differing == [3]
 
     monkeypatch.setattr(smoke, "resume", lambda folder, **_: type("Run", (), {"folder": folder}))
     with pytest.raises(UserError, match="loss of step 3 differs after the resume") as caught:
-        smoke._repeated(seen, tmp_path)
+        smoke._repeat_lost_steps(seen, tmp_path)
     assert "bitwise identical" in caught.value.problem
 
 
@@ -187,7 +194,7 @@ def test_the_shortened_plan_keeps_the_mathematics() -> None:
     for section in ("model", "data", "optimizer"):
         assert getattr(short, section) == getattr(plan, section)
     assert short.train == plan.train
-    assert shortened(plan_of(steps=3)).train.steps == smoke.LONG
+    assert shortened(plan_of(steps=3)).train.steps == smoke.UNREACHED_STEPS
     assert shortened(plan_of(steps=None, seconds=60.0)).train.steps is None
 
 
@@ -195,7 +202,9 @@ def test_the_shortened_plan_keeps_the_mathematics() -> None:
     ("free", "code", "verdict"), [(7 * GIB, 0, "ready"), (6 * GIB, 1, "not ready")]
 )
 def test_a_disk_that_is_too_small_is_said(capsys, free: int, code: int, verdict: str) -> None:
-    found = Requirements(seconds=3600.0 * 24 * 5, checkpoints=6 * GIB, events=GIB // 2, free=free)
+    found = Requirements(
+        seconds=3600.0 * 24 * 5, checkpoint_bytes=6 * GIB, event_bytes=GIB // 2, free_bytes=free
+    )
     assert _report_requirements(found, "tiny.yaml") == code
     out = capsys.readouterr().out
     assert out.splitlines()[1].startswith(verdict)

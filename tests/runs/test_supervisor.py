@@ -51,6 +51,8 @@ def test_of_a_traceback_the_exception_is_told() -> None:
     later = (*tail, "note: rerun with TORCH_LOGS=all", "frame: 7 of 9")
     assert "training failed after step 7: RuntimeError: no such op" in told(1, *later)
     assert "StopIteration" in told(1, "Traceback", "StopIteration", "done")
+    of_a_rank = [f"[rank1]: {line}" for line in later]
+    assert "training failed after step 7: RuntimeError: no such op" in told(1, *of_a_rank)
 
 
 def test_without_a_word_it_says_so() -> None:

@@ -40,7 +40,9 @@ def demo_plan(*, steps: int = 100) -> RunPlan:
 def test_the_demo_is_planned_from_its_timed_steps_to_its_last_file():
     plan = demo_plan()
     validation = 10 * plan.train.tokens_per_step
-    forecast = forecast_of(plan, elapsed=20.0, done=12, step=0.5, start=4.0, validation=validation)
+    forecast = forecast_of(
+        plan, elapsed=20.0, finished_steps=12, step=0.5, start=4.0, validation=validation
+    )
     # as steps without backward
     evaluated = 5 * 4 * plan.data.sequence_length / plan.train.tokens_per_step + 2 * 10
     assert forecast.total == pytest.approx(

@@ -118,6 +118,23 @@ def test_adamw_is_torchs_with_decay_on_matrices_and_embeddings_only():
         torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("part", ["matrices", "norms"])
+def test_muon_needs_no_matrices_and_nothing_else(part):
+    """LoRA trains matrices alone; a stage of a pipeline may train norms alone, or nothing."""
+    plan = PLAN.model_copy(update={"kind": "muon"})
+    layer = nn.Linear(4, 4, bias=False) if part == "matrices" else nn.LayerNorm(4, bias=False)
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones_like(before)
+    optimizer = build_optimizer(model, plan)
+    optimizer.step(1.0)
+    assert len(optimizer.members) == 1 and not torch.equal(layer.weight, before)
+
+    nothing = build_optimizer(nn.Module(), plan)
+    nothing.step(1.0)
+    assert nothing.named_tensors() == {} and nothing.parameters == []
+
+
 def test_muon_takes_block_matrices_and_adamw_the_rest():
     optimizer = build_optimizer(toy(), PLAN.model_copy(update={"kind": "muon"}))
     model_names = {name for name, _ in toy().named_parameters()}

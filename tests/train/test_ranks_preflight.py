@@ -3,12 +3,15 @@
 import errno
 import os
 import random
+import re
 import shutil
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans_for_tests import tiny_plan
+from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.core.errors import UserError
 from bloomery.train.diagnostics.step_health import Stragglers
@@ -79,6 +82,113 @@ def test_healthy_ranks_agree_in_a_fifth_of_a_second(prepared, tmp_path) -> None:
     told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), "")
     assert all("2 ranks (2 on " in text and "all-reduce of" in text for text in told)
     assert min(float(text.split()[-1]) for text in told) < 0.2
+
+
+def checked_pipeline(plan_json: str, folder: str, fault: str) -> str:
+    """On every rank: the error of a pipeline's preflight, or its result. The first or the last rank is at fault."""
+    from bloomery.parallel import links, preflight
+    from bloomery.parallel.pipeline import DeviceTransport, HostTransport
+    from bloomery.parallel.process_group import edge_groups
+    from bloomery.plan.types import RunPlan
+
+    plan = RunPlan.model_validate_json(plan_json)
+    mesh = preflight.meet(plan.train)
+    faulty_class = DeviceTransport if fault.startswith("device") else HostTransport
+    send, receive, patience = faulty_class.send, faulty_class.receive, links.LINK_SECONDS
+    if faulty_class is DeviceTransport:
+        groups = edge_groups(plan.train, mesh.rank, backend="gloo")
+        mesh = replace(mesh, groups=replace(mesh.groups, edges=groups))
+    try:
+        if fault.endswith("wrong") and mesh.rank == mesh.world - 1:
+            faulty_class.receive = lambda self, empty, *way: receive(self, empty, *way).add_(1)
+        if fault.endswith("swapped"):  # two edges share a queue, and each gets what the other sent
+            faulty_class.send = lambda self, tensor, rank, edge, way: send(self, tensor, rank, 0, 0)
+            faulty_class.receive = lambda self, empty, rank, edge, way: receive(
+                self, empty, rank, 0, 0
+            )
+        if fault.endswith("silent"):
+            links.LINK_SECONDS = 1.0
+            if mesh.rank == 0:
+                faulty_class.send = lambda self, tensor, *way: None
+        found = preflight.check_ranks(mesh, plan, Path(folder))
+        return f"{found.link.transport}: {found}"
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        faulty_class.send, faulty_class.receive = send, receive
+        links.LINK_SECONDS = patience
+
+
+def pipeline_plan(prepared, *, chunks: int = 1, **train):
+    plan = tiny_plan(prepared, config=tiny_config(num_layers=4))
+    several = on_ranks(plan, pipeline=2, chunks=chunks)
+    return several.model_copy(update={"train": several.train.model_copy(update=train)})
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("wrong", r"rank 1 on (\S+) received wrong numbers from rank 0 on \1\n"),
+        ("swapped", r"rank [01] on (\S+) received wrong numbers from rank [01] on \1\n"),
+        ("silent", r"rank 1 on (\S+) got no answer from rank 0 on \1: waited 1.0 s\n"),
+    ],
+)
+def test_a_neighbor_whose_link_fails_is_named_with_this_rank(prepared, tmp_path, fault, expected):
+    plan = pipeline_plan(prepared, chunks=2)
+    start = time.monotonic()
+    told = ranks(2).call(checked_pipeline, plan.model_dump_json(), str(tmp_path), fault)
+    assert time.monotonic() - start < 30
+    assert told[0] == told[1]
+    assert re.match(f"UserError: error: {expected}", told[0]), told
+    assert "doctor --probe" in told[0]
+
+
+@pytest.mark.parametrize("fault", ["device wrong", "device silent"])
+@pytest.mark.parametrize("link", ["auto", "device"])
+def test_gpus_that_cannot_send_to_each_other_have_a_fallback(prepared, tmp_path, fault, link):
+    plan = pipeline_plan(prepared, pipeline_link=link)
+    told = ranks(2).call(checked_pipeline, plan.model_dump_json(), str(tmp_path), fault)
+    assert told[0] == told[1]
+    assert told[0].startswith("LinkFailed" if link == "auto" else "UserError"), told
+    assert "rank 1 on " in told[0] and "rank 0 on " in told[0]
+    assert "set parallel.pipeline_link=host" in told[0] and "iommu=pt" in told[0]
+
+
+@pytest.mark.parametrize("link", ["auto", "device", "host"])
+def test_both_links_of_a_pipeline_are_tried_and_one_is_taken(prepared, tmp_path, link):
+    plan = pipeline_plan(prepared, chunks=2, pipeline_link=link)
+    told = ranks(2).call(checked_pipeline, plan.model_dump_json(), str(tmp_path), "device")
+    taken = [text.partition(":")[0] for text in told]
+    assert taken[0] == taken[1] and (link == "auto" or taken[0] == link), told
+    assert re.search(r"slowest edge rank [01] to [01] at [\d.]+ [KMG]iB/s; ", told[0]), told
+
+
+def test_the_slowest_edge_of_all_copies_is_named(prepared, tmp_path):
+    plan = on_ranks(tiny_plan(prepared, config=tiny_config(num_layers=4)), pipeline=2, replicate=2)
+    told = ranks(4).call(slow_link, plan.model_dump_json(), str(tmp_path))
+    assert all("slowest edge rank 3 to 1 at" in text for text in told), told
+
+
+def slow_link(plan_json: str, folder: str) -> str:
+    """On every rank: the result of the preflight, where the way from rank 3 to rank 1 is slow."""
+    from bloomery.parallel import preflight
+    from bloomery.parallel.pipeline import HostTransport
+    from bloomery.plan.types import RunPlan
+
+    plan = RunPlan.model_validate_json(plan_json)
+    mesh = preflight.meet(plan.train)
+    receive = HostTransport.receive
+
+    def slow(self, empty, rank, edge, direction):
+        if (mesh.rank, rank) == (1, 3):
+            time.sleep(0.3)
+        return receive(self, empty, rank, edge, direction)
+
+    HostTransport.receive = slow
+    try:
+        return str(preflight.check_ranks(mesh, plan, Path(folder)))
+    finally:
+        HostTransport.receive = receive
 
 
 def exchanged_strings(plan_json: str, strings: list[str]) -> tuple[list[str], str]:
@@ -161,6 +271,11 @@ def test_a_straggler_is_named_once_within_a_hundred_steps() -> None:
             (step, rank, times) for rank, times in stragglers.note([1.0, slow, 1.0, 1.1]).items()
         ]
     assert named == [(99, 1, 1.5)]
+    # The second of two stages has more layers, and one of its ranks is slow.
+    uneven, named = Stragglers(stages=2), []
+    for _ in range(100):
+        named += uneven.note([1.0, 1.0, 1.0, 2.0, 2.0, 3.0]).items()
+    assert named == [(5, 1.5)]
     noisy = Stragglers()
     draw = random.Random(0)
     assert not any(noisy.note([draw.uniform(0.9, 1.2) for _ in range(4)]) for _ in range(1000))

@@ -10,10 +10,11 @@ from bloomery.core.units import GIB
 from bloomery.data.prepare.prepare import prepare
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.plan.gather import gather
+from bloomery.plan.pipeline import bubble
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
-from ranks import losses, train
+from ranks import fields, losses, train
 
 LLAMA = {
     "family": "llama",
@@ -47,6 +48,15 @@ TWINS = {
         CHATS | {"columns": {"input": "context", "output": "response"}},
     ),
 }
+# By recipe, as TWINS: those that set a pipeline. Their twins have two stages.
+PIPELINES = {
+    "llama2-7b-pipeline-2gpu": (
+        LLAMA | {"num_kv_heads": 4},
+        CHATS | {"chat": {"template": "chatml"}},
+    ),
+    "llama2-30b-pipeline-4gpu": (LLAMA | {"num_kv_heads": 4}, CHATS),
+    "llama2-30b-pipeline-6gpu-long": (LLAMA | {"num_kv_heads": 1}, CHATS),
+}
 MESHES = [
     (2, 1),
     (1, 2),
@@ -78,7 +88,7 @@ def texts(tmp_path_factory) -> Path:
 
 def planned(name: str, texts: Path, folder: Path, gpus: int, **parallel: int) -> RunPlan:
     """The plan of the recipe's twin for so many CPU ranks."""
-    model, data = TWINS[name]
+    model, data = (TWINS | PIPELINES)[name]
     recipe = folder / f"{name}-tiny.yaml"
     sections = {
         "extends": name,
@@ -128,6 +138,29 @@ def test_a_twin_takes_the_steps_of_one_rank(name, replicate, shard, texts, tmp_p
     several = train(plan, tmp_path / "several")
     assert losses(several).keys() == {1, 2}
     assert losses(several) == pytest.approx(losses(alone), rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_has_the_losses_of_one_rank_bit_for_bit(name, texts, tmp_path) -> None:
+    plan = planned(name, texts, tmp_path, 2, pipeline=2)
+    assert (plan.train.pipeline, plan.train.pipeline_layers) == (2, (1, 1))
+    several = train(plan, tmp_path / "several")
+    # One rank with the same micro-batches: sums of other ones round differently.
+    one_rank = plan.train.model_copy(update={"pipeline": 1, "pipeline_layers": ()})
+    alone = train(plan.model_copy(update={"train": one_rank}), tmp_path / "one")
+    assert losses(several).keys() == {1, 2}
+    assert losses(several) == losses(alone)
+    for figure in ("parameters", "trainable"):  # of the whole model, not of a stage
+        assert fields(several, "RunStarted")[0][figure] == fields(alone, "RunStarted")[0][figure]
+
+
+def test_recipes_of_a_pipeline_keep_every_stage_busy_for_most_of_a_step() -> None:
+    for name in PIPELINES:
+        recipe = load_recipe(name).recipe
+        stages = recipe.parallel.pipeline
+        micro_batches = recipe.train.tokens_per_step // recipe.data.sequence_length
+        assert bubble(stages=stages, micro_batches=micro_batches) < 0.15
+        assert f"-{stages}gpu" in name
 
 
 def test_recipes_for_eight_gpus_split_their_steps_into_eight() -> None:

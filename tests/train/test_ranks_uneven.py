@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from test_ranks_features import CASES, CONFIG, FEATURES, folders, plan_of  # noqa: F401  # folders: a fixture
 
-from bloomery.plan.unsupported import AXES
 from bloomery.recipe.schema import Kto, Lora, Preference, Sft
 from ranks import fields, losses, on_ranks, train
 
@@ -68,7 +67,7 @@ CELLS = [
         marks=[] if feature.name in QUICK and number == 0 else [pytest.mark.soak],
     )
     for feature in FEATURES
-    for axis in AXES
+    for axis in MESHES.values()
     if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
     # Three devices would divide a block of their states: refused, see tests/plan/test_mesh.py.

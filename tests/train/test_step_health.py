@@ -9,7 +9,14 @@ from torch import nn
 
 from bloomery.data.batch import Batch
 from bloomery.monitor.events import StepDone, StepHealth
-from bloomery.train.diagnostics.step_health import EARLY, HealthCheck, label_facts, pair_excess
+from bloomery.train.diagnostics.step_health import (
+    EARLY,
+    SLOW_STEPS,
+    HealthCheck,
+    Stragglers,
+    label_facts,
+    pair_excess,
+)
 from bloomery.train.objectives import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
@@ -34,7 +41,14 @@ def test_the_ratio_is_that_of_root_mean_squares():
     moved.grad, kept.grad = torch.ones_like(moved), torch.zeros_like(kept)
     with health_check.watching(), torch.no_grad():
         moved.mul_(1.25)
-    told = health_check.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
+    told = health_check.report(
+        5,
+        [batch_of([1, 2], [2, 3])],
+        OBJECTIVE,
+        updates=health_check.take_updates(),
+        compiled=False,
+    )
+    assert health_check.take_updates() == {}
     every = 300 * 50 + 40 * 40 + 7
     assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
     assert told.unchanged_share == pytest.approx((40 * 40 + 7) / every) and told.unchanged == "kept"
@@ -44,7 +58,7 @@ def test_the_ratio_is_that_of_root_mean_squares():
 
 def test_a_step_that_was_not_taken_has_no_ratio():
     told = HealthCheck({"w": nn.Parameter(torch.ones(2, 2))}).report(
-        1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
+        1, [batch_of([1, 2], [2, 3])], OBJECTIVE, updates={}, compiled=False
     )
     assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.unchanged) == (
         None,
@@ -100,3 +114,34 @@ def test_vitals_come_early_and_with_the_monitor(prepared, tmp_path):
         told.labels_next == 1.0 and told.unchanged_share == 0.0 for told in run.of(StepHealth)
     )
     assert all(100 < step.loss_tokens <= 128 for step in run.of(StepDone))
+
+
+def test_a_rank_is_slow_next_to_those_of_its_stage():
+    """Two stages of three ranks; the second one's layers take twice as long, and its second rank 1.5 times that."""
+    stragglers = Stragglers(stages=2)
+    named, slowest = [], []
+    for _ in range(2 * SLOW_STEPS):
+        named.append(stragglers.note([1.0, 1.1, 0.9, 2.0, 3.0, 2.1]))
+        slowest.append(stragglers.slowest_stage())
+    found = [ranks for ranks in named if ranks]
+    assert [ranks.keys() for ranks in found] == [{4}] and found[0][4] == pytest.approx(3 / 2.1)
+    assert [stage for stage in slowest if stage] == [(1, pytest.approx(2.1))]
+    assert slowest.index((1, pytest.approx(2.1))) == SLOW_STEPS - 1
+
+
+def test_stages_that_take_turns_at_being_slow_are_even():
+    stragglers = Stragglers(stages=2)
+    for step in range(300):
+        assert stragglers.note([1.0, 1.4] if step % 2 else [1.4, 1.0]) == {}
+        assert stragglers.slowest_stage() is None
+    single = Stragglers()
+    for _ in range(300):
+        single.note([1.0, 1.5])
+        assert single.slowest_stage() is None
+
+
+def test_a_stage_without_trainable_parameters_measures_nothing():
+    health_check = HealthCheck({})
+    with health_check.watching():
+        pass
+    assert health_check.take_updates() == {}

@@ -538,7 +538,7 @@ def _late(history: RunHistory, facts: PlanFacts, *, explained: bool) -> Iterator
     if facts.step_seconds is None:
         return
     planned_most = facts.step_seconds[1]
-    seconds = median(step.step_seconds for step in history.recent)
+    seconds = median(step.update_seconds for step in history.recent)
     if seconds > LATE * planned_most:
         cause = "" if explained else ", for no measured reason"
         times = seconds / planned_most

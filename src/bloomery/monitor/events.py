@@ -74,6 +74,14 @@ class StepDone(Event):
     metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the step
     # A part of `step_seconds`, by axis of the mesh.
     communication_seconds: dict[str, float] = field(default_factory=dict)
+    # Parts of `step_seconds`, where the step drew completions: drawing them, and waiting for their rewards.
+    rollout_seconds: float | None = None
+    reward_seconds: float | None = None
+
+    @property
+    def update_seconds(self) -> float:
+        """The step without drawing completions and their rewards."""
+        return self.step_seconds - (self.rollout_seconds or 0.0) - (self.reward_seconds or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

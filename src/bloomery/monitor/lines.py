@@ -58,7 +58,8 @@ def titled(title: str, *texts: str) -> list[str]:
 
 def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
     """Titles and widths."""
-    name = {"token": "val bpb", "label": "val loss"}.get(loss_unit, "val loss, acc")
+    names = {"token": "val bpb", "label": "val loss", "completion": "val reward"}
+    name = names.get(loss_unit, "val loss, acc")
     widths = {
         "step": 6,
         "tokens": 11,

@@ -78,11 +78,13 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
 
 
 def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
-    """Bits per byte where they are known, else the loss and the accuracy."""
+    """Bits per byte where they are known, the reward of completions, else the loss and the accuracy."""
     if evaluation.bits_per_byte is not None:
         return f"{evaluation.bits_per_byte:.{digits}f}"
     if evaluation.loss is None:
         return "not finite"
+    if (reward := evaluation.metrics.get("reward")) is not None:
+        return f"{reward:.{digits + 1}f}"
     accuracy = evaluation.metrics.get("accuracy")
     loss = f"{evaluation.loss:.{digits}f}"
     return loss if accuracy is None else f"{loss}, accuracy {accuracy:.{digits - 2}%}"

@@ -6,7 +6,8 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device
-from bloomery.plan.unsupported import refusals
+from bloomery.plan.mesh import sizes_of
+from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
 
 MOST_CPU_RANKS = 64  # each holds a copy of PyTorch, and they share the cores
@@ -73,7 +74,7 @@ def device_count(
     Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.
     Raises UserError where `parallel` asks for more, or for another number than was chosen.
     """
-    sizes = (recipe.parallel.replicate, recipe.parallel.shard)
+    sizes = sizes_of(recipe.parallel)
     sizes_set = [size for size in sizes if size != "auto"]
     product = 1
     for size in sizes_set:
@@ -86,17 +87,13 @@ def device_count(
             if not machine.accelerators
             else ",".join(map(str, range(product)))
         )
-        fix = f"pass --devices {device_list}, or change parallel.replicate and parallel.shard"
+        fix = f"pass --devices {device_list}, or change the sizes of parallel"
         if started_by:
-            fix = f"start {product} processes with {started_by}, or change parallel.replicate and parallel.shard"
+            fix = f"start {product} processes with {started_by}, or change the sizes of parallel"
         raise UserError(problem, where="parallel", fix=fix, code=2)
     if exact:
         count = product
-    elif (
-        count > 1
-        and not user_named
-        and all(refusals(recipe, axis) for axis in ("replicate", "shard"))
-    ):
+    elif count > 1 and not user_named and all(refusals(recipe, axis) for axis in AXES):
         count = 1
     if count < len(machine.accelerators):
         machine = only(machine, {device.index for device in _alike(machine)[:count]})
@@ -106,10 +103,8 @@ def device_count(
 def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
-    sizes_set = [
-        size for size in (recipe.parallel.replicate, recipe.parallel.shard) if size != "auto"
-    ]
-    if max([*sizes_set, 1]) > count or recipe.parallel.pipeline > 1:
+    sizes = sizes_of(recipe.parallel)
+    if max([1, *(size for size in sizes if size != "auto")]) > count:
         return narrow, 1
     return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
 

@@ -21,13 +21,22 @@ from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Command, Recipe
+from bloomery.recipe.schema import Command, PythonReward, Recipe
 from bloomery.runs.folder import RunFolder
 
 
 def commands_of(recipe: Recipe) -> frozenset[str]:
     """The hooks of `logging.trackers`."""
     return frozenset(sink.command for sink in recipe.logging.trackers if isinstance(sink, Command))
+
+
+def reward_files(recipe: Recipe) -> tuple[Path, ...]:
+    """The Python files of `rewards`: code that training runs."""
+    return tuple(
+        Path(reward.python.rpartition(":")[0])
+        for reward in recipe.rewards
+        if isinstance(reward, PythonReward)
+    )
 
 
 def remember(run_dir: Path, commands: Iterable[str]) -> None:

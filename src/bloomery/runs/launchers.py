@@ -40,7 +40,9 @@ JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID"
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,264 devices
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-FIRST_WORD_SECONDS = 300.0  # for rank 0 to lock the run folder
+# Keeps this name: a job that is started again after an update finds by it that the run is its own (`began_by`).
+MESSAGE_FILE = "word.json"
+FIRST_MESSAGE_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
 POLL_SECONDS = 0.2
 QUIET_SECONDS = 10.0  # a process that waits for another rank longer says so
@@ -257,7 +259,7 @@ class Ended(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Word:
+class Message:
     """The message of rank 0 to the others: train now (again: `attempt`), or the exit code."""
 
     start: str
@@ -284,7 +286,7 @@ class Board:
             launch=launch.meeting,
             variables=launch.variables,
         )
-        self.word: Word | None = None
+        self.message: Message | None = None
         self.met = False  # as another rank: whether rank 0 has been seen at work
         self._checked_at = 0.0
         self._is_over = False
@@ -295,7 +297,7 @@ class Board:
         Raises UserError for a mistake of the launch that can be seen already.
         """
         with suppress(OSError):
-            (self.path / "word.json").unlink(missing_ok=True)
+            (self.path / MESSAGE_FILE).unlink(missing_ok=True)
         if (mistake := self.assembly.mistake()) is not None:
             raise mistake
 
@@ -332,60 +334,60 @@ class Board:
 
     def begin(self, *, resumed: bool) -> None:
         """As rank 0: the others may start."""
-        attempt = 0 if self.word is None else self.word.attempt + 1
+        attempt = 0 if self.message is None else self.message.attempt + 1
         self.path.mkdir(exist_ok=True)
         for end_file in self.path.glob("end-*.json"):
             end_file.unlink(missing_ok=True)
         launch = self.launch
         address = self._address
         port = launch.port if launch.port is not None and not attempt else free_port()
-        self._write(Word(launch.start, launch.job, attempt, resumed, address, port))
+        self._write(Message(launch.start, launch.job, attempt, resumed, address, port))
 
     def conclude(self, code: int) -> None:
         """As rank 0: no rank starts again."""
-        last_word = self.word or Word(
+        last_message = self.message or Message(
             self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
         )
-        if last_word.code is None:
+        if last_message.code is None:
             # A full disk, or a deleted folder: the others see that the lock is gone.
             with suppress(OSError):
                 self.path.mkdir(exist_ok=True)
-                self._write(replace(last_word, code=code))
+                self._write(replace(last_message, code=code))
 
-    def _write(self, word: Word) -> None:
-        write_durably(self.path / "word.json", json.dumps(asdict(word)))
-        self.word = word
+    def _write(self, message: Message) -> None:
+        write_durably(self.path / MESSAGE_FILE, json.dumps(asdict(message)))
+        self.message = message
 
-    def _current(self) -> Word | None:
-        word = word_in(self._folder)
-        return word if word is not None and word.start == self.launch.start else None
+    def _current(self) -> Message | None:
+        message = message_in(self._folder)
+        return message if message is not None and message.start == self.launch.start else None
 
-    def _word_version(self) -> tuple[int, int] | None:
-        """Another one for each word that is written; None where there is no word."""
+    def _message_version(self) -> tuple[int, int] | None:
+        """Another one for each message that is written; None where there is none."""
         with suppress(OSError):
-            status = (self.path / "word.json").stat()
+            status = (self.path / MESSAGE_FILE).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def wait(
         self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None
-    ) -> Word | None:
-        """As another rank: the word that begins the next attempt, or ends the run; it is then `word`.
+    ) -> Message | None:
+        """As another rank: the message that begins the next attempt, or ends the run; it is then `message`.
 
-        `say` gets a sentence where rank 0 does not come. None when it has ended without a word, or `stopped()` became
-        true. Raises UserError for a mistake of the launch.
+        `say` gets a sentence where rank 0 does not come. None when it has ended without a message, or `stopped()`
+        became true. Raises UserError for a mistake of the launch.
         """
-        previous_attempt = -1 if self.word is None else self.word.attempt
-        patience = FIRST_WORD_SECONDS if self.word is None else GONE_SECONDS
+        previous_attempt = -1 if self.message is None else self.message.attempt
+        patience = FIRST_MESSAGE_SECONDS if self.message is None else GONE_SECONDS
         began = time.monotonic()
         deadline = began + patience
         has_said = False
         since_ended: float | None = None
-        first_version = self._word_version()
+        first_version = self._message_version()
         while not stopped() and time.monotonic() < deadline:
             if (mistake := self.assembly.mistake()) is not None:
                 raise mistake
-            word = self._current()
+            message = self._current()
             works = worked_on(self._folder.path)
             if works:
                 self.met = True
@@ -395,17 +397,17 @@ class Board:
                 say(
                     f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet"
                 )
-            if word is not None and word.code is not None:
+            if message is not None and message.code is not None:
                 since_ended = since_ended or time.monotonic()
                 # Of this start, or of one before that had the same variables: rank 0 is then about to begin.
-                is_new = self._word_version() != first_version
+                is_new = self._message_version() != first_version
                 is_late = time.monotonic() - since_ended > GONE_SECONDS
-                if self.word is not None or works or is_new or is_late:
-                    self.word = word
-                    return word
-            elif word is not None and word.attempt > previous_attempt and works:
-                self.word = word
-                return word
+                if self.message is not None or works or is_new or is_late:
+                    self.message = message
+                    return message
+            elif message is not None and message.attempt > previous_attempt and works:
+                self.message = message
+                return message
             time.sleep(POLL_SECONDS)
         return None
 
@@ -413,12 +415,12 @@ class Board:
         """As another rank: whether rank 0 has ended this attempt, or is gone. Reads at most one time per second."""
         if time.monotonic() - self._checked_at > 1.0:
             self._checked_at = time.monotonic()
-            word = self._current()
-            attempt = None if self.word is None else self.word.attempt
+            message = self._current()
+            attempt = None if self.message is None else self.message.attempt
             self._is_over = (
-                word is None
-                or word.attempt != attempt
-                or word.code is not None
+                message is None
+                or message.attempt != attempt
+                or message.code is not None
                 or not worked_on(self._folder.path)
             )
         return self._is_over
@@ -440,22 +442,29 @@ class Board:
         return None
 
 
-def word_in(folder: RunFolder) -> Word | None:
-    """The last word of any launch in the run folder."""
+def message_in(folder: RunFolder) -> Message | None:
+    """The last message of any launch in the run folder."""
     with suppress(OSError, ValueError, TypeError):
-        return Word(**json.loads((folder.path / "ranks" / "word.json").read_text(encoding="utf-8")))
+        return Message(
+            **json.loads((folder.path / "ranks" / MESSAGE_FILE).read_text(encoding="utf-8"))
+        )
     return None
 
 
 def began_by(folder: RunFolder, launch: Launch) -> bool:
     """Whether an earlier start of the same job began the run of this folder."""
-    word = word_in(folder)
+    message = message_in(folder)
     return (
-        bool(launch.job) and word is not None and word.job == launch.job and folder.plan.is_file()
+        bool(launch.job)
+        and message is not None
+        and message.job == launch.job
+        and folder.plan.is_file()
     )
 
 
-def rank_variables(launch: Launch, word: Word, environment: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(
+    launch: Launch, message: Message, environment: Mapping[str, str]
+) -> dict[str, str]:
     """The variables of this process's rank."""
     loopback = launch.alone and "GLOO_SOCKET_IFNAME" not in environment
     return {
@@ -463,8 +472,8 @@ def rank_variables(launch: Launch, word: Word, environment: Mapping[str, str]) -
         "WORLD_SIZE": str(launch.world),
         "LOCAL_RANK": str(launch.local_rank),
         "LOCAL_WORLD_SIZE": str(launch.local_world),
-        "MASTER_ADDR": word.address,
-        "MASTER_PORT": str(word.port),
+        "MASTER_ADDR": message.address,
+        "MASTER_PORT": str(message.port),
         # In the agent's store a later attempt would find the keys of an earlier one.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     } | ({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if loopback else {})

@@ -1,6 +1,9 @@
 """The life of a run: `start` prepares, plans and trains a recipe, `resume` trains on from a checkpoint.
 
-The parent never imports torch: it handles Ctrl+C at once, and survives a crash of a driver in its child.
+Both prepare data and train in child processes (`runs.flow`). The parent never imports torch: it handles Ctrl+C at once,
+and survives a crash of a driver in its child.
+
+Under a launcher such as torchrun every rank runs this code. Rank 0 does all of it; the later ranks only `_follow`.
 """
 
 import os
@@ -35,10 +38,19 @@ from bloomery.plan.store import (
     write_sealed,
 )
 from bloomery.plan.types import RunPlan
-from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
+from bloomery.plan.unsupported import AXES, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.recipe.schema import Recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
-from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
+from bloomery.runs.event_hub import (
+    EventHub,
+    commands_of,
+    event_hub,
+    last_step,
+    remember,
+    remembered,
+    reward_files,
+)
 from bloomery.runs.flow import (
     Edit,
     EndedRun,
@@ -53,7 +65,7 @@ from bloomery.runs.flow import (
 from bloomery.runs.folder import RunFolder, host_name, locked, new_run, refuse_little_disk
 from bloomery.runs.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
-    UP_TO_ROUNDING,
+    ROUNDING_WARNING,
     differences,
     moved,
     prolonged,
@@ -65,6 +77,7 @@ from bloomery.runs.signals import stop_requests
 from bloomery.runs.supervisor import StageResult, existing, run_stage
 from bloomery.runs.worker import DONE, FAILED, STOPPED
 from bloomery.train.model_folder import (
+    TOKENIZERS,
     best_weight_steps,
     damage,
     saved_steps,
@@ -73,8 +86,7 @@ from bloomery.train.model_folder import (
 )
 from bloomery.train.run import is_done, read_history
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-# Over the planned tensors: headers and JSON.
+# A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
 CHECKPOINT_MARGIN = 1.05
 CHECKPOINT_SLACK = MIB
 
@@ -94,13 +106,15 @@ def start(
 
     A process that a launcher such as torchrun started is one rank: it joins the run of rank 0, whose folder has the
     name of the launcher's job. Started again by that job, it resumes.
-    `planned` gets a first plan and may measure the machine for it; the run's own plan comes after that.
+    `planned` gets a first plan and may measure the machine for it; `edit` changes the run's own plan, made after that.
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
     An exception of `watch` kills the training child (SIGKILL) and passes through.
     """
     require(loaded_recipe.recipe.logging.libraries)
     launch = current_launch()
     path = new_folder(loaded_recipe.name) if run_dir is None else run_dir
+
+    # A later rank trains only when rank 0 lets it. A job that began this run and was started again resumes.
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
     if launch is not None and began_by(earlier_run := RunFolder(expanded(path).absolute()), launch):
@@ -111,10 +125,12 @@ def start(
             job=launch.job,
         )
         return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
+
+    # The model is downloaded before the first plan, which reads its config and tokenizer from this disk. The weights
+    # come with it, although only training reads them: a model that cannot be downloaded or has damaged files is refused
+    # now, and not after hours of preparing data.
     refuse_recipe(loaded_recipe.recipe)
-    refuse_pipeline(loaded_recipe.recipe)
     fetch(loaded_recipe.recipe, weights=True)
-    # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
     machine, count, hosts = training_devices(loaded_recipe, devices)
     data = prepared_folder(loaded_recipe, _workspace(path))
     if machine.software.torch is None:
@@ -124,14 +140,19 @@ def start(
     roles = file_roles(loaded_recipe.recipe.data, loaded_recipe.recipe.objective.spec.data_kind)
     if roles is not None and not quiet:
         print(f"files      {roles}", file=sys.stderr)
-    plan = resolve(
+
+    # The first of two plans raises what `bloomery plan` would report, before anything is prepared or created. Its
+    # dataset may be an estimate from files. The run trains by the second plan (`_prepare_plan_train`), which counts the
+    # prepared dataset and uses what `planned` has measured of the machine.
+    first_plan = resolve(
         loaded_recipe, gather(loaded_recipe, machine, prepared=data), gpus=count, nodes=hosts
     )
     if planned is not None:
-        planned(plan, machine)
+        planned(first_plan, machine)
+
     with (
         stop_requests() as requests,
-        _alone_at_rank_0(launch, path),
+        _second_rank_0_explained(launch, path),
         new_run(loaded_recipe, path) as (folder, lock),
         event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
@@ -142,12 +163,15 @@ def start(
             requests,
             loaded_recipe.name,
             recover,
-            edit,
-            watch,
-            _board(folder, launch, hub),
+            edit=edit,
+            watch=watch,
+            board=_board(folder, launch, hub),
         )
+        # The user has just passed this recipe, and with it the hooks that it names.
         _allow_hooks(flow, loaded_recipe)
-        return run_to_end(flow, lambda: _started(flow, loaded_recipe, devices, resumed=False))
+        return run_to_end(
+            flow, lambda: _prepare_plan_train(flow, loaded_recipe, devices, resumed=False)
+        )
 
 
 def resume(
@@ -162,18 +186,27 @@ def resume(
 ) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
-    `overrides`: the length, eval.*, sample.*, checkpoint.* and logging.*. `recover`: as in `start`; applies the
-    fallback that the last crash stored. Raises UserError.
+    `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover`: as in
+    `start`; applies the fallback that the last crash stored. Raises UserError.
     """
     refuse_overrides(overrides)
     launch = current_launch()
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
     folder = existing(path)
-    with stop_requests() as requests, _alone_at_rank_0(launch, path), locked(folder) as lock:
+    with (
+        stop_requests() as requests,
+        _second_rank_0_explained(launch, path),
+        locked(folder) as lock,
+    ):
+        # The recipe must be the one that the run wrote: both raise where it was changed by hand.
         require_identity(folder.path)
         read_sealed(folder.recipe)
         loaded_recipe = load_recipe(folder.recipe, overrides)
+        _refuse_foreign_rewards(folder.path, loaded_recipe.recipe)
+
+        # A run that is done has nothing to resume, unless the user goes back or overrides something. The later ranks of
+        # a launcher wait for the exit code then, too.
         history = read_history(folder.path)
         reported_done = history.end is not None and history.end.status == "done"
         is_finished = reported_done and is_done(folder.path)
@@ -181,27 +214,37 @@ def resume(
             if launch is not None:
                 Board(folder, launch).conclude(DONE)
             return EndedRun(folder.path, DONE, again=True)
+
         require(loaded_recipe.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = _board(folder, launch, hub)
             flow = Flow(
                 folder, lock, hub, requests, loaded_recipe.name, recover, watch=watch, board=board
             )
-            if any(word.startswith("logging.trackers") for word in overrides):
+            # The stored recipe may be somebody else's. An override is this user's.
+            if any(override.startswith("logging.trackers") for override in overrides):
                 _allow_hooks(flow, loaded_recipe)
             if step is None and reported_done and not is_finished:
                 reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
                 hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
                 hub.emit(Warned(step=history.last_step, reason=history.problem))
-            return run_to_end(flow, lambda: _resumed(flow, loaded_recipe, step, overrides, devices))
+            return run_to_end(
+                flow, lambda: _train_on(flow, loaded_recipe, step, overrides, devices)
+            )
 
 
 def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
-    """Allows the hooks of the recipe that the user named, now and in later resumes."""
+    """Lets the run start the hooks of the recipe (commands of `logging.trackers`), now and in later resumes.
+
+    A run folder may come from somebody else, and its recipe.yaml would then start their commands on this machine. So a
+    hook starts only where a recipe or an override of this user named it for this folder: that is noted in the user's
+    home folder, outside the run. Other hooks are reported and not started.
+    """
     flow.hub.hooks = commands_of(loaded_recipe.recipe)
+    rewards = [_reward_note(file) for file in reward_files(loaded_recipe.recipe)]
     try:
-        remember(flow.folder.path, flow.hub.hooks)
+        remember(flow.folder.path, [*flow.hub.hooks, *rewards])
     except OSError as error:
         reason = (
             f"the hooks of this run will not start after a resume: cannot write {error.filename}"
@@ -209,9 +252,28 @@ def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
+def _reward_note(file: Path) -> str:
+    return f"reward {file}"
+
+
+def _refuse_foreign_rewards(run_dir: Path, recipe: Recipe) -> None:
+    """Raises UserError for reward functions that this user has not started for this folder: they are code, too."""
+    for file in reward_files(recipe):
+        if not remembered(run_dir, [_reward_note(file)]):
+            raise UserError(
+                "the rewards of this run are Python code that was not started here by you",
+                where=str(file),
+                fix=f"read that file, then start a run of your own: bloomery train {run_dir / 'recipe.yaml'}",
+            )
+
+
 @contextmanager
-def _alone_at_rank_0(launch: Launch | None, path: Path) -> Iterator[None]:
-    """Where an error in the block comes from another rank 0 of this launch, which has the run folder, that is said."""
+def _second_rank_0_explained(launch: Launch | None, path: Path) -> Iterator[None]:
+    """Replaces an error in the block by its cause, where this process is a second rank 0 of one launch.
+
+    Where two processes of a launch have RANK=0, the first one locks the run folder and the second one fails: its error
+    would be that the run is in use, but the mistake is the rank. Every other UserError passes unchanged.
+    """
     try:
         yield
     except UserError:
@@ -221,6 +283,7 @@ def _alone_at_rank_0(launch: Launch | None, path: Path) -> Iterator[None]:
 
 
 def _board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board | None:
+    """The board on which this process, rank 0 of a launcher, writes to the later ranks; None without a launcher."""
     if launch is None:
         return None
     hub.line(f"started by {launch}")
@@ -235,26 +298,38 @@ def _say_waiting(text: str) -> None:
 
 
 def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
-    """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError."""
+    """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError.
+
+    The processes of a launch may be on several hosts, so they talk through files in the run folder: the board. Rank 0
+    writes its messages there, and each later rank waits for them here: "train now" for each attempt (another one after
+    a crash that rank 0 recovers from), and at last the exit code of the run. A later rank leaves on the board how its
+    attempt ended; rank 0 reads that while it supervises its own.
+    """
     folder = RunFolder(expanded(path).absolute())
     board = Board(folder, launch)
     with stop_requests() as requests:
-        # After training, the exit code of the run is that of rank 0.
         while True:
-            word = board.wait(lambda: requests.stop_requested and board.word is None, _say_waiting)
-            if word is None or word.code is not None:
+            # A stop ends the wait for the first attempt. After it this rank waits for the exit code of rank 0: all
+            # ranks of a run end with the same one.
+            message = board.wait(
+                lambda: requests.stop_requested and board.message is None, _say_waiting
+            )
+            if message is None or message.code is not None:
                 break
+
+            # Train by the plan that rank 0 has just written, with the variables that this host needs.
             try:
                 plan = read_plan(folder.plan)
                 machine = _rank_machine(launch, devices)
                 plan = plan.model_copy(
                     update={"environment": build_profile(machine).environment.value}
                 )
+                # Rank 0 writes the events of the run; the output of this rank goes to a log of its own.
                 with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:
                     ending = run_stage(
                         "train",
                         folder,
-                        arguments=("--resumed",) if word.resumed else (),
+                        arguments=("--resumed",) if message.resumed else (),
                         environment=child_environment(plan, os.environ),
                         inherited=(),
                         requests=requests,
@@ -262,7 +337,8 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
                         on_line=log.text,
                         board=board,
                     )
-            except (UserError, OSError) as failed:  # rank 0 would wait for this one
+            except (UserError, OSError) as failed:
+                # This rank cannot even start: rank 0, which would wait for it, is told why.
                 error = failed if isinstance(failed, UserError) else of_the_system(failed)
                 report = {"problem": str(failed), "where": "", "fix": "", "code": FAILED}
                 if error is not None:
@@ -270,13 +346,15 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
                 board.leave(launch.rank, StageResult("train", FAILED, report, ()))
                 raise
             board.leave(launch.rank, ending)
-    if word is not None and word.code is not None:
-        if word.code == FAILED:
+
+    # The run has ended, this rank was stopped before it began, or rank 0 did not come or is gone.
+    if message is not None and message.code is not None:
+        if message.code == FAILED:
             print(
                 f"ended      by rank 0, which failed: see its error, or {folder.log}",
                 file=sys.stderr,
             )
-        return EndedRun(folder.path, word.code, rank=launch.rank)
+        return EndedRun(folder.path, message.code, rank=launch.rank)
     if requests.stop_requested:
         board.leave(launch.rank, StageResult("train", STOPPED, None, ()))
         return EndedRun(folder.path, STOPPED, rank=launch.rank)
@@ -293,11 +371,24 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     )
 
 
-def _started(flow: Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
+def _prepare_plan_train(
+    flow: Flow,
+    loaded_recipe: LoadedRecipe,
+    devices: str | None,
+    *,
+    resumed: bool,
+    step: int | None = None,
+) -> int:
+    """Prepares the dataset, plans the run with it and trains: a new run, or one whose plan is missing.
+
+    `step`: as in `resume`. Raises UserError.
+    """
     data = prepared_folder(loaded_recipe, _workspace(flow.folder.path))
     if finished(loaded_recipe, data) is None:
         prepare(flow, data)
     flow.check()
+
+    # The plan that the run trains by. The machine is read again: `planned` may have measured it since the first plan.
     machine, count, hosts = training_devices(loaded_recipe, devices)
     facts = gather(loaded_recipe, machine, prepared=data)
     report = advise(loaded_recipe, resolve(loaded_recipe, facts, gpus=count, nodes=hosts), facts)
@@ -305,6 +396,8 @@ def _started(flow: Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, re
     refuse_little_disk(
         flow.folder.path, round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK
     )
+
+    # What the user should know and no refusal says.
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     size_reasons = size_warnings(
@@ -317,6 +410,9 @@ def _started(flow: Flow, loaded_recipe: LoadedRecipe, devices: str | None, *, re
         *size_reasons,
     ):
         flow.hub.emit(Warned(reason=reason))
+
+    if step is not None:
+        _go_back(flow, step)
     write_plan_and_machine(flow.folder, plan, machine)
     return train(flow, plan, machine, resumed=resumed)
 
@@ -349,28 +445,33 @@ def _workspace(run: Path) -> Path:
     return run.parent.parent if run.parent.name == "runs" else Path.cwd()
 
 
-def _resumed(
+def _train_on(
     flow: Flow,
     loaded_recipe: LoadedRecipe,
     step: int | None,
     overrides: Sequence[str],
     devices: str | None,
 ) -> int:
-    """Trains on from the newest checkpoint, or from that of `step`. The plan stays as far as this machine allows."""
+    """Trains on from the newest checkpoint, or from that of `step`. The plan stays as far as this machine allows.
+
+    Raises UserError. Until training starts, a refusal leaves the checkpoints after `step` in their place.
+    """
     folder = flow.folder
     if step is not None:
-        _go_back(flow, step)
+        _refuse_unusable_checkpoint(folder, step)
 
-    # Without its plan the run is planned again; what stands in the checkpoints stays.
+    # Without its plan the run is planned again; its checkpoints stay.
     missing_files = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
     if missing_files:
         if saved_steps(folder.checkpoints):
             reason = f"missing {' and '.join(missing_files)}: planned again from recipe.yaml"
             flow.hub.emit(Warned(reason=reason))
         write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded_recipe)})
-        return _started(flow, loaded_recipe, devices, resumed=True)
+        return _prepare_plan_train(flow, loaded_recipe, devices, resumed=True, step=step)
 
-    # The stored plan, or the safer one that the last crash left for --recover.
+    # The stored plan; with --recover the fallback, a copy with safer settings that the last crash left. Without
+    # --recover it is dropped all the same: it answers the crash before this resume, by the plan of that time. A
+    # --recover after a later crash must not undo what has changed since, such as the length.
     fallback_after = take_fallback(folder)
     if fallback_after is not None and flow.recover:
         stored_plan = fall_back(flow, fallback_after)
@@ -382,7 +483,7 @@ def _resumed(
     if not (prepared / MANIFEST).is_file():
         flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
         prepare(flow, prepared)
-    _refuse_other_dataset(flow, loaded_recipe, stored_plan)
+    _refuse_other_dataset(folder, loaded_recipe, stored_plan)
 
     # What has changed since: the machine, its devices, and what the user overrides.
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
@@ -391,11 +492,19 @@ def _resumed(
     changes = differences(old_machine, devices_now.machine)
     if devices_now.count != stored_plan.train.ranks:
         changes.append(f"devices changed: {stored_plan.train.ranks} -> {devices_now.count}")
-    elif any(word.startswith("parallel.") for word in devices_now.overrides) and not changes:
+    sets_parallel = any(override.startswith("parallel.") for override in devices_now.overrides)
+    if sets_parallel and not changes:
+        # As many devices in another layout, which `_replanned` takes over only where something has changed.
         changes.append("parallel changed")
     plan = stored_plan
     if changes or devices_now.overrides:
-        plan = _replanned(flow, stored_plan, devices_now, changes)
+        plan = _replanned(flow, stored_plan, devices_now, changes, step=step)
+
+    # Nothing is refused any more. Checkpoints are moved before the plan is written: a kill in between must not leave a
+    # plan that is shorter than the newest checkpoint.
+    if step is not None:
+        _go_back(flow, step)
+    if changes or devices_now.overrides:
         write_plan_and_machine(
             folder,
             plan,
@@ -442,9 +551,10 @@ def _devices_now(
     else:
         machine, count = chosen_devices(detect(), devices)
 
-    # Sizes of `parallel` in the recipe were those of the devices before.
-    if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
-        overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")
+    # The sizes of `parallel` in the recipe are those for the devices before, unless the user sets them now.
+    sets_parallel = any(override.startswith("parallel.") for override in overrides)
+    if count != plan.train.ranks and not sets_parallel:
+        overrides = (*overrides, *(f"parallel.{axis}=auto" for axis in AXES))
         loaded_recipe = load_recipe(flow.folder.recipe, overrides)
     if launch is None:
         user_named = devices not in (None, "auto")
@@ -453,11 +563,16 @@ def _devices_now(
 
 
 def _replanned(
-    flow: Flow, stored_plan: RunPlan, devices_now: _DevicesNow, changes: Sequence[str]
+    flow: Flow,
+    stored_plan: RunPlan,
+    devices_now: _DevicesNow,
+    changes: Sequence[str],
+    *,
+    step: int | None,
 ) -> RunPlan:
     """The stored plan with what another machine changes (each with a warning) and what the user overrides.
 
-    Raises UserError for a length below the steps that are already trained.
+    `step`: as in `resume`. Raises UserError for a length below the steps that are already trained.
     """
     # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan before.
     facts = facts_of(
@@ -472,39 +587,45 @@ def _replanned(
         gpus=devices_now.count // devices_now.hosts,
         nodes=devices_now.hosts,
     )
+
+    # `moved` ends its list with ROUNDING_WARNING where another choice rounds differently. Where all choices are the
+    # same, another CPU, GPU or PyTorch may still sum in another order.
     plan = stored_plan
     if changes:
         plan, choices = moved(stored_plan, fresh_plan)
         reasons = [*changes, *choices]
-        if UP_TO_ROUNDING not in choices:
-            reasons.append(f"rounding may differ on this machine: {UP_TO_ROUNDING}")
+        if ROUNDING_WARNING not in choices:
+            reasons.append(f"rounding may differ on this machine: {ROUNDING_WARNING}")
         for reason in reasons:
             flow.hub.emit(Warned(step=last_step(flow.folder), reason=reason))
     if devices_now.overrides:
         plan = prolonged(plan, fresh_plan, devices_now.overrides)
 
-    steps = saved_steps(flow.folder.checkpoints)
-    if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
+    # Where the user goes back to `step`, the steps after it do not count.
+    trained_steps = max(saved_steps(flow.folder.checkpoints), default=0) if step is None else step
+    if plan.train.steps is not None and plan.train.steps < trained_steps:
         raise UserError(
-            f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
+            f"the new length of {plan.train.steps:,} steps is less than the {trained_steps:,} steps already trained",
             where=f"train.{devices_now.loaded_recipe.recipe.train.length_key}",
             fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
         )
     return plan
 
 
-def _refuse_other_dataset(flow: Flow, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
+def _refuse_other_dataset(folder: RunFolder, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
     data = plan.data.prepared
-    checkpoints = flow.folder.checkpoints
-    same_text = counted(read_manifest(data), loaded_recipe.recipe.data, data) == plan.dataset
-    saved = [
+    checkpoints = folder.checkpoints
+    same_text = counted(read_manifest(data), loaded_recipe.recipe, data) == plan.dataset
+
+    # Equal tokens may come from a tokenizer that has changed since. Each checkpoint has a copy of the run's tokenizer;
+    # one of them may be damaged, so that one equal copy is enough.
+    copies = [
         step_folder(checkpoints, step) / name
         for step in saved_steps(checkpoints)
         for name in TOKENIZERS
     ]
-    # One copy may be damaged; all are copies of the same tokenizer.
-    saved_tokenizers = [path for path in saved if path.is_file()]
+    saved_tokenizers = [path for path in copies if path.is_file()]
     current_tokenizers = {
         name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()
     }
@@ -519,25 +640,42 @@ def _refuse_other_dataset(flow: Flow, loaded_recipe: LoadedRecipe, plan: RunPlan
         )
 
 
-def _go_back(flow: Flow, step: int) -> None:
-    """Moves newer checkpoints into a separate folder, so that the run continues from `step`."""
-    folder = flow.folder.checkpoints
-    steps = saved_steps(folder)
-    problem = damage(step_folder(folder, step)) if step in steps else "it does not exist"
+def _refuse_unusable_checkpoint(folder: RunFolder, step: int) -> None:
+    """Raises UserError when the checkpoint of `step` does not exist or is damaged."""
+    checkpoints = folder.checkpoints
+    steps = saved_steps(checkpoints)
+    problem = damage(step_folder(checkpoints, step)) if step in steps else "it does not exist"
     if problem is not None:
-        fix = f"use one of these steps: {', '.join(map(str, steps)) or 'none'}"
         raise UserError(
-            f"cannot use the checkpoint of step {step}: {problem}", where=str(folder), fix=fix
+            f"cannot use the checkpoint of step {step}: {problem}",
+            where=str(checkpoints),
+            fix=f"use one of these steps: {', '.join(map(str, steps)) or 'none'}",
         )
-    newer = [step_folder(folder, newer_step) for newer_step in steps if newer_step > step]
-    newer += [
-        weights_folder(folder, newer_step)
-        for newer_step in best_weight_steps(folder)
+
+
+def _go_back(flow: Flow, step: int) -> None:
+    """Moves newer checkpoints into a separate folder, so that the run continues from `step`.
+
+    Call it after everything that may refuse the resume. A refused one must not move checkpoints: the next resume would
+    continue from `step` without being asked.
+    """
+    # After a Ctrl+C nothing is moved, either.
+    flow.check()
+
+    checkpoints = flow.folder.checkpoints
+    newer_folders = [
+        step_folder(checkpoints, newer_step)
+        for newer_step in saved_steps(checkpoints)
         if newer_step > step
     ]
-    if newer:
-        aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+    newer_folders += [
+        weights_folder(checkpoints, newer_step)
+        for newer_step in best_weight_steps(checkpoints)
+        if newer_step > step
+    ]
+    if newer_folders:
+        aside = checkpoints / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.mkdir()
-        for newer_step in newer:
-            newer_step.rename(aside / newer_step.name)
+        for newer_folder in newer_folders:
+            newer_folder.rename(aside / newer_folder.name)
         flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))

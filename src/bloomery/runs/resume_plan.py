@@ -11,14 +11,21 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
-from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadier
+from bloomery.plan.fallback import (
+    Fallback,
+    blockwise,
+    plainer,
+    roomier,
+    steadier,
+    through_the_host,
+)
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.supervisor import StageResult
-from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
+from bloomery.runs.worker import DIVERGED, FAILED, LINK_FAILED, OUT_OF_MEMORY, UNSOUND
 
 ALLOWED = (
     *(f"train.{key}" for key in LENGTHS),
@@ -26,8 +33,7 @@ ALLOWED = (
     "sample.",
     "checkpoint.",
     "logging.",
-    "parallel.replicate",
-    "parallel.shard",
+    "parallel.",
 )
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "model": ("attention", "score_chunk", "scores"),
@@ -45,12 +51,19 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
         "device",
         "replicate",
         "shard",
+        "pipeline",
+        "pipeline_schedule",
+        "pipeline_layers",
+        "pipeline_link",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
 }
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
-UP_TO_ROUNDING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
+EXACT = ("train.pipeline_link",)  # but for these fields: they move numbers, and change none
+# On the same machine a resumed run is bitwise identical to an uninterrupted one. This is what holds on another machine:
+# the same sequences and hyperparameters in every step, so that losses differ only by how sums are rounded.
+ROUNDING_WARNING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
 
 
 def refuse_overrides(overrides: Sequence[str]) -> None:
@@ -67,7 +80,7 @@ def refuse_overrides(overrides: Sequence[str]) -> None:
                 f"cannot change {key} in a resumed run",
                 where="bloomery resume",
                 fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.*, "
-                "logging.*, parallel.replicate and parallel.shard, or start a new run with `bloomery train`",
+                "logging.* and parallel.*, or start a new run with `bloomery train`",
                 code=2,
             )
 
@@ -156,9 +169,10 @@ def moved(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]
             key = f"{section}.{field}"
             reason = f": {reasons[key]}" if key in reasons else ""
             changes.append(f"{key}: {getattr(old_section, field)} -> {value}{reason}")
-        exact = exact and not (changed_fields and section in BITWISE)
+        rounds_differently = any(f"{section}.{field}" not in EXACT for field in changed_fields)
+        exact = exact and not (rounds_differently and section in BITWISE)
     if not exact:
-        changes.append(UP_TO_ROUNDING)
+        changes.append(ROUNDING_WARNING)
     facts = {
         name: getattr(fresh_plan, name)
         for name in ("memory", "step_seconds", "torch", "choices", "parallel")
@@ -176,7 +190,7 @@ def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:
     if train.tokens_per_step == tokens:
         return fresh_plan
     sequences = tokens // stored_plan.data.sequence_length
-    most_sequences = -(-sequences // train.ranks)  # of the rank that gets most
+    most_sequences = -(-sequences // train.data_parallel)  # of the rank that gets most
     sizes = (
         (most_sequences,)
         if stored_plan.optimizer.fused_backward
@@ -187,7 +201,7 @@ def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:
         "tokens_per_step": tokens,
         "micro_batch_size": size,
         "accumulation": most_sequences // size,
-        "empty_sequences": most_sequences * train.ranks - sequences,
+        "empty_sequences": most_sequences * train.data_parallel - sequences,
     }
     return fresh_plan.model_copy(update={"train": train.model_copy(update=batch_fields)})
 
@@ -213,6 +227,7 @@ def prolonged(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequence[str
     return stored_plan.model_copy(update=update)
 
 
+FALLBACK_CODES = (OUT_OF_MEMORY, UNSOUND, DIVERGED, LINK_FAILED)
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
 KERNEL = re.compile(
@@ -225,7 +240,7 @@ KERNEL = re.compile(
 @final
 @dataclass(frozen=True)
 class FallbackAfter:
-    """A fallback and its reason. `unasked`: without --recover; training ran out of memory, and only time is lost."""
+    """A fallback and its reason. `unasked`: without --recover; out of memory, or no link of GPUs: only time is lost."""
 
     fallback: Fallback
     reason: str
@@ -246,7 +261,7 @@ def next_fallback(
         reason = "training process killed (SIGKILL), probably out of host memory"
     elif -ending.code in CRASHES:
         reason = f"training process killed by {signal.Signals(-ending.code).name}"
-    elif ending.report is not None and ending.code in (OUT_OF_MEMORY, UNSOUND, DIVERGED):
+    elif ending.report is not None and ending.code in FALLBACK_CODES:
         reason = str(ending.report["problem"])
     elif ending.report is None and ending.code == FAILED:
         reason = next(
@@ -254,7 +269,10 @@ def next_fallback(
         )
     if reason is None:
         return None
-    if ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
+    fallback: Fallback | None
+    if ending.code == LINK_FAILED:
+        fallback = through_the_host(plan, reason)
+    elif ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
         fallback = roomier(plan, reason)
     elif ending.code == DIVERGED:
         fallback = steadier(plan, reason, bfloat16=bfloat16)
@@ -266,7 +284,9 @@ def next_fallback(
         None
         if fallback is None
         else FallbackAfter(
-            fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time
+            fallback,
+            reason,
+            unasked=ending.code in (OUT_OF_MEMORY, LINK_FAILED) and fallback.only_time,
         )
     )
 

@@ -28,7 +28,6 @@ from bloomery.parallel.environment import RENDEZVOUS
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
-from bloomery.train.run import name_of
 
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
@@ -41,6 +40,12 @@ STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
 STACK_SIGNAL = signal.SIGQUIT  # a rank then writes its stack there, even inside a collective
 LONGEST_LINE = 300  # characters shown of a log line
+# The words of gloo and NCCL when another rank has ended.
+LOST = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|remote process (has )?exited|communicator was aborted"
+    r"|Socket closed|peer closed",
+    re.IGNORECASE,
+)
 WORKER = "bloomery.runs.worker"
 
 
@@ -291,6 +296,8 @@ class _Group:
         failed = [
             member_result for member_result in results if member_result.code not in (0, STOPPED)
         ]
+        # An error about a lost connection follows from another rank's end.
+        failed.sort(key=lambda member_result: bool(LOST.search(last_words(member_result.tail))))
         # Killed from outside, not by this process.
         killed_ranks = [
             member_result
@@ -315,20 +322,21 @@ class _Group:
         of_suspect = [rank_result for rank_result in results if rank_result.rank in suspects[:1]]
         culprit = (of_suspect or results)[0]
         host = f" on {culprit.host}" if culprit.host else ""
+        run = RunFolder(self._stacks.parent)
         if silent:
             has_begun = self._file(silent[0]).exists()
             reason = "it was not started, or has not begun"
             if has_begun:
                 reason = "it is stopped, or stuck in a driver"
-            problem = f"rank {silent[0]}{host} does not respond: {reason}"
+            problem = f"{_rank_name(silent[0], run)}{host} does not respond: {reason}"
         elif outside_collectives and len(outside_collectives) < len(places_by_rank):
             rank = outside_collectives[0]
             line = places_by_rank[rank].line
-            problem = f"rank {rank}{host} hangs in {line}, and the others wait for it"
+            problem = f"{_rank_name(rank, run)}{host} hangs in {line}, and the others wait for it"
         else:
             line = next(iter(places_by_rank.values())).line
             problem = f"training hangs on all ranks, in {line}"
-        fix = f"bloomery resume {name_of(self._stacks.parent)}"
+        fix = f"bloomery resume {run.name}"
         report = {
             "problem": problem,
             "where": f"stacks of the ranks in {self._stacks}",
@@ -389,8 +397,10 @@ def run_stage(
         variables: dict[int, dict[str, str]] = {0: {}}
         over_elsewhere: Callable[[], bool] | None = None
         if board is not None and stage == "train":
-            assert board.word is not None, "rank 0 has begun"
-            variables = {board.launch.rank: rank_variables(board.launch, board.word, environment)}
+            assert board.message is not None, "rank 0 has begun"
+            variables = {
+                board.launch.rank: rank_variables(board.launch, board.message, environment)
+            }
             over_elsewhere = board.over if board.launch.rank else None
             ranks = board.launch.world
         elif ranks > 1:
@@ -477,16 +487,27 @@ def _prefixed(rank: int, on_line: Callable[[str], None], line: str) -> None:
     on_line(f"[rank {rank}] {line}")
 
 
+def _rank_name(rank: int, folder: RunFolder) -> str:
+    """With its layers, where the run is a pipeline."""
+    if not folder.plan.is_file():
+        return f"rank {rank}"
+    from bloomery.plan.pipeline import rank_name
+    from bloomery.plan.store import read_plan
+
+    return rank_name(rank, read_plan(folder.plan))
+
+
 def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     """The error of a child that failed. `step`: the last one it finished."""
     if result.report is not None:
         error = UserError(**result.report)
         if result.rank is not None:
-            rank_place = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
+            host = f" on {result.host}" if result.host else ""
+            rank_place = f"{_rank_name(result.rank, folder)}{host}"
             error.where = f"{error.where} ({rank_place})" if error.where else rank_place
         return error
     name = "preparation" if result.stage == "prepare" else "training"
-    name = name if result.rank is None else f"rank {result.rank} of {name}"
+    name = name if result.rank is None else f"{_rank_name(result.rank, folder)} of {name}"
     name += f" on {result.host}" if result.host else ""
     after_step = f" after step {step}" if step else ""
     resume_command = f"bloomery resume {folder.name}"

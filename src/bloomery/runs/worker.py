@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, final
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, final
 from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
+from bloomery.parallel.environment import LinkFailed
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.supervisor import STACK_SIGNAL, STACKS
@@ -98,6 +99,7 @@ STOPPED = 75
 UNSOUND = 3
 OUT_OF_MEMORY = 4
 DIVERGED = 5
+LINK_FAILED = 6
 
 
 @final
@@ -149,7 +151,7 @@ class StopFlag:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 done, 75 stopped and saved; with a report to the parent 1, or 3 (wrong kernel), 4 (out of
-    memory), 5 (not finite).
+    memory), 5 (not finite), 6 (GPUs cannot send to each other).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=("prepare", "train"))
@@ -180,7 +182,12 @@ def main(arguments: Sequence[str]) -> int:
             "code": error.code,
         }
         os.write(options.report, json.dumps(report).encode())
-        kinds = ((Unsound, UNSOUND), (OutOfMemory, OUT_OF_MEMORY), (Diverged, DIVERGED))
+        kinds = (
+            (Unsound, UNSOUND),
+            (OutOfMemory, OUT_OF_MEMORY),
+            (Diverged, DIVERGED),
+            (LinkFailed, LINK_FAILED),
+        )
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
 
@@ -253,6 +260,8 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     if deadline is not None:
         deadline.arm()
     checked = check_ranks(mesh, plan, folder.path)
+    if checked is not None and checked.link is not None:
+        mesh = replace(mesh, sends_from_device=checked.link.transport == "device")
     if mesh.first_rank and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event

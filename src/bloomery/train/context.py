@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from bloomery.core import __version__
-from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -22,14 +21,21 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
+from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.lengths import in_epochs
+from bloomery.plan.pipeline import stage_of
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.profiler import Recorder
-from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, check_attention
+from bloomery.train.diagnostics.step_health import (
+    HealthCheck,
+    ParameterUpdate,
+    Stragglers,
+    check_attention,
+)
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer, fraction_done
 from bloomery.train.model_folder import restore_best
@@ -42,7 +48,8 @@ from bloomery.train.process import (
     training_device,
 )
 from bloomery.train.reference import reference_files
-from bloomery.train.source import BatchSource, open_loader, source_of
+from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
+from bloomery.train.sources import source_of
 from bloomery.train.state import TrainState, build_state
 from bloomery.train.step import StepResult
 
@@ -133,7 +140,7 @@ class RunContext:
     def emit_step(
         self,
         result: StepResult,
-        batches: Sequence[Batch],
+        step_batches: StepBatches,
         *,
         lr_scale: float,
         seconds: float,
@@ -142,13 +149,18 @@ class RunContext:
         """Emit StepDone, and the health of the step where it was measured."""
         plan = self.plan.train
         clock = self.mesh.clock
+        tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
         axis_names = list(axes(plan))
 
-        # A rank that waits for others has computed less: stragglers are found by compute time alone.
-        compute_seconds = seconds - clock.waited_seconds
-        axis_seconds = [clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names]
+        # A rank that waits for others has computed less: stragglers are found by compute time alone. Between GPUs a
+        # stage waits for its neighbors on the device.
+        axis_seconds = {axis: clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names}
+        waited_seconds = clock.waited_seconds
+        if plan.device == "cuda":
+            waited_seconds += axis_seconds.get("pipeline", 0.0)
+        compute_seconds = max(0.0, seconds - waited_seconds)
         figures_by_rank = self.mesh.all_gather_floats(
-            peak_memory_gib(plan.device), compute_seconds, *axis_seconds
+            peak_memory_gib(plan.device), compute_seconds, *axis_seconds.values()
         )
         memory_by_rank, compute_seconds_by_rank, *axis_seconds_by_rank = zip(
             *figures_by_rank, strict=True
@@ -162,31 +174,62 @@ class RunContext:
                 learning_rate=self.plan.optimizer.learning_rate * lr_scale,
                 grad_norm=result.grad_norm if result.taken else None,
                 tokens=self.state.progress.tokens,
-                tokens_per_second=plan.tokens_per_step / seconds,
+                tokens_per_second=tokens / seconds,
                 sequences_per_second=plan.sequences_per_step / seconds,
                 step_seconds=seconds,
-                data_wait_seconds=data_wait_seconds,
+                data_wait_seconds=max(0.0, data_wait_seconds - sum(step_batches.seconds.values())),
                 memory_gib=max(memory_by_rank),
                 loss_tokens=result.loss_tokens,
-                metrics=result.metrics,
+                metrics={**step_batches.metrics, **result.metrics},
                 communication_seconds=dict(zip(axis_names, least_axis_seconds, strict=True)),
+                rollout_seconds=step_batches.seconds.get("rollout"),
+                reward_seconds=step_batches.seconds.get("reward"),
             )
         )
         if self.mesh.world > 1:
-            for rank, ratio in self.stragglers.note(compute_seconds_by_rank).items():
-                host = self.mesh.all_gather_str(platform.node())[rank]
-                reason = f"rank {rank} on {host} takes {ratio:.1f} times as long for a step as most: the others wait"
-                self.emit(Warned(step=self.step, reason=reason))
+            self.warn_of_slow_ranks(compute_seconds_by_rank)
 
+        # Each stage of a pipeline has measured its own parameters.
         health_check = self.state.model_and_optimizer.health_check
         if health_check is not None:
-            self.emit(
-                health_check.report(self.step, batches, self.objective, compiled=plan.compile)
+            updates = gather_by_name(
+                {name: update._asdict() for name, update in health_check.take_updates().items()},
+                self.mesh,
             )
+            if self.mesh.first_rank:
+                self.emit(
+                    health_check.report(
+                        self.step,
+                        step_batches.batches,
+                        self.objective,
+                        updates={
+                            name: ParameterUpdate(**figures) for name, figures in updates.items()
+                        },
+                        compiled=plan.compile,
+                    )
+                )
             if plan.device == "cuda":
                 self.emit(
                     allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device)
                 )
+
+    def warn_of_slow_ranks(self, compute_seconds_by_rank: Sequence[float]) -> None:
+        """Name, once, each rank that is slower than others with the same layers, and an uneven cut into stages."""
+        for rank, ratio in self.stragglers.note(compute_seconds_by_rank).items():
+            host = self.mesh.all_gather_str(platform.node())[rank]
+            reason = f"rank {rank} on {host} takes {ratio:.1f} times as long for a step as most: the others wait"
+            self.emit(Warned(step=self.step, reason=reason))
+        slowest = self.stragglers.slowest_stage()
+        if slowest is not None:
+            index, ratio = slowest
+            train = self.plan.train
+            stage = stage_of(self.plan.model.config, index, train.pipeline, train.pipeline_layers)
+            groups = ", ".join(f"{group.start} to {group.stop - 1}" for group in stage.groups)
+            reason = (
+                f"the cut into stages is uneven: stage {index + 1} of {train.pipeline} (layers {groups}) computes"
+                f" {ratio:.1f} times as long as the fastest stage: the others wait"
+            )
+            self.emit(Warned(step=self.step, reason=reason))
 
 
 def open_context(
@@ -227,15 +270,16 @@ def open_context(
     run = "" if identity is None else identity.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     validation = None
-    if has_validation:
+    if has_validation and plan.objective.spec.source == "dataset":
         validation = open_loader(plan, "validation", references.get("validation"), run, mesh)
 
-    # Without an adapter every parameter should be trainable: a frozen one is reported.
+    # Without an adapter every parameter should be trainable: a frozen one is reported. A tied matrix, which is on two
+    # stages, counts on the first.
     adapts = not isinstance(plan.adapter, NoAdapter)
     checked_parameters = {
         name: parameter
         for name, parameter in state.model.named_parameters()
-        if parameter.requires_grad or not adapts
+        if (parameter.requires_grad or not adapts) and state.is_owned(name)
     }
     context = RunContext(
         plan=plan,
@@ -243,7 +287,18 @@ def open_context(
         emit=emit,
         state=state,
         objective=build_objective(plan, mesh=mesh),
-        source=source_of(plan, state, references.get("train"), run),
+        source=source_of(
+            SourceInputs(
+                plan=plan,
+                state=state,
+                tokenizer=tokenizer,
+                run_dir=run_dir,
+                emit=emit,
+                stop=stop,
+                reference=references.get("train"),
+                run=run,
+            )
+        ),
         validation=validation,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -261,6 +316,7 @@ def open_context(
         # A checkpoint whose evaluation was interrupted is saved again with its result.
         saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
+        stragglers=Stragglers(mesh.stages),
     )
     announce(context, build_seconds=build_seconds)
     follow(context, resume_from)
@@ -289,14 +345,24 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
 def announce(context: RunContext, *, build_seconds: float) -> None:
     """Emit RunStarted."""
     plan = context.plan
-    # Counts are those of full parameters, also where this rank holds a shard of each.
-    adapter_parameters = sum(
-        parameter.numel()
-        for name, parameter in context.model.named_parameters()
-        if is_adapter(name)
+    # Counts are those of full parameters, also where this rank holds a shard of each. A stage of a pipeline has some of
+    # the model's: each counts what it owns, and every data-parallel rank of a stage counts the same.
+    adapter_parameters, trained = (
+        round(count / context.mesh.data_world)
+        for count in context.mesh.all_reduce_sum(
+            sum(
+                parameter.numel()
+                for name, parameter in context.model.named_parameters()
+                if is_adapter(name)
+            ),
+            sum(
+                parameter.numel()
+                for name, parameter in context.state.optimizer.named_parameters.items()
+                if context.state.is_owned(name)
+            ),
+        )
     )
     parameters = parameter_count(plan.model.config) + adapter_parameters
-    trained = sum(parameter.numel() for parameter in context.state.optimizer.parameters)
     context.emit(
         RunStarted(
             step=context.step,
@@ -324,5 +390,5 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
 
 def axes(plan: TrainPlan) -> dict[str, int]:
     """The axes of the mesh with more than one device."""
-    sizes = {"replicate": plan.replicate, "shard": plan.shard}
+    sizes = {"pipeline": plan.pipeline, "replicate": plan.replicate, "shard": plan.shard}
     return {name: size for name, size in sizes.items() if size > 1}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bloomery.data.batch import Batch
@@ -63,18 +63,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def forward(
-    model: Decoder,
-    batch: Batch,
-    head: Head,
-    *,
-    precision: str,
-    hidden_BTD: Tensor | None = None,
-) -> Output:
-    """The output for a batch on the model's device, with document masking unless the backend is `sdpa`.
-
-    hidden_BTD: the output of the previous stage, for a model that is a later stage of a pipeline.
-    """
+def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Output:
+    """The output for a batch on the model's device, with document masking unless the backend is `sdpa`."""
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
         output: Output = model(
@@ -82,7 +72,6 @@ def forward(
             positions_BT=batch.positions,
             documents_BT=batch.documents if isolated else None,
             head=head,
-            hidden_BTD=hidden_BTD,
         )
     return output
 

@@ -120,9 +120,9 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     step_batches = next(steps)
     data_wait_seconds = time.perf_counter() - start
 
-    # The first rank measures the health of some updates. `attempt` turns a failed allocation into a value.
+    # One rank of each stage measures the health of some updates. `attempt` turns a failed allocation into a value.
     lr_scale = planned_lr_scale(context.step, context.plan, fraction_done=context.fraction)
-    is_measured = context.mesh.first_rank and context.health_check.due(
+    is_measured = context.mesh.first_data_rank and context.health_check.due(
         step, context.plan.logging.every_steps
     )
     state.model_and_optimizer.health_check = context.health_check if is_measured else None
@@ -146,10 +146,11 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     sequences = range(state.cursor.consumed, state.cursor.consumed + step_batches.consumed)
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
-    state.progress.tokens += plan.tokens_per_step
+    tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
+    state.progress.tokens += tokens
     context.emit_step(
         result,
-        step_batches.batches,
+        step_batches,
         lr_scale=lr_scale,
         seconds=time.perf_counter() - start,
         data_wait_seconds=data_wait_seconds,

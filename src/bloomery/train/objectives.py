@@ -14,7 +14,7 @@ from bloomery.model.heads import SCORE_OPERATORS, Head, LabelScores, ScoreOperat
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distill, Kto, LossUnit, OrPo, Preference, Sft, SimPo
+from bloomery.recipe.schema import Distill, Grpo, Kto, LossUnit, OrPo, Preference, Rloo, Sft, SimPo
 from bloomery.train.distillation import divergence_head, load_teacher
 from bloomery.train.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.train.losses import (
@@ -33,7 +33,9 @@ from bloomery.train.losses import (
     reward_loss,
     sequence_sums,
     simpo_loss,
+    sum_and_count,
 )
+from bloomery.train.policy_loss import PolicyLoss
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -67,13 +69,15 @@ class Objective:
 class Scoring:
     """The head of per-token objectives; logits exist for at most `chunk` positions at once.
 
-    The head adds the output layer's gradient to its `.grad` itself.
+    The head adds the output layer's gradient to its `.grad` itself. With `entropy` it gives [2, B, T].
     """
 
     chunk: int
     compiled: bool = False
     native: bool = False
     operators: ScoreOperators = SCORE_OPERATORS
+    temperature: float = 1.0
+    entropy: bool = False
 
     def __call__(self, batch: Batch) -> LabelScores:
         return LabelScores(
@@ -84,6 +88,8 @@ class Scoring:
             into_grad=True,
             native=self.native,
             operators=self.operators,
+            temperature=self.temperature,
+            entropy=self.entropy,
         )
 
 
@@ -94,10 +100,19 @@ def label_scores(
     score_chunk: int,
     precision: str,
     operators: ScoreOperators = SCORE_OPERATORS,
+    temperature: float = 1.0,
 ) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
-    head = LabelScores(batch.labels, batch.loss_mask, score_chunk, operators=operators)
-    return forward(model, batch, head, precision=precision).head
+    head = LabelScores(
+        batch.labels,
+        batch.loss_mask,
+        score_chunk,
+        operators=operators,
+        temperature=temperature,
+    )
+    output = forward(model, batch, head, precision=precision)
+    # Stages of a pipeline without the head have no scores, and nobody reads theirs.
+    return output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,7 @@ class BaseScores:
     score_chunk: int
     precision: str
     operators: ScoreOperators = SCORE_OPERATORS
+    temperature: float = 1.0
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         device = next(model.parameters()).device
@@ -119,6 +135,7 @@ class BaseScores:
                         score_chunk=self.score_chunk,
                         precision=self.precision,
                         operators=self.operators,
+                        temperature=self.temperature,
                     )
                 )
                 for batch in batches
@@ -131,7 +148,7 @@ class ObjectiveInputs:
 
     plan: RunPlan
     scoring: Scoring
-    base_scores: Before | None
+    base_scores: BaseScores | None
     mesh: Mesh
     load_teacher: Callable[[RunPlan], Decoder]
 
@@ -144,7 +161,9 @@ def build_objective(
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
     score_chunk = plan.model.score_chunk
-    disables_adapter = reference_of(plan.objective, plan.adapter).value == "adapters"
+    # The reference model of GRPO's and RLOO's divergence is the base model, too.
+    is_policy = plan.objective.spec.source == "rollouts"
+    disables_adapter = reference_of(plan.objective, plan.adapter).value == "adapters" or is_policy
     inputs = ObjectiveInputs(
         plan,
         Scoring(
@@ -264,14 +283,18 @@ def kto(inputs: ObjectiveInputs) -> Objective:
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         if inputs.base_scores is not None:
             batches = inputs.base_scores(model, batches)
-        if len(batches) == 1 and mesh.data_world == 1 and not has_dropout(model):
+        # The stages of a pipeline agree: an adapter's dropout may be on some of them alone.
+        if len(batches) == 1 and mesh.data_world == 1 and not mesh.any_rank(has_dropout(model)):
             return list(batches)
         device = next(model.parameters()).device
         with eval_mode(model):
             sums = list[Tensor]()
             for batch in (to_device(batch, device) for batch in batches):
                 output = forward(model, batch, mismatched_head(batch), precision=precision)
-                sums.append(kl_sums(output.head, batch))
+                if mesh.last_stage:
+                    sums.append(kl_sums(output.head, batch))
+                else:
+                    sums.append(torch.zeros(2, device=device))
         baseline = _mean_at_least_0(mesh.all_reduce(sum(sums[1:], start=sums[0])))
         return [batch.with_extras(baseline=baseline) for batch in batches]
 
@@ -303,6 +326,58 @@ def kto(inputs: ObjectiveInputs) -> Objective:
 def _mean_at_least_0(kl_sums: Tensor) -> Tensor:
     """The mean, clamped: a KL divergence is never negative, its estimate may be."""
     return (kl_sums[0] / kl_sums[1].clamp(min=1)).clamp(min=0)
+
+
+# Reinforcement learning
+
+
+def policy(inputs: ObjectiveInputs) -> Objective:
+    """GRPO and RLOO, on completions that the model drew."""
+    settings = inputs.plan.objective
+    assert isinstance(settings, Grpo | Rloo)
+    loss_of = policy_loss_of(settings)
+
+    def loss(results_2BT: Tensor, batch: Batch) -> LossParts:
+        scores_BT, entropies_BT = results_2BT
+        parts = loss_of(scores_BT, entropies_BT, batch)
+        # How far training's log-probabilities are from those with which the tokens were drawn: rounding, and what
+        # the policy has learned since.
+        gaps_BT = (scores_BT.detach() - batch.extras["drawn_logps"]).abs()
+        gap = sum_and_count(gaps_BT, batch.loss_mask != 0)
+        return parts._replace(
+            metrics={**parts.metrics, "sampling/sampling_logp_difference/mean": gap}
+        )
+
+    before = None
+    if loss_of.beta:
+        assert inputs.base_scores is not None, "the plan refuses a divergence without its reference"
+        before = replace(inputs.base_scores, temperature=settings.temperature)
+    return Objective(
+        head=policy_scoring(settings, inputs.scoring),
+        loss=loss,
+        count=loss_of.count,
+        before=before,
+        loss_unit="completion",
+    )
+
+
+def policy_scoring(settings: Grpo | Rloo, scoring: Scoring) -> Scoring:
+    """The head of both the loss and of scores before the first step of a rollout."""
+    return replace(scoring, temperature=settings.temperature, entropy=True)
+
+
+def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
+    epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
+    if isinstance(settings, Rloo):
+        return PolicyLoss(type="rloo", epsilon=settings.epsilon, epsilon_high=epsilon_high)
+    return PolicyLoss(
+        type=settings.loss_type,
+        level=settings.importance_sampling_level,
+        epsilon=settings.epsilon,
+        epsilon_high=epsilon_high,
+        beta=settings.beta,
+        max_completion_length=settings.max_completion_length,
+    )
 
 
 # Distillation
@@ -338,6 +413,8 @@ BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyTyp
         "kto": kto,
         "reward": lambda _inputs: reward(),
         "distill": distill,
+        "grpo": policy,
+        "rloo": policy,
     }
 )
 

@@ -12,12 +12,14 @@ import torch
 
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
+from bloomery.data.order import Cursor
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Recovered, Warned
-from bloomery.parallel.fsdp import gather_full_tensors
+from bloomery.parallel.gather import gather_full_tensors
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import smaller_micro_batch
+from bloomery.plan.pipeline import layer_names
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint import Parts, newest_valid
@@ -73,8 +75,11 @@ def attempt(
         mesh = state.model_and_optimizer.mesh
         if mesh.world > 1:
             tensor_list = f", {failure.tensor_list}" if failure.tensor_list else ""
+            moment = f"after step {state.progress.step}"
+            if mesh.stages > 1:  # the stages differ in what they hold
+                moment = f"on rank {mesh.rank} ({layer_names(state.model.stage)}) {moment}"
             raise OutOfMemory(
-                failure.problem(f"after step {state.progress.step}"),
+                failure.problem(moment),
                 where=f"rank {mesh.rank}{tensor_list}",
                 fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
             ) from error
@@ -211,8 +216,13 @@ def rewind(context: RunContext) -> None:
     """Restore the newest valid checkpoint (or the initial weights) and continue after the non-finite sequences."""
     bad_step = context.step
     cursor = context.state.cursor
+    # Completions that were being trained on are left out with their prompts.
+    rollout = context.state.rollout
+    if rollout is not None and not rollout.is_over(context.step):
+        cursor = Cursor(cursor.seed, cursor.consumed + rollout.num_prompts)
     return_to_checkpoint(context)
     context.state.cursor = cursor
+    context.state.rollout = None
     context.emit(
         Recovered(
             step=context.step,
@@ -278,9 +288,14 @@ def _write(
     context.best_due = False
     context.state.progress.seconds = context.timer.elapsed
     with context.state.averaged():
-        parts = gather_full_tensors(live_parts(), context.mesh, context.state.optimizer.is_split)
+        parts = gather_full_tensors(
+            live_parts(),
+            context.mesh,
+            context.state.optimizer.is_split,
+            context.state.is_owned,
+        )
+        state = context.state.scalars()
         if context.mesh.first_rank:
-            state = context.state.scalars()
             context.saver.save(context.step, parts, state, best=best, weights_only=weights_only)
         context.mesh.barrier()
 

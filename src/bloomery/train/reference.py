@@ -124,9 +124,12 @@ def precompute(
             scores_BT = label_scores(
                 model, to_device(batch, device), score_chunk=score_chunk, precision=precision
             )
+            # Of a pipeline the ranks of the last stage, which come last, have scores.
             scores_by_rank = mesh.all_gather(scores_BT.cpu())
             if writer is not None:
-                for indices, scores in zip(indices_by_rank, scores_by_rank, strict=True):
+                for indices, scores in list(zip(indices_by_rank, scores_by_rank, strict=True))[
+                    -mesh.data_world :
+                ]:
                     writer.add(indices, scores.numpy())
     mesh.barrier()
     progress(loader.stored_sequences)

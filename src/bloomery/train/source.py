@@ -1,22 +1,22 @@
 """Where the steps of a run get their micro-batches: the prepared dataset.
 
-A source is an implementation of `BatchSource` in a file of its own and an entry of `SOURCES`; an objective names its
-source in its `ObjectiveSpec`. The loop does not know which one it has.
+A source is an implementation of `BatchSource` and an entry of `train.sources`; an objective names its source in its
+`ObjectiveSpec`. The loop does not know which one it has.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol, final
 
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import SplitName
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import BatchOrigin
 from bloomery.train.state import TrainState
 
 
@@ -24,11 +24,15 @@ from bloomery.train.state import TrainState
 class StepBatches:
     """The micro-batches of one step on this rank.
 
-    Once the step is taken, the run's cursor advances by `consumed`: sequences of the dataset, of all ranks together.
+    Once the step is taken, the run's cursor advances by `consumed`: sequences or prompts of the dataset, of all ranks
+    together. `tokens`: of all ranks; None: those of the plan, with padding. `metrics` and `seconds` of making them.
     """
 
     batches: list[Batch]
     consumed: int
+    tokens: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class BatchSource(Protocol):
@@ -41,14 +45,31 @@ class BatchSource(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceInputs:
+    """What sources are built from. `reference`: the run's file of reference log-probabilities; `run`: its identity.
+
+    `stop`: whether you asked the run to stop, the same on all ranks.
+    """
+
+    plan: RunPlan
+    state: TrainState
+    tokenizer: Tokenizer
+    run_dir: Path
+    emit: Emit
+    stop: Callable[[], bool]
+    reference: Path | None = None
+    run: str = ""
+
+
 @final
 class DatasetSource:
     """The sequences of the training split, read ahead by a thread."""
 
-    def __init__(self, plan: RunPlan, state: TrainState, reference: Path | None, run: str) -> None:
-        mesh = state.model_and_optimizer.mesh
-        self._state = state
-        self._loader = open_loader(plan, "train", reference, run, mesh)
+    def __init__(self, inputs: SourceInputs) -> None:
+        mesh = inputs.state.model_and_optimizer.mesh
+        self._state = inputs.state
+        self._loader = open_loader(inputs.plan, "train", inputs.reference, inputs.run, mesh)
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
@@ -56,7 +77,7 @@ class DatasetSource:
         prefetcher = Prefetcher(
             self._loader,
             self._state.cursor,
-            batch_size=train.micro_batch_size * train.ranks,
+            batch_size=train.micro_batch_size * train.data_parallel,
             step_size=train.sequences_per_step,
             depth=plan.data.prefetch,
             pin_memory=plan.data.pin_memory,
@@ -69,17 +90,6 @@ class DatasetSource:
 
         with prefetcher:
             yield steps()
-
-
-Builder = Callable[[RunPlan, TrainState, Path | None, str], BatchSource]
-SOURCES: Mapping[BatchOrigin, Builder] = MappingProxyType({"dataset": DatasetSource})
-
-
-def source_of(
-    plan: RunPlan, state: TrainState, reference: Path | None = None, run: str = ""
-) -> BatchSource:
-    """The source that the plan's objective trains on. `reference`: the run's file of reference log-probabilities."""
-    return SOURCES[plan.objective.spec.source](plan, state, reference, run)
 
 
 def open_loader(

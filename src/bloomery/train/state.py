@@ -13,12 +13,17 @@ from bloomery.data.order import Cursor
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
+from bloomery.model.config import whole_model
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
+from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.types import RunPlan
+from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_of
+from bloomery.parallel.stage import cut
+from bloomery.plan.pipeline import stage_of
+from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, read_part, read_state
 from bloomery.train.checkpointed_model import (
@@ -32,9 +37,11 @@ from bloomery.train.forward import prepare_weights
 from bloomery.train.nonfinite import NonFinite
 from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
+from bloomery.train.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
 OPTIMIZER = "optimizer"
+ROLLOUT = "rollout"  # the part with completions that are still to be trained on
 TRAINED = "trained"  # the part with the trained weights, where the model is their average
 
 
@@ -80,6 +87,7 @@ class TrainState:
     policy: NonFinite
     checkpointed: CheckpointedModel
     base: Base | None = None
+    rollout: Rollout | None = None  # what the next steps train on, where completions are drawn
 
     @property
     def model(self) -> Decoder:
@@ -108,21 +116,37 @@ class TrainState:
             **self.model_parts(),
             **self.checkpointed.resume_parts(),
             **trained,
+            **({} if self._unfinished is None else {ROLLOUT: self._unfinished.tensors()}),
             OPTIMIZER: self.optimizer.named_tensors(),
         }
 
+    @property
+    def _unfinished(self) -> Rollout | None:
+        """The rollout, where steps are still to train on it."""
+        if self.rollout is None or self.rollout.is_over(self.progress.step):
+            return None
+        return self.rollout
+
+    def is_owned(self, name: str) -> bool:
+        """Whether this stage of a pipeline hands in the tensor of that name for a checkpoint."""
+        stage_parameters = self.model_and_optimizer.stage_parameters
+        return stage_parameters is None or stage_parameters.owns(
+            name, self.model_and_optimizer.mesh
+        )
+
     def scalars(self) -> dict[str, Any]:
-        """Everything else, for `state.json`."""
+        """Everything else, for `state.json`, on rank 0. All ranks call it: stages have step counts of their own."""
         loss_scale = self.model_and_optimizer.loss_scale
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
-            "optimizer": self.optimizer.scalars(),
+            "optimizer": gather_by_name(self.optimizer.scalars(), self.model_and_optimizer.mesh),
             "loss_scale": None if loss_scale is None else asdict(loss_scale),
             "policy": self.policy.state(),
             "averaged": 0 if self.average is None else self.average.updates,
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
+            "rollout": None if self._unfinished is None else self._unfinished.scalars(),
             **self.checkpointed.resume_scalars(),
         }
 
@@ -141,6 +165,10 @@ def build_state(
     """
     train = plan.train
     model = empty_model(plan)
+    stage_parameters = None
+    if mesh.stages > 1:
+        stage_parameters = StageParameters.of(model)
+        become_stage(model, train, mesh)
     model.tie()
     if train.neftune_alpha is not None:
         model.model.embedding_noise = train.neftune_alpha
@@ -154,14 +182,10 @@ def build_state(
     model.tie()
 
     # Whoever watches a gradient arrive (an optimizer inside backward, other ranks) must get it from autograd.
-    embedding = model.model.embed_tokens.weight
     gradients_are_watched = mesh.world > 1 or plan.optimizer.fused_backward
-    model.model.adds_rows = (
-        not gradients_are_watched
-        and plan.model.scores == "compiled"
-        and embedding.requires_grad
-        and embedding.dtype == torch.float32
-    )
+    if plan.model.scores == "compiled" and not gradients_are_watched:
+        embedding = model.model.embed_tokens.weight
+        model.model.adds_rows = embedding.requires_grad and embedding.dtype == torch.float32
 
     # An adapter names its base model, and a resumed run refuses another one.
     initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir)
@@ -179,6 +203,7 @@ def build_state(
                 checkpointed.peft_adapter if isinstance(checkpointed, PeftWeights) else None
             ),
             mesh=mesh,
+            stage_parameters=stage_parameters,
         ),
         Cursor(train.seed, 0),
         RunProgress(),
@@ -209,6 +234,20 @@ def empty_model(plan: RunPlan) -> Decoder:
         quantize_model(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
     return model
+
+
+def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:
+    """Keep the layers of this rank's stage, in place, with links to the other stages. On the meta device."""
+    # The residual stream has the dtype of the embedding, which only some stages keep.
+    stream_dtype = model.model.embed_tokens.weight.dtype
+    cut(model, stage_of(model.config, mesh.stage, mesh.stages, train.pipeline_layers))
+    model.model.link = PipelineLink(
+        mesh,
+        transport_of(mesh, under_way=2 * mesh.stages * train.pipeline_chunks),
+        num_groups=train.pipeline_chunks,
+        width=model.config.hidden_size,
+        dtype=stream_dtype,
+    )
 
 
 def checkpointed_model(
@@ -248,6 +287,7 @@ def _restore_start(state: TrainState, plan: RunPlan, *, policy: bool) -> None:
     state.optimizer.load({}, {})
     state.cursor = Cursor(plan.train.seed, 0)
     state.progress = RunProgress()
+    state.rollout = None
 
 
 def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> None:
@@ -263,9 +303,20 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> Non
         )
     state.checkpointed.read(folder)
     if state.average is not None:
-        state.average.restore(read_part(folder, TRAINED), saved_state["averaged"])
-    state.optimizer.load(read_part(folder, OPTIMIZER), saved_state["optimizer"])
+        trained = read_part(folder, TRAINED)
+        if state.model.stage != whole_model(state.model.config):
+            trained = {name: t for name, t in trained.items() if state.model.stage.has(name)}
+        state.average.restore(trained, saved_state["averaged"])
+    stage_parameters = state.model_and_optimizer.stage_parameters
+    state.optimizer.load(
+        read_part(folder, OPTIMIZER),
+        saved_state["optimizer"],
+        other_stages=() if stage_parameters is None else stage_parameters.names,
+    )
     if state.model_and_optimizer.loss_scale is not None and saved_state["loss_scale"] is not None:
         state.model_and_optimizer.loss_scale = LossScale(**saved_state["loss_scale"])
     state.cursor = Cursor(**saved_state["cursor"])
     state.progress = RunProgress.of(saved_state["progress"])
+    state.rollout = None
+    if (rollout_scalars := saved_state.get("rollout")) is not None:
+        state.rollout = Rollout.of(read_part(folder, ROLLOUT), rollout_scalars)

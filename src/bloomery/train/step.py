@@ -1,10 +1,9 @@
 """One optimizer step: the gradients of its micro-batches, loss scaling, clipping and the update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -12,13 +11,15 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Backbone, Decoder
 from bloomery.model.io.parameters import is_split, local
 from bloomery.parallel.gradients import all_reduce_gradients
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.pipeline import StageParameters
+from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
-from bloomery.train.forward import forward, to_device
+from bloomery.train.forward import forward, has_dropout, to_device
 from bloomery.train.losses import LossParts, added
 from bloomery.train.objectives import Objective
 from bloomery.train.optim.average import WeightAverage
@@ -68,32 +69,6 @@ class LossScale:
             self.clean_steps = 0
 
 
-class StepRunner(Protocol):
-    """The order in which the micro-batches of a step go forward and backward."""
-
-    def run(
-        self, batches: Sequence[Batch], passes: "StepPasses"
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss and the sums of metrics of this rank; gradients are in the parameters afterwards."""
-
-
-@final
-class GradientAccumulation:
-    """One micro-batch after the other, so that the activations of one are in memory; gradients add up."""
-
-    def run(
-        self, batches: Sequence[Batch], passes: "StepPasses"
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        total = torch.zeros((), dtype=torch.float32, device=passes.device)
-        metric_sums = dict[str, Tensor]()
-        for number, batch in enumerate(batches):
-            parts = passes.forward(number, batch)
-            passes.backward(parts)
-            total += parts.total.detach()
-            metric_sums = added(metric_sums, parts.metrics)
-        return total, metric_sums
-
-
 @dataclass
 class ModelAndOptimizer:
     """Everything that a step updates, and how this rank takes part in it."""
@@ -107,12 +82,17 @@ class ModelAndOptimizer:
     # True outside a step: an exception interrupted an update, weights and states are inconsistent.
     updating: bool = False
     mesh: Mesh = SINGLE_RANK
-    runner: StepRunner = field(default_factory=GradientAccumulation)
+    # Which parameters of the model are on which stage of a pipeline; None: there is one stage.
+    stage_parameters: StageParameters | None = None
+    has_dropout: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_dropout = has_dropout(self.model)
 
 
 @dataclass
 class StepPasses:
-    """The forward and the backward pass of a micro-batch, for the runner of a step to call in its order."""
+    """The forward and the backward pass of a micro-batch, with what they need to know about the step."""
 
     model_and_optimizer: ModelAndOptimizer
     objective: Objective
@@ -132,21 +112,28 @@ class StepPasses:
     def forward(self, number: int, batch: Batch) -> LossParts:
         """The sums of the step's `number`-th micro-batch.
 
-        Dropout is keyed by the run's seed, the step's first sequence, micro-batch and data rank, so that no generator
-        state is part of a run.
+        Dropout is keyed by the run's seed, the step's first sequence, micro-batch, data rank and layer, so that no
+        generator state is part of a run, and no mask depends on the stages of a pipeline.
         """
+        model = self.model_and_optimizer.model
         data_rank = self.model_and_optimizer.mesh.data_rank
-        seed = mix(self.plan.seed, self.position, number, data_rank) >> 1
-        # Not torch.manual_seed, which formats a traceback for each kind of GPU that is absent.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed_all(seed)
+        key = mix(self.plan.seed, self.position, number, data_rank)
+        self._seed_generators(key)
+        if self.model_and_optimizer.has_dropout and isinstance(model.model, Backbone):
+            model.model.seed_layer = lambda layer: self._seed_generators(mix(key, layer))
         return compute_loss(
-            self.model_and_optimizer.model,
+            model,
             to_device(batch, self.device),
             self.objective,
             precision=self.plan.precision,
         )
+
+    def _seed_generators(self, key: int) -> None:
+        seed = key >> 1  # a generator takes 63 bits
+        # Not torch.manual_seed, which formats a traceback for each kind of GPU that is absent.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed_all(seed)
 
     def backward(self, parts: LossParts) -> None:
         """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
@@ -186,9 +173,18 @@ class StepPasses:
 def compute_loss(
     model: Decoder, batch: Batch, objective: Objective, *, precision: str
 ) -> LossParts:
-    """Forward of one micro-batch on the model's device."""
+    """Forward of one micro-batch on the model's device.
+
+    A stage without the head has no loss: its sums are zeros, and backward through `total` goes through its layers.
+    """
     output = forward(model, batch, objective.head(batch), precision=precision)
-    return objective.loss(output.head, batch)._replace(auxiliary=output.auxiliary)
+    if model.ends_here:
+        return objective.loss(output.head, batch)._replace(auxiliary=output.auxiliary)
+    # The loss of no scores at all has the names of the metrics, which every rank needs for their sum.
+    names = objective.loss(torch.zeros_like(batch.loss_mask), batch).metrics
+    zero = output.head.new_zeros(())
+    metrics = {name: zero.new_zeros(2) for name in names}
+    return LossParts(output.head, zero, metrics, output.auxiliary)
 
 
 def train_step(
@@ -213,10 +209,12 @@ def train_step(
     mesh = model_and_optimizer.mesh
 
     # 1. Count the targets of the whole step (loss tokens, pairs), on all ranks. The loss of each micro-batch is divided
-    # by this count before its backward: gradient accumulation then gives the gradient of one large batch.
+    # by this count before its backward: gradient accumulation then gives the gradient of one large batch. All stages
+    # of a pipeline read the same batches: those of the last one count.
+    counted_batches = batches if mesh.last_stage else ()
     loss_tokens, num_targets = mesh.all_reduce_sum(
-        sum(float(batch.loss_mask.sum()) for batch in batches),
-        sum(objective.count(batch) for batch in batches),
+        sum(float(batch.loss_mask.sum()) for batch in counted_batches),
+        sum(objective.count(batch) for batch in counted_batches),
     )
     num_targets = max(1.0, num_targets)  # every label may be masked: the loss is then 0
 
@@ -235,7 +233,7 @@ def train_step(
         num_targets=num_targets,
         num_micro_batches=len(batches) * mesh.data_world,
     )
-    total, metric_sums = model_and_optimizer.runner.run(batches, passes)
+    total, metric_sums = run_micro_batches(batches, passes)
     if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:
         # Once per step and no part of the reported loss; the sum over data ranks makes it whole.
         (penalty * (scale_factor / mesh.data_world)).backward()
@@ -243,9 +241,16 @@ def train_step(
     # 3. Gradients: sum them over the ranks and measure them. A fused optimizer, which the plan allows on one device and
     # without PEFT methods, has measured and used its own.
     all_reduce_gradients(optimizer.parameters, mesh)
-    gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
+    stage_parameters = model_and_optimizer.stage_parameters
+    if stage_parameters is not None:
+        stage_parameters.all_reduce_tied(optimizer.named_parameters, mesh)
+    gradients = {
+        name: parameter.grad
+        for name, parameter in optimizer.named_parameters.items()
+        if parameter.grad is not None
+    }
     if passes.fused_norm is None:
-        norm = global_norm(gradients, mesh) / scale_factor
+        norm = global_norm(gradients, mesh, stage_parameters) / scale_factor
     else:
         norm = total.new_tensor(passes.fused_norm)
     total, metric_sums = all_reduce_losses(total, metric_sums, mesh)
@@ -270,7 +275,7 @@ def train_step(
     # 4. Clip and update, unless the step is not finite. `updating` stays True where the update is interrupted.
     if result.taken and not optimizer.fused_backward:
         clip = clip_factor(grad_norm, plan.max_grad_norm)
-        scale_gradients([local(gradient) for gradient in gradients], clip / scale_factor)
+        scale_gradients(map(local, gradients.values()), clip / scale_factor)
         health_check = model_and_optimizer.health_check
         model_and_optimizer.updating = True
         with nullcontext() if health_check is None else health_check.watching():
@@ -286,6 +291,45 @@ def train_step(
         loss_scale.update(finite=result.taken)
     optimizer.zero_grad()
     return result
+
+
+def run_micro_batches(
+    batches: Sequence[Batch], passes: StepPasses
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """All passes of a step on this rank: the summed loss and the sums of metrics; gradients are in the parameters.
+
+    One device takes one micro-batch after the other, so that the activations of one are in memory; a stage of a
+    pipeline takes them in the order of its schedule.
+    """
+    mesh = passes.model_and_optimizer.mesh
+    backbone = passes.model_and_optimizer.model.model
+    actions = order(
+        passes.plan.pipeline_schedule,
+        stages=mesh.stages,
+        stage=mesh.stage,
+        micro_batches=len(batches),
+        chunks=passes.plan.pipeline_chunks,
+    )
+
+    total = torch.zeros((), dtype=torch.float32, device=passes.device)
+    metric_sums = dict[str, Tensor]()
+    in_flight = dict[tuple[int, int], LossParts]()
+    for action in actions:
+        key = (action.chunk, action.micro_batch)
+        if not action.is_forward:
+            passes.backward(in_flight.pop(key))
+            continue
+        # Of several groups of layers a forward in training computes one; any other forward computes all of them.
+        if isinstance(backbone, Backbone) and passes.plan.pipeline_chunks > 1:
+            backbone.group = action.chunk
+        parts = passes.forward(action.micro_batch, batches[action.micro_batch])
+        total += parts.total.detach()
+        metric_sums = added(metric_sums, parts.metrics)
+        in_flight[key] = parts
+    if isinstance(backbone, Backbone) and backbone.link is not None:
+        backbone.group = None
+        backbone.link.settle()
+    return total, metric_sums
 
 
 def all_reduce_losses(
@@ -304,18 +348,32 @@ def all_reduce_losses(
     }
 
 
-def global_norm(gradients: Sequence[Tensor], mesh: Mesh = SINGLE_RANK) -> Tensor:
+def global_norm(
+    gradients: Mapping[str, Tensor],
+    mesh: Mesh = SINGLE_RANK,
+    stage_parameters: StageParameters | None = None,
+) -> Tensor:
     """The Euclidean norm over all gradients, computed in float32: a bfloat16 norm would have three digits."""
-    all_float32 = all(gradient.dtype == torch.float32 for gradient in gradients)
+    all_float32 = all(gradient.dtype == torch.float32 for gradient in gradients.values())
     dtype = {} if all_float32 else {"dtype": torch.float32}
-    local_gradients = [local(gradient) for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm(local_gradients, 2, **dtype))
-    if mesh.shard > 1:
+    local_gradients = [local(gradient) for gradient in gradients.values()]
+    if local_gradients:
+        norms = torch.stack(torch._foreach_norm(local_gradients, 2, **dtype))
+    else:  # a stage of a pipeline whose weights are all frozen
+        norms = torch.zeros(0, device=mesh.device)
+    if mesh.shard > 1 and local_gradients:
         # A gradient in shards is the rows of all ranks; one that every rank has in full counts once.
-        are_rows = torch.tensor([is_split(gradient) for gradient in gradients], device=norms.device)
-        norm_of_rows = mesh.norm_over_shards(torch.linalg.vector_norm(norms * are_rows))
-        norm_of_full = torch.linalg.vector_norm(norms * ~are_rows)
-        norms = torch.stack([norm_of_rows, norm_of_full])
+        are_rows = torch.tensor(
+            [is_split(gradient) for gradient in gradients.values()], device=norms.device
+        )
+        if stage_parameters is None:
+            norm_of_rows = mesh.norm_over_shards(torch.linalg.vector_norm(norms * are_rows))
+            norm_of_full = torch.linalg.vector_norm(norms * ~are_rows)
+            norms = torch.stack([norm_of_rows, norm_of_full])
+        else:
+            norms = torch.where(are_rows, mesh.norm_over_shards(norms * are_rows), norms)
+    if stage_parameters is not None:
+        norms = stage_parameters.norms_of_all_stages(list(gradients), norms, mesh)
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
@@ -325,7 +383,8 @@ def clip_factor(norm: float, clip: float | None) -> float:
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
-def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     """In place; a factor of 1 skips the pass over memory."""
-    if factor != 1.0:
-        torch._foreach_mul_(list(gradients), factor)
+    scaled_gradients = list(gradients) if factor != 1.0 else []
+    if scaled_gradients:
+        torch._foreach_mul_(scaled_gradients, factor)

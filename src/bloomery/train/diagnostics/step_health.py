@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -40,21 +40,29 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
+class ParameterUpdate(NamedTuple):
+    """What an update did to one parameter. `change` and `size`: the norms of its change and of its previous value."""
+
+    num_elements: int
+    is_matrix: bool
+    change: float
+    size: float
+    # Whether its gradient existed and was not all zero; None: gradients were gone already.
+    has_gradient: bool | None
+
+
 @final
 class HealthCheck:
     """Measures parameters before and after an update, without random numbers or writes to the run's tensors.
 
-    `parameters`: the trainable ones. `is_adapter`: LoRA matrices start at zero, so their update ratio means nothing.
+    `parameters`: the trainable ones; of a stage of a pipeline those that it owns. `is_adapter`: LoRA matrices start at
+    zero, so their update ratio means nothing.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, is_adapter: bool = False) -> None:
         self._parameters = dict(parameters)
         self._is_adapter = is_adapter
-        self._sizes = {name: p.numel() for name, p in self._parameters.items()}
-        self._num_elements = max(1, sum(self._sizes.values()))
-        # Of each parameter the norms of its change and of its previous value.
-        self._change_and_size: list[tuple[float, float]] = []
-        self._no_gradient_share: float | None = None
+        self._updates: dict[str, ParameterUpdate] = {}
         self._last_report = time.monotonic()
         self._last_core_wait = core_wait_seconds()
 
@@ -64,50 +72,73 @@ class HealthCheck:
 
     @contextmanager
     def watching(self, *, gradients: bool = True) -> Iterator[None]:
-        """Wraps the update. `gradients`: they still exist, so count those that are None or zero."""
-        self._no_gradient_share = self._zero_gradient_share() if gradients else None
+        """Wraps the update. `gradients`: they still exist, so find those that are None or zero."""
+        has_gradient: Mapping[str, bool] = self._gradients_are_there() if gradients else {}
 
         # The change of a sample of each parameter, next to its size before the update.
         old_samples = [_sampled(p).clone() for p in self._parameters.values()]
         yield
+        if not self._parameters:
+            return  # a stage of a pipeline without trainable parameters
         new_samples = [_sampled(p) for p in self._parameters.values()]
         changes = torch._foreach_sub(new_samples, old_samples)
         norms = [
             torch.stack(list(torch._foreach_norm(samples, 2, dtype=torch.float32)))
             for samples in (changes, old_samples)
         ]
-        self._change_and_size = list(zip(*torch.stack(norms).tolist(), strict=True))
+        self._updates = {
+            name: ParameterUpdate(p.numel(), p.ndim > 1, change, size, has_gradient.get(name))
+            for (name, p), change, size in zip(
+                self._parameters.items(), *torch.stack(norms).tolist(), strict=True
+            )
+        }
 
-    def _zero_gradient_share(self) -> float:
-        """The fraction of elements whose parameter has no gradient, or one of zeros alone."""
+    def _gradients_are_there(self) -> dict[str, bool]:
+        """Of each parameter: whether it has a gradient that is not all zero."""
         gradients = {
             name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None
         }
-        is_zero = dict[str, bool]()
+        is_there = dict.fromkeys(self._parameters, False)
         if gradients:
             largest = torch.stack(list(torch._foreach_norm(list(gradients.values()), math.inf)))
-            is_zero = dict(zip(gradients, (largest == 0).tolist(), strict=True))
-        num_zero = sum(size for name, size in self._sizes.items() if is_zero.get(name, True))
-        return num_zero / self._num_elements
+            is_there |= dict(zip(gradients, (largest != 0).tolist(), strict=True))
+        return is_there
+
+    def take_updates(self) -> dict[str, ParameterUpdate]:
+        """By name; empty unless an update was made since the last call."""
+        updates = self._updates
+        self._updates = {}
+        return updates
 
     def report(
-        self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        objective: Objective,
+        *,
+        updates: Mapping[str, ParameterUpdate],
+        compiled: bool,
     ) -> StepHealth:
-        """The measurements of a step on `batches`; of its labels alone if no update was made."""
-        # The update: by how much matrices changed, and which parameters did not. Without an update the list is empty.
-        update_ratios = list[float]()
-        unchanged_names = list[str]()
-        for (name, parameter), (change, size) in zip(
-            self._parameters.items(), self._change_and_size, strict=False
-        ):
-            if parameter.ndim > 1 and size > 0 and math.isfinite(change):
-                update_ratios.append(change / size)
-            if change == 0:
-                unchanged_names.append(name)
+        """The measurements of a step on `batches`; `updates`: of the whole model, empty if no update was made."""
+        # The update: by how much matrices changed, and which parameters did not.
+        update_ratios = [
+            update.change / update.size
+            for update in updates.values()
+            if update.is_matrix and update.size > 0 and math.isfinite(update.change)
+        ]
+        unchanged = {name: update for name, update in updates.items() if update.change == 0}
+        largest_first = sorted(unchanged, key=lambda name: (-unchanged[name].num_elements, name))
         unchanged_share = None
-        if self._change_and_size:
-            num_unchanged = sum(self._sizes[name] for name in unchanged_names)
-            unchanged_share = num_unchanged / self._num_elements
+        no_gradient_share = None
+        if updates:
+            num_elements = sum(update.num_elements for update in updates.values())
+            num_unchanged = sum(update.num_elements for update in unchanged.values())
+            unchanged_share = num_unchanged / num_elements
+            if all(update.has_gradient is not None for update in updates.values()):
+                num_without = sum(
+                    update.num_elements for update in updates.values() if not update.has_gradient
+                )
+                no_gradient_share = num_without / num_elements
 
         # The process: its time since the last report, how long it waited for a core, its compiled graphs.
         time_now = time.monotonic()
@@ -126,8 +157,8 @@ class HealthCheck:
             step=step,
             update_ratio=median(update_ratios) if has_ratio else None,
             unchanged_share=unchanged_share,
-            unchanged=max(unchanged_names, key=lambda name: self._sizes[name], default=""),
-            no_gradient_share=self._no_gradient_share if self._change_and_size else None,
+            unchanged=next(iter(largest_first), ""),
+            no_gradient_share=no_gradient_share,
             labels_next=labels.next_share,
             labels_own=labels.own_share,
             labels_after=labels.after_next_share,
@@ -138,8 +169,6 @@ class HealthCheck:
         )
 
         # The next report begins here.
-        self._change_and_size = []
-        self._no_gradient_share = None
         self._last_report = time_now
         self._last_core_wait = core_wait
         return health
@@ -218,31 +247,49 @@ def core_wait_seconds() -> float | None:
 
 # Ranks that all others wait for
 
-TIMES = 1.3  # of the median
+TIMES = 1.3  # of the median, or of the fastest stage of a pipeline
 STEPS = 100
 SLOW_STEPS = 50
 
 
 @final
 class Stragglers:
-    """Finds the ranks that are slow in many of the last steps, and names each of them once."""
+    """Finds the ranks that are slow in many of the last steps, and the stages of a pipeline: each is named once.
 
-    def __init__(self) -> None:
-        # Of each of the last steps, by rank: its seconds relative to the median of the ranks.
+    A rank is slow next to the ranks of its stage, which have the same layers. A stage is slow next to the fastest one.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
+        # Of each of the last steps, by rank: its seconds relative to the median of the ranks of its stage.
         self._slowness = deque[tuple[float, ...]](maxlen=STEPS)
         self._named_ranks = set[int]()
+        # Of each of the last steps, by stage: the median of its ranks' seconds relative to that of the fastest stage.
+        self._stage_slowness = deque[tuple[float, ...]](maxlen=STEPS)
+        self._named_stages = False
 
     def note(self, seconds: Sequence[float]) -> dict[int, float]:
         """`seconds` of one step that each rank worked, without waiting for others.
 
-        The ranks to name now, and how many times the median their work takes.
+        The ranks to name now, and how many times the median of their stage their work takes.
         """
-        median_seconds = statistics.median_low(seconds)
+        per_stage = len(seconds) // self._stages
+        seconds_by_stage = [
+            seconds[stage * per_stage : (stage + 1) * per_stage] for stage in range(self._stages)
+        ]
+        medians = [statistics.median_low(of_stage) for of_stage in seconds_by_stage]
         self._slowness.append(
             tuple(
-                rank_seconds / median_seconds if median_seconds else 1.0 for rank_seconds in seconds
+                rank_seconds / median_seconds if median_seconds else 1.0
+                for of_stage, median_seconds in zip(seconds_by_stage, medians, strict=True)
+                for rank_seconds in of_stage
             )
         )
+        fastest = min(medians)
+        self._stage_slowness.append(
+            tuple(median_seconds / fastest if fastest > 0 else 1.0 for median_seconds in medians)
+        )
+
         stragglers = dict[int, float]()
         for rank in range(len(seconds)):
             slow_steps = [step[rank] for step in self._slowness if step[rank] > TIMES]
@@ -250,6 +297,24 @@ class Stragglers:
                 self._named_ranks.add(rank)
                 stragglers[rank] = statistics.median(slow_steps)
         return stragglers
+
+    def slowest_stage(self) -> tuple[int, float] | None:
+        """The stage for which others wait in most steps, and how many times as long as the fastest one it works.
+
+        None where the stages work for about as long, and after it was named once.
+        """
+        if self._named_stages or not self._stage_slowness:
+            return None
+        slowness = [
+            statistics.median(of_steps) for of_steps in zip(*self._stage_slowness, strict=True)
+        ]
+        slowest = max(range(self._stages), key=slowness.__getitem__)
+        slow_steps = [step[slowest] for step in self._stage_slowness if step[slowest] > TIMES]
+        # Two stages may take turns: the same one must be slow in two of three steps.
+        if len(slow_steps) < SLOW_STEPS or 3 * len(slow_steps) < 2 * len(self._stage_slowness):
+            return None
+        self._named_stages = True
+        return slowest, statistics.median(slow_steps)
 
 
 TOKENS = 128

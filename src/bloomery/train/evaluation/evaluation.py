@@ -25,6 +25,7 @@ from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
 from bloomery.train.recover import AllocationFailed, attempt, replan
+from bloomery.train.rollouts import HeldOutReward, RolloutSource
 from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
 
@@ -40,6 +41,17 @@ class EvalResult:
     bytes: int | None
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_reward(cls, held_out: HeldOutReward) -> "EvalResult":
+        """A higher reward is a lower loss."""
+        return cls(
+            loss=-held_out.reward,
+            tokens=held_out.tokens,
+            bytes=None,
+            seconds=held_out.seconds,
+            metrics={"reward": held_out.reward},
+        )
 
     @property
     def perplexity(self) -> float | None:
@@ -100,6 +112,8 @@ def evaluate(
             total += float(parts.total)
             count += round(float(parts.count))
             metric_sums = added(metric_sums, parts.metrics)
+            if not mesh.last_stage:  # the stages of a pipeline read the same batches
+                continue
             has_loss = batch.loss_mask > 0
             loss_tokens += int(has_loss.sum())
             text_bytes += int(token_bytes[batch.labels[has_loss].numpy()].sum())
@@ -210,10 +224,19 @@ def warn_of_few_tokens(context: RunContext, result: EvalResult, *, is_first: boo
 
 @contextmanager
 def interruptible(context: RunContext) -> Iterator[None]:
-    """Inside the block, check for a stop before each forward: each batch, each token. Raises Stopped."""
+    """Inside the block, check for a stop before each forward: each batch, each token. Raises Stopped.
+
+    Ranks agree on the answer, for which stages of a pipeline wait for each other: these ask once for several forwards,
+    so that every stage has work meanwhile.
+    """
+    stages = context.mesh.stages
+    forwards_per_check = 1 if stages == 1 else 4 * stages
+    count = 0
 
     def raise_if_stopped(*_: object) -> None:
-        if context.stop():
+        nonlocal count
+        count += 1
+        if count % forwards_per_check == 0 and context.stop():
             raise Stopped
 
     hook = context.model.register_forward_pre_hook(raise_if_stopped)
@@ -228,6 +251,9 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
 
     None without a validation set, without loss tokens in it, or when one sequence does not fit in memory.
     """
+    if isinstance(context.source, RolloutSource):
+        held_out = context.source.evaluate(context.plan, limit)
+        return None if held_out is None else EvalResult.of_reward(held_out)
     if context.validation is None:
         return None
     moment = f"the evaluation after step {context.step}"

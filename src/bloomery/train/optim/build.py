@@ -1,6 +1,11 @@
-"""The plan's optimizer over a model's trainable parameters; its state is named after them."""
+"""The plan's optimizer over a model's trainable parameters; its state is named after them.
 
-from collections.abc import Iterable, Mapping
+The state of a parameter is a few tensors, its slots, each named "parameter.slot": `exp_avg` is a slot of AdamW. Under
+FSDP2 a rank has a shard of most parameters: some of their rows, and these rows of their slots. Checkpoints have full
+tensors.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol, cast, final, runtime_checkable
 
@@ -23,8 +28,11 @@ from bloomery.train.optim.fused_backward import FusedBackward, GatedOptimizer, h
 from bloomery.train.optim.muon import build_muon
 from bloomery.train.optim.placement import StatePlacement
 
-SAME_ON_RANKS = ("step", "col_var")  # slots that every rank has whole
-IN_WEIGHT_DTYPE = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # slots of torch's rules
+# Slots of a shard that are no rows, but the same on all ranks, and so are neither gathered for a checkpoint nor cut
+# from one: the count of steps, and Adafactor's variances of columns, which are sums over the rows of all ranks.
+SAME_ON_RANKS = ("step", "col_var")
+# Slots that are loaded in the dtype of the weight, as torch does it; the others keep that of the checkpoint.
+IN_WEIGHT_DTYPE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Builder(Protocol):
@@ -53,7 +61,7 @@ class OwnStateFormat(Protocol):
     """An optimizer whose states have another format or place than torch's."""
 
     def loaded_state(self, parameter: nn.Parameter, slots: State, *, name: str) -> State:
-        """The state of a checkpoint in its own format and place."""
+        """Copies of a parameter's slots from a checkpoint, in this optimizer's format and place."""
         ...
 
     def settle(self) -> None:
@@ -63,7 +71,10 @@ class OwnStateFormat(Protocol):
 
 @final
 class OptimizersContainer:
-    """One or more torch optimizers with one interface, for a model's trainable parameters."""
+    """One or more torch optimizers (the members) with one interface, for a model's trainable parameters.
+
+    Muon has two members, for matrices in blocks and for everything else; fused into backward, each parameter has one.
+    """
 
     def __init__(
         self,
@@ -74,14 +85,16 @@ class OptimizersContainer:
         backward: FusedBackward | None = None,
         full_parameters: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
-        """`names`: of the parameters that `members` update. `full_parameters`: the model's, of each that is a shard.
-        `clips_updates`: whether the optimizer clips its updates and needs no gradient clipping.
+        """`names`: of the parameters that `members` update. `full_parameters`: of each of them that is this rank's rows
+        as a plain tensor, the model's own parameter (a DTensor). `clips_updates`: whether the optimizer clips its
+        updates itself, so that gradients are not clipped.
         """
         self._members = members
         self._names = dict(names)
         self._clips_updates = clips_updates
         self._backward = backward
         self._full_parameters = dict(full_parameters)
+        # Schedules scale the learning rate of each group from its peak; groups may have different ones (Muon).
         for group in self._groups():
             group["peak"] = group["lr"]
 
@@ -91,7 +104,15 @@ class OptimizersContainer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's trainable parameters, in its order."""
-        return [self._full_parameters.get(parameter, parameter) for parameter in self._names]
+        return list(self.named_parameters.values())
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same by name."""
+        return {
+            name: self._full_parameters.get(parameter, parameter)
+            for parameter, name in self._names.items()
+        }
 
     @property
     def members(self) -> list[torch.optim.Optimizer]:
@@ -106,7 +127,8 @@ class OptimizersContainer:
     def step(self, lr_scale: float) -> None:
         """One update at `lr_scale` times each peak learning rate."""
         self._set_learning_rate(lr_scale)
-        # FSDP2 moves its shards and makes new gradients; members see this rank's rows of both.
+        # FSDP2 may have moved its shards, and each backward makes new gradients: the plain tensors of the members
+        # become this rank's rows of both.
         with torch.no_grad():
             for shard, parameter in self._full_parameters.items():
                 shard.data = local(parameter)
@@ -115,13 +137,21 @@ class OptimizersContainer:
             member.step()
 
     def begin_step(self, lr_scale: float, *, factor: float, clip: float | None) -> None:
-        """Update in the next backward, whose gradients are scaled by `factor`, each clipped to a norm of `clip`."""
+        """Call before a backward, which then updates each parameter as soon as its gradient is complete.
+
+        `factor`: the one by which the loss was multiplied (the loss scale of float16, else 1); each gradient is first
+        divided by it. Then each gradient by itself is clipped to a norm of `clip`: in the unit of the unscaled
+        gradients, and per parameter, because the global norm is known only after the backward. None: no clipping.
+        """
         assert self._backward is not None
         self._set_learning_rate(lr_scale)
         self._backward.begin(factor=factor, clip=None if self._clips_updates else clip)
 
     def finish_step(self) -> float:
-        """Call after that backward: the global norm; if non-finite, the update is incomplete."""
+        """Call after that backward: the norm over all gradients, unscaled and before clipping.
+
+        Where it is not finite, the update is incomplete: only the parameters before the first such gradient have it.
+        """
         assert self._backward is not None
         return self._backward.finish()
 
@@ -130,14 +160,14 @@ class OptimizersContainer:
             group["lr"] = group["peak"] * lr_scale  # type: ignore[operator]  # a group holds anything
 
     def zero_grad(self) -> None:
-        """Drop every gradient and the state of an interrupted backward."""
+        """Drop every gradient, and forget a backward that was interrupted after `begin_step`."""
         if self._backward is not None:
             self._backward.reset()
         for parameter in (*self._names, *self._full_parameters.values()):
             parameter.grad = None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live state tensors with dimensions, by "parameter.slot": this rank's rows where it has a shard."""
+        """The live state tensors with dimensions, by "parameter.slot": this rank's rows where `is_split`."""
         for member in self._members:
             if isinstance(member, OwnStateFormat):
                 member.settle()
@@ -148,7 +178,7 @@ class OptimizersContainer:
         return {name: value.item() for name, value in self._named_slots() if value.ndim == 0}
 
     def is_split(self, key: str) -> bool:
-        """Whether the state "parameter.slot" is this rank's rows of a larger tensor."""
+        """Whether the state "parameter.slot" is this rank's rows of a tensor that a checkpoint has in full."""
         name, _, slot = key.rpartition(".")
         sharded_names = {self._names[shard] for shard in self._full_parameters}
         return slot not in SAME_ON_RANKS and name in sharded_names
@@ -160,20 +190,30 @@ class OptimizersContainer:
                 for slot, value in state.items():
                     yield f"{self._names[parameter]}.{slot}", value
 
-    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, float],
+        *,
+        other_stages: Collection[str] = (),
+    ) -> None:
         """Replace all state by copies of the full values of `named_tensors` and `scalars`; a shard takes its rows.
 
+        `other_stages`: names of parameters whose states are left to other stages of a pipeline.
         Raises UserError for parameters that this model does not train, or another state dtype.
         """
         scalar_tensors = {
             key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()
         }
+
+        # "parameter.slot" keys become the slots of each parameter.
         states_by_name: dict[str, State] = {}
         for key, value in [*tensors.items(), *scalar_tensors.items()]:
             name, _, slot = key.rpartition(".")
             states_by_name.setdefault(name, {})[slot] = value
 
-        unknown_names = sorted(set(states_by_name) - set(self._names.values()))
+        known_names = {*self._names.values(), *other_stages}
+        unknown_names = sorted(states_by_name.keys() - known_names)
         if unknown_names:
             raise UserError(
                 f"optimizer state for a parameter that is not trained: {unknown_names[0]}",
@@ -181,6 +221,7 @@ class OptimizersContainer:
                 fix="resume with the recipe that the run started with",
             )
 
+        # A parameter without state in the checkpoint starts with that of its first update.
         for member in self._members:
             member.state.clear()
             for group in member.param_groups:
@@ -230,11 +271,15 @@ def build_optimizer(
 ) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
-    `device_type`: whose sizes of pieces to take, where it is not the parameters' own (a simulation).
+    Native optimizers update one piece of the values after another: as many (`common.piece_size`) as keep a GPU busy, or
+    fit into the cache of a CPU core. So float32 intermediates take memory for a piece only. `device_type`: take pieces
+    for this type of device, where it is not the parameters' own (a simulation of a GPU on a CPU).
 
-    Must run before the first forward: FSDP2 leaves the root unsharded after it.
+    Must run before the first forward. FSDP2 keeps the root's parameters (such as the head) gathered from a forward to
+    the next backward: they are plain full tensors then, and would be taken for parameters that are not sharded.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
     # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
     parameters_by_name = {
         name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p
@@ -245,6 +290,8 @@ def build_optimizer(
         p: trainable[name] for name, p in parameters_by_name.items() if p is not trainable[name]
     }
     shards = Shards(full_parameters, mesh)
+
+    # A block of int8 values has one scale, so all of it must be on one rank.
     if plan.state_dtype == "int8" and full_parameters:
         full_shapes = {
             name: shards.full_shape(parameter) for name, parameter in parameters_by_name.items()
@@ -255,18 +302,24 @@ def build_optimizer(
     clips_updates = OPTIMIZERS[plan.kind].clips_updates
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
     placement = StatePlacement(offload=plan.offload)
+    if not parameters_by_name:
+        return OptimizersContainer([], {})  # a stage of a pipeline whose weights are all frozen
     if not plan.fused_backward:
         members = build(parameters_by_name, plan=plan, rounding=rounding, placement=placement)
         return OptimizersContainer(
             members, names, clips_updates=clips_updates, full_parameters=full_parameters
         )
 
-    # Fused into backward each parameter has an optimizer of its own, which autograd's hook calls.
+    # Fused into backward each parameter has an optimizer of its own, which autograd's hook calls. The plan refuses that
+    # for several devices: there are no shards here.
     members = []
     for name, parameter in parameters_by_name.items():
         (member,) = build({name: parameter}, plan=plan, rounding=rounding, placement=placement)
         members.append(member)
-    # The plan refuses a fused backward for optimizers whose step takes no gate.
+
+    # Their steps take a gate: numbers on the device that scale a gradient, or from the first non-finite gradient of a
+    # backward on leave weights and states as they are, without the host waiting to see it. The plan refuses a fused
+    # backward for optimizers without one.
     gated_members = cast(list[GatedOptimizer], members)
     backward = FusedBackward(
         dict(zip(parameters_by_name.values(), gated_members, strict=True)),

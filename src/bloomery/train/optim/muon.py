@@ -180,11 +180,18 @@ def build_muon(
         name: p for name, p in named_parameters.items() if p.ndim == 2 and ".layers." in name
     }
     others = {name: p for name, p in named_parameters.items() if name not in matrices}
-    muon = Muon(
-        list(matrices.values()),
-        lr=plan.muon_learning_rate,
-        momentum=plan.momentum,
-        weight_decay=plan.weight_decay,
-        shards=rounding.shards,
-    )
-    return [muon, torch_adamw(others, plan)]
+    # LoRA matrices leave nothing for AdamW, and norms alone nothing for Muon.
+    members: list[torch.optim.Optimizer] = []
+    if matrices:
+        members.append(
+            Muon(
+                list(matrices.values()),
+                lr=plan.muon_learning_rate,
+                momentum=plan.momentum,
+                weight_decay=plan.weight_decay,
+                shards=rounding.shards,
+            )
+        )
+    if others:
+        members.append(torch_adamw(others, plan))
+    return members

@@ -1,0 +1,570 @@
+"""The batch source of reinforcement learning: it draws completions, has them rewarded, and hands them to the steps.
+
+A rollout is drawn before its first step and trained on for `num_iterations` x `steps_per_generation` steps. Everything
+in it is keyed by the run's seed and the number of the prompt, so that a resumed run draws what the uninterrupted one
+draws; a rollout that a checkpoint interrupts is a part of the checkpoint.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from bloomery.data.order import mix
+from bloomery.data.prompts import Prompt, Prompts
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.model.adapters.lora import adapters_disabled
+from bloomery.model.compiled_step import CompiledStep
+from bloomery.model.decoder import Decoder
+from bloomery.model.decoding import known_ids
+from bloomery.model.group_decoding import Completion, GroupSampling, draw_completions
+from bloomery.model.native import Uncompiled
+from bloomery.monitor.events import Emit, Phase
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import (
+    Grpo,
+    ModelReward,
+    PythonReward,
+    Rloo,
+    VerifierReward,
+    reward_name,
+)
+from bloomery.train.forward import eval_mode, forward, precision_context, to_device
+from bloomery.train.objectives import Scoring, policy_scoring
+from bloomery.train.policy_loss import (
+    group_advantages,
+    leave_one_out_advantages,
+    share_without_variance,
+)
+from bloomery.train.rewards import Rewards, RewardSource, ScoredCompletions
+from bloomery.train.rollout import Rollout, Sample, completion_span, empty_batch, pack
+from bloomery.train.run import Stopped
+from bloomery.train.source import SourceInputs, StepBatches
+from bloomery.train.state import TrainState
+
+SLOTS = 64  # completions that are decoded at once
+REPORT_SECONDS = 1.0
+HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How completions are drawn and judged."""
+
+    num_generations: int
+    sampling: GroupSampling
+    advantages: Literal["group", "batch", "none", "leave_one_out"] = "group"
+    num_iterations: int = 1
+    steps_per_generation: int = 1
+    mask_truncated: bool = False
+    reward_beta: float = (
+        0.0  # of RLOO: the weight of the KL divergence that is taken off the rewards
+    )
+    shown: Literal["none", "shown", "all"] = "shown"
+
+
+@dataclass(frozen=True)
+class HeldOutReward:
+    """The mean reward of the completions of held-out prompts, and how many tokens these have."""
+
+    reward: float
+    tokens: int
+    seconds: float
+
+
+@final
+class RolloutSource:
+    """Draws from the model that trains. The first rank calls the rewards and writes the completions."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        settings: RolloutSettings,
+        prompts: Prompts,
+        held_out: Prompts,
+        rewards: Rewards,
+        scoring: Scoring,
+        tokenizer: Tokenizer,
+        run_dir: Path,
+        emit: Emit,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._state = state
+        self._settings = settings
+        self._prompts = prompts
+        self._held_out = held_out
+        self._rewards = rewards
+        self._scoring = scoring
+        self._tokenizer = tokenizer
+        self._run_dir = run_dir
+        self._emit = emit
+        self._stop = stop
+        self._rewards_are_slow = False  # then their beginning is told
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._state.model_and_optimizer.mesh
+
+    @contextmanager
+    def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
+        with self._rewards:
+            yield self._steps(plan)
+
+    def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
+        while True:
+            # A checkpoint may hold the rest of a rollout; its first steps have been taken.
+            step = self._state.progress.step
+            rollout = self._state.rollout
+            metrics: dict[str, float] = {}
+            seconds: dict[str, float] = {}
+            if rollout is None or rollout.is_over(step):
+                rollout, metrics, seconds = self._draw(plan)
+                self._state.rollout = rollout
+            yield self._step_of(rollout, step - rollout.first_step, plan, metrics, seconds)
+
+    # ---- held-out prompts
+
+    def evaluate(self, plan: RunPlan, limit: int | None) -> HeldOutReward | None:
+        """One completion of each of at most `limit` held-out prompts, drawn as in training; None without prompts.
+
+        The random numbers are the same at every evaluation.
+        """
+        start_time = time.perf_counter()
+        count = len(self._held_out) if limit is None else min(limit, len(self._held_out))
+        if count == 0:
+            return None
+        prompts = [self._held_out[number] for number in range(count)]
+        completions = self._completions(
+            plan,
+            prompts,
+            1,
+            lambda place, number, position: mix(plan.train.seed, HELD_OUT, place, number, position),
+        )
+        totals = [total for total in self._scored(prompts, completions).totals if total == total]
+        if not totals:
+            return None
+        return HeldOutReward(
+            sum(totals) / len(totals),
+            sum(len(text.ids) for text in completions),
+            time.perf_counter() - start_time,
+        )
+
+    # ---- drawing
+
+    def _draw(self, plan: RunPlan) -> tuple[Rollout, dict[str, float], dict[str, float]]:
+        """The next rollout, the metrics of its completions, and the seconds that its parts took."""
+        settings = self._settings
+        first_prompt = self._state.cursor.consumed
+        num_completions = plan.train.sequences_per_step * settings.steps_per_generation
+        num_prompts = num_completions // settings.num_generations
+        prompts = [self._prompts[first_prompt + index] for index in range(num_prompts)]
+
+        # 1. Each rank draws the completions of some prompts; then every rank has all of them.
+        start_time = time.perf_counter()
+        completions = self._completions(
+            plan,
+            prompts,
+            settings.num_generations,
+            lambda place, number, position: mix(
+                plan.train.seed, first_prompt + place, number, position
+            ),
+        )
+        rollout_seconds = time.perf_counter() - start_time
+
+        # 2. Rewards, and by how much each completion is better than the others of its prompt.
+        start_time = time.perf_counter()
+        if self._rewards_are_slow:
+            self._emit(Phase(name="reward", done=0, total=num_completions))
+        scored = self._scored(prompts, completions)
+        reward_seconds = time.perf_counter() - start_time
+        self._rewards_are_slow = reward_seconds > REPORT_SECONDS
+        metrics = self._metrics(completions, scored)
+        samples = [
+            Sample(tuple(prompts[text.prompt].ids.tolist()), tuple(text.ids), tuple(text.logps))
+            for text in completions
+        ]
+
+        # 3. Of several steps the first changes the model, which then is no more the one that drew: its
+        # log-probabilities are computed before.
+        num_steps = settings.num_iterations * settings.steps_per_generation
+        old_logps: list[list[float]] | None = None
+        if num_steps > 1 or settings.reward_beta:
+            old_logps = self._logps(samples, plan)
+        penalties = [0.0] * num_completions
+        if settings.reward_beta:
+            assert old_logps is not None
+            divergences = self._divergences(samples, old_logps, plan)
+            penalties = [settings.reward_beta * divergence for divergence in divergences]
+            num_tokens = sum(len(sample.completion_ids) for sample in samples)
+            metrics["kl"] = sum(divergences) / num_tokens
+        advantages = self._advantages(
+            [total - penalty for total, penalty in zip(scored.totals, penalties, strict=True)]
+        )
+        samples = [
+            replace(
+                sample,
+                advantage=0.0 if settings.mask_truncated and text.truncated else advantage,
+                old_logps=None if num_steps == 1 or old_logps is None else tuple(old_logps[index]),
+            )
+            for index, (sample, text, advantage) in enumerate(
+                zip(samples, completions, advantages, strict=True)
+            )
+        ]
+        rollout = Rollout(self._state.progress.step, num_steps, num_prompts, tuple(samples))
+        if self._mesh.first_rank and settings.shown != "none":
+            self._write(rollout, prompts, completions, scored)
+        return rollout, metrics, {"rollout": rollout_seconds, "reward": reward_seconds}
+
+    def _completions(
+        self,
+        plan: RunPlan,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        key: Callable[[int, int, int], int],
+    ) -> list[Completion]:
+        """Of all prompts, on every rank. `key`: of a random number, by place of prompt, completion and token."""
+        mesh = self._mesh
+        own_places = range(mesh.data_rank, len(prompts), mesh.data_world)
+        total = len(prompts) * num_generations
+        last_report = time.monotonic()
+
+        def on_step(num_done: int) -> None:
+            nonlocal last_report
+            if time.monotonic() - last_report > REPORT_SECONDS:
+                last_report = time.monotonic()
+                self._emit(Phase(name="rollout", done=num_done * mesh.data_world, total=total))
+            # Several ranks agree on a stop at the end of the rollout: they take different numbers of forwards.
+            if mesh.world == 1 and self._stop():
+                raise Stopped
+
+        def uniform(place: int, number: int, position: int) -> float:
+            return (key(own_places[place], number, position) >> 11) * 2.0**-53
+
+        model = self._state.model
+        completions: list[Completion] = []
+        if own_places:
+            with generating(model, plan):
+                completions = draw_completions(
+                    model,
+                    [prompts[place].ids.tolist() for place in own_places],
+                    num_generations,
+                    self._settings.sampling,
+                    uniform,
+                    slots=SLOTS,
+                    on_step=on_step,
+                )
+        if mesh.world > 1 and self._stop():
+            raise Stopped
+        return self._of_all_ranks(completions, own_places)
+
+    def _of_all_ranks(
+        self, completions: Sequence[Completion], own_places: Sequence[int]
+    ) -> list[Completion]:
+        """In the order of the prompts."""
+        own = [
+            [own_places[text.prompt], text.number, text.ids, text.logps, text.truncated]
+            for text in completions
+        ]
+        gathered = [
+            Completion(*fields) for of_rank in self._mesh.all_gather_json(own) for fields in of_rank
+        ]
+        return sorted(gathered, key=lambda text: (text.prompt, text.number))
+
+    def _scored(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> ScoredCompletions:
+        """The rewards, from the first rank."""
+        answer: list[Any] = []
+        if self._mesh.first_rank:
+            scored = score_completions(self._rewards, self._tokenizer, prompts, completions)
+            answer = [
+                {name: list(rewards) for name, rewards in scored.by_name.items()},
+                [None if total != total else total for total in scored.totals],
+            ]
+        by_name, totals = self._mesh.all_gather_json(answer)[0]
+        return ScoredCompletions(
+            by_name, tuple(float("nan") if total is None else total for total in totals)
+        )
+
+    def _divergences(
+        self, samples: Sequence[Sample], old_logps: Sequence[Sequence[float]], plan: RunPlan
+    ) -> list[float]:
+        """Of each completion: the log-probability under the model less that under the reference model."""
+        reference_logps = self._logps(samples, plan, of_reference=True)
+        return [
+            sum(logps) - sum(reference)
+            for logps, reference in zip(old_logps, reference_logps, strict=True)
+        ]
+
+    def _advantages(self, totals: Sequence[float]) -> list[float]:
+        rewards = torch.tensor(totals, dtype=torch.float32)
+        scale = self._settings.advantages
+        if scale == "leave_one_out":
+            advantages = leave_one_out_advantages(rewards, self._settings.num_generations)
+        else:
+            advantages = group_advantages(rewards, self._settings.num_generations, scale=scale)
+        numbers: list[float] = advantages.tolist()
+        return numbers
+
+    def _logps(
+        self, samples: Sequence[Sample], plan: RunPlan, *, of_reference: bool = False
+    ) -> list[list[float]]:
+        """Of every sample's tokens under the model as it is, or without its adapter, computed as training does."""
+        model = self._state.model
+        device = next(model.parameters()).device
+        batches, places = pack(
+            samples, length=plan.data.sequence_length, rows=plan.train.micro_batch_size
+        )
+        scores = list[Tensor]()
+        with eval_mode(model), adapters_disabled(model) if of_reference else nullcontext():
+            for batch in batches:
+                on_device = to_device(batch, device)
+                head = self._scoring(on_device)
+                output = forward(model, on_device, head, precision=plan.train.precision)
+                scores.append(output.head[0].cpu())
+        return [
+            scores[place.micro_batch][place.row, completion_span(sample, place)].tolist()
+            for sample, place in zip(samples, places, strict=True)
+        ]
+
+    # ---- steps
+
+    def _step_of(
+        self,
+        rollout: Rollout,
+        number: int,
+        plan: RunPlan,
+        metrics: dict[str, float],
+        seconds: dict[str, float],
+    ) -> StepBatches:
+        """The micro-batches of the rollout's step of that number, on this rank."""
+        # 1. Each pass goes through the samples in an order of its own, a part of them in each step.
+        per_step = len(rollout.samples) // self._settings.steps_per_generation
+        pass_number, part = divmod(number, self._settings.steps_per_generation)
+        order = sorted(
+            range(len(rollout.samples)),
+            key=lambda index: mix(plan.train.seed, rollout.first_step, pass_number, index),
+        )
+        indices = sorted(order[part * per_step : (part + 1) * per_step])
+        samples = [rollout.samples[index] for index in indices]
+
+        # 2. Ranks share them out, and take equally many micro-batches.
+        mesh = self._mesh
+        length = plan.data.sequence_length
+        rows = plan.train.micro_batch_size
+        batches_by_rank = [
+            pack(samples[rank :: mesh.data_world], length=length, rows=rows)[0]
+            for rank in range(mesh.data_world)
+        ]
+        batches = batches_by_rank[mesh.data_rank]
+        most_batches = max(map(len, batches_by_rank))
+        has_old_logps = samples[0].old_logps is not None
+        while len(batches) < most_batches:
+            batches.append(empty_batch(length=length, rows=rows, has_old_logps=has_old_logps))
+
+        # 3. The prompts are behind the run once the last step has trained on them.
+        is_last = number == rollout.num_steps - 1
+        return StepBatches(
+            batches,
+            consumed=rollout.num_prompts if is_last else 0,
+            tokens=sum(map(len, samples)),
+            metrics=metrics,
+            seconds=seconds,
+        )
+
+    # ---- what people read
+
+    def _metrics(
+        self, completions: Sequence[Completion], scored: ScoredCompletions
+    ) -> dict[str, float]:
+        """TRL's names."""
+        generations = self._settings.num_generations
+        lengths = torch.tensor([len(text.ids) for text in completions], dtype=torch.float32)
+        is_truncated = torch.tensor([text.truncated for text in completions])
+        ended_lengths = lengths[~is_truncated]
+        totals = torch.tensor(scored.totals)
+        deviations = [
+            float(group[group.isfinite()].std()) if group.isfinite().sum() > 1 else 0.0
+            for group in totals.view(-1, generations)
+        ]
+        metrics = {
+            "reward": float(totals.nanmean()),
+            "reward_std": sum(deviations) / len(deviations),
+            "frac_reward_zero_std": share_without_variance(scored.totals, generations),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": float(is_truncated.float().mean()),
+        }
+        if len(ended_lengths):
+            metrics["completions/mean_terminated_length"] = float(ended_lengths.mean())
+        for name, rewards in scored.by_name.items():
+            numbers = torch.tensor([reward for reward in rewards if reward is not None])
+            if len(numbers):
+                metrics[f"rewards/{name}/mean"] = float(numbers.mean())
+                metrics[f"rewards/{name}/std"] = float(numbers.std(correction=0))
+        return metrics
+
+    def _write(
+        self,
+        rollout: Rollout,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        scored: ScoredCompletions,
+    ) -> None:
+        """completions/step-00000001.jsonl, named after the first step that trains on them."""
+        folder = self._run_dir / "completions"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{rollout.first_step + 1:08d}.jsonl"
+        lines = []
+        for index, (text, sample) in enumerate(zip(completions, rollout.samples, strict=True)):
+            total = scored.totals[index]
+            entry = {
+                "prompt_ids": list(sample.prompt_ids),
+                "completion_ids": text.ids,
+                "prompt": value_of(prompts[text.prompt]),
+                "completion": self._tokenizer.decode(text.ids),
+                "rewards": {name: rewards[index] for name, rewards in scored.by_name.items()},
+                "reward": None if total != total else total,
+                "advantage": sample.advantage,
+                "logps": text.logps,
+                "truncated": text.truncated,
+            }
+            lines.append(json.dumps(entry, ensure_ascii=False))
+        draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def rollout_source(inputs: SourceInputs) -> RolloutSource:
+    """The source of the plan's objective and rewards."""
+    plan = inputs.plan
+    objective = plan.objective
+    assert isinstance(objective, Grpo | Rloo)
+    scoring = Scoring(
+        plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
+    )
+    return RolloutSource(
+        inputs.state,
+        settings=settings_of(
+            plan, known_ids(inputs.tokenizer.eos_id, plan.model.config.eos_token_id)
+        ),
+        prompts=Prompts(plan.data.prepared, seed=plan.train.seed),
+        held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
+        rewards=Rewards([source_of_reward(reward) for reward in plan.rewards]),
+        scoring=policy_scoring(objective, scoring),
+        tokenizer=inputs.tokenizer,
+        run_dir=inputs.run_dir,
+        emit=inputs.emit,
+        stop=inputs.stop,
+    )
+
+
+def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
+    """`stop_ids` end a completion."""
+    objective = plan.objective
+    assert isinstance(objective, Grpo | Rloo)
+    sampling = GroupSampling(
+        max_new_tokens=objective.max_completion_length,
+        temperature=objective.temperature,
+        top_k=objective.top_k,
+        top_p=objective.top_p,
+        min_p=objective.min_p,
+        stop_ids=stop_ids,
+    )
+    is_rloo = isinstance(objective, Rloo)
+    return RolloutSettings(
+        num_generations=objective.num_generations,
+        sampling=sampling,
+        advantages="leave_one_out" if isinstance(objective, Rloo) else objective.scale_rewards,
+        num_iterations=objective.num_iterations,
+        steps_per_generation=objective.steps_per_generation,
+        mask_truncated=objective.mask_truncated_completions,
+        reward_beta=objective.beta if is_rloo else 0.0,
+        shown=plan.logging.completions,
+    )
+
+
+def source_of_reward(reward: PythonReward | VerifierReward | ModelReward) -> RewardSource:
+    """What the worker of a reward runs."""
+    if isinstance(reward, PythonReward):
+        file, _, function = reward.python.rpartition(":")
+        return RewardSource(
+            name=reward_name(reward),
+            job={"file": file, "function": function},
+            weight=reward.weight,
+            timeout=reward.timeout.amount,
+        )
+    assert isinstance(reward, VerifierReward), "the plan refuses reward models"
+    return RewardSource(
+        name=reward_name(reward),
+        job={
+            "verifier": reward.verifier,
+            "settings": {
+                "column": reward.column,
+                "pattern": reward.pattern,
+                "max_characters": reward.max_characters,
+            },
+        },
+        weight=reward.weight,
+        timeout=reward.timeout.amount,
+    )
+
+
+def score_completions(
+    rewards: Rewards,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+) -> ScoredCompletions:
+    """Calls the rewards with one entry a completion, as TRL does: a conversation's completion is a message."""
+    of_completion = [prompts[completion.prompt] for completion in completions]
+    texts = [tokenizer.decode(visible_ids(completion)) for completion in completions]
+    values = [
+        text if prompt.messages is None else [{"role": "assistant", "content": text}]
+        for text, prompt in zip(texts, of_completion, strict=True)
+    ]
+    names = list(dict.fromkeys(name for prompt in of_completion for name in prompt.columns))
+    columns = {name: [prompt.columns.get(name) for prompt in of_completion] for name in names}
+    return rewards.score(
+        [value_of(prompt) for prompt in of_completion],
+        values,
+        [completion.ids for completion in completions],
+        columns,
+    )
+
+
+def value_of(prompt: Prompt) -> Any:
+    """The row's prompt: a text or messages."""
+    return prompt.text if prompt.messages is None else prompt.messages
+
+
+def visible_ids(completion: Completion) -> list[int]:
+    """Without the token that ended it."""
+    return completion.ids if completion.truncated else completion.ids[:-1]
+
+
+@contextmanager
+def generating(model: Decoder, plan: RunPlan) -> Iterator[None]:
+    """Inside the block the model decodes: in evaluation mode, on a CPU with the compiled step where there is one."""
+    if plan.train.device == "cpu":
+        try:
+            model.step = CompiledStep(model)
+        except Uncompiled:
+            model.step = None  # PyTorch decodes, too
+    # Compiled, each new length would be recompiled.
+    eager = torch.compiler.set_stance("force_eager")
+    try:
+        with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
+            yield
+    finally:
+        model.step = None

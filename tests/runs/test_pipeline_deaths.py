@@ -1,0 +1,145 @@
+"""Stages of a pipeline that die, stop or run out of memory, as users start them. Oracle: the run of one rank."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+from runs_of_bloomery import (
+    Bloomery,
+    losses,
+    rank_process,
+    ranks_of,
+    wait_for,
+    write_workshop,
+)
+
+from bloomery.monitor.events import Recovered, StepDone
+from bloomery.plan.store import read_plan
+
+PIPELINE = ("tiny.yaml", "--run-dir", "runs/one", "-d", "cpu,cpu", "parallel.pipeline=2")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def bloomery(tmp_path) -> Bloomery:
+    write_workshop(tmp_path)
+    return Bloomery(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> Bloomery:
+    """The same pipeline, never disturbed."""
+    folder = tmp_path_factory.mktemp("calm")
+    write_workshop(folder)
+    bloomery = Bloomery(folder)
+    done = bloomery.run("train", *PIPELINE)
+    assert done.returncode == 0, done.stderr
+    return bloomery
+
+
+def test_killed_and_stopped_stages_leave_no_trace(bloomery, calm) -> None:
+    # A kill in a step: of the first stage, which writes checkpoints, and of the last.
+    for rank, layers, step in ((1, "layer 1", 2), (0, "layer 0", 5)):
+        begun = len(bloomery.events()) if bloomery.run_dir.exists() else 0
+        words = ("resume", "one") if begun else ("train", *PIPELINE)
+        with bloomery.start(*words) as process:
+            wait_for(
+                lambda begun=begun, step=step: any(
+                    isinstance(event, StepDone) and event.step >= step
+                    for event in bloomery.events()[begun:]
+                )
+            )
+            os.kill(rank_process(bloomery.run_dir, rank), signal.SIGKILL)
+            since = time.monotonic()
+            _, told = process.communicate(timeout=60)
+        assert process.returncode == 1 and time.monotonic() - since < 15
+        assert f"rank {rank} ({layers}) of training process killed from outside" in told, told
+        assert "Traceback" not in told
+        assert ranks_of(bloomery.run_dir) == []
+
+    # A stop request to the parent saves, and ends in 75.
+    begun = len(bloomery.events())
+
+    def moment() -> bool:
+        return any(isinstance(event, StepDone) for event in bloomery.events()[begun:])
+
+    assert bloomery.run_until(moment, signal.SIGTERM, "resume", "one") == 75
+    assert ranks_of(bloomery.run_dir) == []
+    last_step = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
+    assert (bloomery.run_dir / f"checkpoints/step-{last_step:08d}").is_dir()
+
+    done = bloomery.run("resume", "one")
+    assert done.returncode == 0, done.stderr
+    assert losses(bloomery.run_dir) == losses(calm.run_dir)
+    saved, expected = (
+        folder / "checkpoints/step-00000016" for folder in (bloomery.run_dir, calm.run_dir)
+    )
+    for file in expected.glob("*.safetensors"):
+        assert (saved / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_stage_without_memory_is_named_with_its_layers_and_the_run_goes_on(
+    dying_workshop, calm
+) -> None:
+    (dying_workshop / "runs/deaths.json").write_text(
+        json.dumps([[{"rank": 1, "rows": 2}, 5, "memory"]])
+    )
+    bloomery = Bloomery(dying_workshop)
+    told = bloomery.here("train", *PIPELINE)
+    assert told.returncode == 0, told.stderr
+    (recovered,) = [event for event in bloomery.events() if isinstance(event, Recovered)]
+    assert recovered.reason.startswith("out of memory on rank 1 (layer 1) after step 4 (2.50 GiB")
+    assert "micro-batch 2 -> 1" in recovered.action
+    assert ranks_of(bloomery.run_dir) == []
+    assert losses(bloomery.run_dir)[:3] == losses(calm.run_dir)[:3]
+    assert read_plan(bloomery.run_dir / "plan.json").train.pipeline == 2
+
+
+def test_the_error_of_a_stage_is_told_and_not_the_connection_that_it_closed(dying_workshop) -> None:
+    (dying_workshop / "runs/deaths.json").write_text(
+        json.dumps([[{"rank": 1}, 3, "the last stage is broken"]])
+    )
+    bloomery = Bloomery(dying_workshop)
+    told = bloomery.here("train", *PIPELINE)
+    assert told.returncode == 1
+    assert (
+        "error: rank 1 (layer 1) of training failed after step 2:"
+        " RuntimeError: the last stage is broken" in told.stderr
+    ), told.stderr
+    assert ranks_of(bloomery.run_dir) == []
+    log = (bloomery.run_dir / "log.txt").read_text()
+    assert "Connection closed by peer" in log
+
+
+def test_a_neighbor_that_never_answers_ends_the_run_before_the_first_step(
+    faulty_links_workshop,
+) -> None:
+    bloomery = Bloomery(faulty_links_workshop)
+    (bloomery.folder / "runs/link.txt").write_text("silent")
+    told = bloomery.here("train", *PIPELINE)
+    assert told.returncode == 1
+    assert re.search(
+        r"error: rank 1 on (\S+) got no answer from rank 0 on \1: waited 1\.0 s\n", told.stderr
+    ), told.stderr
+    assert not any(isinstance(event, StepDone) for event in bloomery.events())
+    assert ranks_of(bloomery.run_dir) == []
+
+
+def test_where_gpus_cannot_send_to_each_other_the_run_restarts_over_the_host(
+    faulty_links_workshop, calm
+) -> None:
+    bloomery = Bloomery(faulty_links_workshop)
+    (bloomery.folder / "runs/link.txt").write_text("gpus")
+    told = bloomery.here("train", *PIPELINE)
+    assert told.returncode == 0, told.stderr
+    (recovered,) = [event for event in bloomery.events() if isinstance(event, Recovered)]
+    assert recovered.reason == "rank 1 received wrong numbers from rank 0"
+    assert "parallel.pipeline_link auto -> host" in recovered.action
+    assert losses(bloomery.run_dir) == losses(calm.run_dir)
