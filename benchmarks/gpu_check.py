@@ -32,6 +32,7 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
     "theirs-full": 50,
     "attention": 60,
     "use": 180,
+    "pipeline": 60,
 }
 MODULES = {  # as they are imported: what pip calls them
     "click": "click",

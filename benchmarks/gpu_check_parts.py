@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check import TARGETS
+from gpu_check_pipeline import pipelined
 from gpu_check_use import used
 
 from bloomery.core.units import GIB
@@ -365,6 +366,8 @@ def part(name: str, *, tiny: bool) -> Found:
         return probed(TINY_PROBES if tiny else PROBES)
     if name == "use":
         return used(tiny=tiny)
+    if name == "pipeline":
+        return pipelined(tiny=tiny)
     if name == "attention":
         return probed(TINY_BACKENDS if tiny else ("backend",))
     who: Callable[..., Found] = theirs if name.startswith("theirs-") else ours

@@ -135,7 +135,7 @@ def _table(gpus: str) -> str:
 
 def tuning() -> list[str]:
     """Packaged recipes that start from a model of the Hub, for one GPU."""
-    names = [name for name in packaged() if not name.endswith("-8gpu")]
+    names = [name for name in packaged() if not re.search(r"-\dgpu", name)]
     return [name for name in names if (load_recipe(name).recipe.model.from_ or "").count("/") == 1]
 
 

@@ -19,7 +19,13 @@ import recipe_page
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example
-from bloomery.data.sources.formats import FORMATS, detect_format, documents_of, read_example
+from bloomery.data.sources.formats import (
+    FORMATS,
+    PROMPTS,
+    detect_format,
+    documents_of,
+    read_example,
+)
 from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
@@ -171,6 +177,10 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
         {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
         {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "5"}]},
     ],
+    "prompts": [
+        {"prompt": "What is 2 + 2?", "answer": "4", "level": 3},
+        {"prompt": TURNS[:1], "answer": "4"},
+    ],
 }
 ABOUT = {
     "messages": "A chat dataset in OpenAI's and TRL's format. The chat template formats it. "
@@ -182,6 +192,9 @@ ABOUT = {
     "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable.",
     "preference": "A preference dataset for DPO, IPO, SimPO, ORPO and reward models: a chosen and a "
     "rejected response, as text or as messages. Without `prompt`, the prompt is the beginning that both share.",
+    "prompts": "Prompts for reinforcement learning, as text or as messages: the model generates the completions. "
+    "`rewards` get every other column, with its JSON types. A prompt may have `data.sequence_length` - "
+    "`objective.max_completion_length` tokens.",
 }
 HEAD_OF_FORMATS = f"""# Dataset formats: chat, instruction, preference, KTO, pretraining
 
@@ -196,10 +209,11 @@ Set `data.path` to a dataset: a file, a folder or a Hub id. `bloomery prepare RE
 | prompt-completion dataset | TRL's prompt-completion | [`completion`](#completion) |
 | preference dataset | DPO, ORPO, IPO, SimPO and reward pairs; UltraFeedback | [`preference`](#preference) |
 | KTO dataset | unpaired preference, binary labels | [`kto`](#kto) |
+| prompt dataset | TRL's prompt-only; GRPO, RLOO | [`prompts`](#prompts) |
 | pretraining dataset | raw text, code, FineWeb | [`text`](#text) |
 | pre-tokenized dataset | `input_ids`, `labels`, `attention_mask` | [`tokens`](#tokens) |
 
-`data.format: auto` detects the dataset format by the columns of the first row.
+`data.format: auto` detects the dataset format by the columns of the first row, `prompts` by the objective.
 Otherwise set `data.format` to a name of this page.
 `data.columns` maps a role to your column's name:
 
@@ -261,7 +275,8 @@ def formats_page() -> str:
 def example_of(name: str, row: dict[str, Any]) -> Example:
     """The sample as the data pipeline reads it."""
     found = read_example(row, format=name, columns={}, where=name)
-    assert isinstance(found, Example) and detect_format(row) == name, (name, found)
+    detected = None if name == PROMPTS else name  # by the objective, not by the row
+    assert isinstance(found, Example) and detect_format(row) == detected, (name, found)
     return found
 
 
@@ -271,7 +286,7 @@ def takers(name: str) -> list[str]:
     turns = example.kind in ("chat", "completion")
     return [
         kind
-        for kind in BUILT
+        for kind in OBJECTIVES
         if _takes(kind, example) and (turns or OBJECTIVES[kind].data_kind != "any")
     ]
 

@@ -20,7 +20,7 @@ What trains on several devices, by the axis of `parallel`.
 - `not tested`: it trains, and no test on CPU processes can show a mistake.
 - Other cells are the reason why `bloomery train` and `bloomery plan` refuse it, before any text is read.
 - With `parallel` at `auto`, the plan avoids an axis that refuses a setting of the recipe.
-  Where both axes refuse, `bloomery train` uses one device.
+  Where all axes refuse, `bloomery train` uses one device.
 
 How the axes work: [How sharding works](../explanation/how-sharding-works.md).
 How to use them: [Train on several GPUs](../how-to/several-gpus.md).
@@ -30,8 +30,7 @@ END = """
 
 | key | instead |
 |---|---|
-| `parallel.pipeline` above 1 | `bloomery plan` estimates it; train with `parallel.shard` |
-| tensor and context parallelism, which have no keys yet | `parallel.shard` |
+| tensor and context parallelism, which have no keys yet | `parallel.shard`, `parallel.pipeline` |
 """
 
 

@@ -52,6 +52,8 @@ def test_every_part_runs_on_a_processor(tmp_path):
     assert parts["theirs-qlora"]["outcome"] in ("ok", "skipped")  # bitsandbytes is no dependency
     assert parts["use"]["outcome"] == "ok", parts["use"]
     assert parts["use"]["figure"] == parts["use"]["of_the_run"]  # a QLoRA run, loaded as it trained
+    assert parts["pipeline"]["outcome"] == "ok", parts["pipeline"]
+    assert "pipeline through the host, slowest edge rank" in parts["pipeline"]["message"]
     for name in ("probes", "attention"):
         assert parts[name]["probes"] and all(
             probe["error"] is not None for probe in parts[name]["probes"][1:]

@@ -209,7 +209,10 @@ DEFAULTS = {
     "parallel": {
         "replicate": "auto",
         "shard": "auto",
-        "pipeline": 1,
+        # 1 before pipelines trained; a plan may choose one now
+        "pipeline": "auto",
+        "pipeline_schedule": "1f1b",
+        "pipeline_microbatches": "auto",
     },
     "data": {
         "sequence_length": 1024,

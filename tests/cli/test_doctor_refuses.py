@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_help import _a_folder_of_its_own, doctor  # noqa: F401
 
-from bloomery.cli.doctor import MOST_BYTES
+from bloomery.cli.doctor import MAX_LOG_BYTES
 from bloomery.core.errors import UserError
 
 HOST = {
@@ -114,7 +114,7 @@ def test_a_log_of_gigabytes_takes_little_memory(tmp_path):
 
 
 def test_the_end_of_a_long_pipe_counts():
-    log = b"\xff\xfe noise\n" * (MOST_BYTES // 5) + b"CUDA out of memory\n"
+    log = b"\xff\xfe noise\n" * (MAX_LOG_BYTES // 5) + b"CUDA out of memory\n"
     assert (
         json.loads(doctor("--explain", "-", "--json", given=log).output)["findings"][0]["id"]
         == "cuda-out-of-memory"
