@@ -202,13 +202,18 @@ def test_settings_of_peft(model, case):
     assert not (model.parent / "prepared").exists()
 
 
-def test_keys_of_several_devices(model):
-    for parallel, word in (
-        ({"schedule": "banana"}, "1F1B"),
-        ({"pipeline_microbatches": 4}, "microbatches"),
-    ):
-        recipe(model, [TEXT], parallel=parallel)
-        refused_alike(model, [word], code=2)
+PIPELINES = {
+    "a key of other trainers": ({"schedule": "banana"}, "parallel.pipeline_schedule"),
+    "an unknown schedule": ({"pipeline_schedule": "banana"}, "1f1b"),
+    "no micro-batch": ({"pipeline": 2, "pipeline_microbatches": 0}, "above 0"),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_keys_of_a_pipeline(model, case):
+    parallel, word = PIPELINES[case]
+    recipe(model, [TEXT], parallel=parallel)
+    refused_alike(model, [word], code=2)
 
 
 def whole_numbers(folder):

@@ -13,10 +13,10 @@ from bloomery.recipe.load import load_recipe
 from ranks import fields, losses, on_ranks, train
 
 STEPS = 6
-REWARDS = '''
+REWARDS = """
 def spaces(completions, **_):
     return [text.count("e") / max(1, len(text)) for text in completions]
-'''
+"""
 RECIPE = """
 extends: demo
 name: rl

@@ -108,9 +108,9 @@ def test_clipping_is_torchs():
 
 
 def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
-    assert global_norm({"weight": torch.full((3,), 1.0, dtype=torch.bfloat16)}).item() == pytest.approx(
-        math.sqrt(3), rel=1e-6
-    )
+    assert global_norm(
+        {"weight": torch.full((3,), 1.0, dtype=torch.bfloat16)}
+    ).item() == pytest.approx(math.sqrt(3), rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -379,10 +379,14 @@ def _plan_layout(
     None for a pipeline that the plan has no micro-batches or no cut for. Raises UserError where the recipe asks for it.
     """
     if split.pipeline > 1:
+        is_chosen = recipe.parallel.pipeline == "auto"
         misfit = _pipeline_misfit(workload, recipe, split)
-        if misfit is not None and recipe.parallel.pipeline != "auto":
+        if misfit is not None and not is_chosen:
             raise misfit
         if misfit is not None:
+            return None
+        # A pipeline that nobody asked for is one that its sequences fill.
+        if is_chosen and workload.most_sequences(split) < split.pipeline:
             return None
     uneven = workload.sequences_per_step % split.data_parallel > 0
     best: LayoutCandidate | None = None
@@ -430,8 +434,6 @@ def _pipeline_misfit(workload: MeshWorkload, recipe: Recipe, split: MeshSplit) -
             code=2,
         )
     sequences = workload.most_sequences(split)
-    if recipe.parallel.pipeline == "auto" and sequences < split.pipeline:
-        return UserError(f"{sequences:,} sequences do not fill {split.pipeline} stages")
     return stages.micro_batch_misfit(recipe, split, sequences)
 
 
