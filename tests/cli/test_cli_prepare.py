@@ -248,6 +248,10 @@ def test_prompts_are_called_prompts(workshop):
     shown = typed("prepare", *words, "--preview", "1")
     assert "train · prompt · " in shown
     assert "loss" not in shown
+    # Prompts are prepared before there is a reward; a run needs one.
     for command in ("plan", "train"):
-        with pytest.raises(UserError, match="not supported yet: training on generated completions"):
-            typed(command, *words, "rewards=[{verifier: exact_match, column: answer}]")
+        with pytest.raises(UserError, match="grpo needs rewards") as refusal:
+            typed(command, *words)
+        fix = refusal.value.fix
+        assert fix == "add a reward: rewards=[{verifier: exact_match, column: answer}]"
+    assert "grpo" in typed("plan", *words, fix.removeprefix("add a reward: "))
