@@ -11,7 +11,7 @@ from runs_for_tests import made_up_run, step_done
 from bloomery.core.errors import UserError
 from bloomery.monitor import sinks as tracking
 from bloomery.monitor.events import Resumed, RunEnded
-from bloomery.monitor.sinks import TrackerSink, _wandb_mode, require
+from bloomery.monitor.sinks import TrackerSink, _wandb_mode, require_libraries
 
 CANARY = "hf_abcdefghijklmnopqrstuvwxyz012345"
 RECORD = """
@@ -251,12 +251,12 @@ def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it
     monkeypatch.setattr(sys, "path", [str(tmp_path / "libraries")])
     (tmp_path / "libraries/wandb").mkdir()  # of an offline run, and no library
     with pytest.raises(UserError) as error:
-        require(["tensorboard", "wandb"])
+        require_libraries(["tensorboard", "wandb"])
     assert "wandb is not installed" in error.value.problem
     assert error.value.fix and "-m pip install wandb" in error.value.fix
     (tmp_path / "libraries/wandb").rmdir()
     library("wandb", WANDB)
-    require(["wandb"])
+    require_libraries(["wandb"])
 
 
 def test_wandb_asks_nobody_for_a_login(monkeypatch, tmp_path):

@@ -36,8 +36,9 @@ from bloomery.runs import supervisor
 from bloomery.runs.assembly import Assembly
 from bloomery.runs.devices import chosen_devices
 from bloomery.runs.folder import RunFolder, locked, new_run, start_mark
+from bloomery.runs.follow import follow
 from bloomery.runs.launchers import Board, current_launch, new_folder
-from bloomery.runs.lifecycle import _follow, start
+from bloomery.runs.lifecycle import start
 from bloomery.runs.resume_plan import refuse_other_recipe
 from bloomery.runs.signals import StopRequests
 from bloomery.runs.supervisor import failure, run_stage, training_place
@@ -448,7 +449,7 @@ def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
     said = list[str]()
     board = Board(RunFolder(tmp_path / "run"), by_hand(1))
     assert board.wait(lambda: False, said.append) is None
-    assert not board.met
+    assert not board.met_rank_0
     (sentence,) = said
     assert sentence.startswith("for rank 0, at most 1 s") and str(tmp_path / "run") in sentence
 
@@ -459,7 +460,7 @@ def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
     monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
-        _follow(by_hand(1), tmp_path / "run", "cpu")
+        follow(by_hand(1), tmp_path / "run", "cpu")
     assert "waiting    for rank 0" in capsys.readouterr().err
 
 
@@ -468,7 +469,7 @@ def test_a_later_rank_points_to_the_error_of_rank_0(locked_run, monkeypatch, cap
     monkeypatch.setattr("bloomery.runs.launchers.GONE_SECONDS", 0.5)
     with monkeypatch.context() as patched:
         patched.setattr("bloomery.runs.launchers.worked_on", lambda _: False)
-        assert _follow(by_hand(1), locked_run.path, "cpu").code == 1
+        assert follow(by_hand(1), locked_run.path, "cpu").code == 1
     told = capsys.readouterr().err
     assert "ended      by rank 0, which failed" in told and str(locked_run.log) in told
 
@@ -608,7 +609,7 @@ def test_a_rank_that_cannot_start_tells_rank_0(tmp_path) -> None:
         first.open()
         first.begin(resumed=False)
         with pytest.raises(UserError) as told:  # the plan cannot be read there
-            _follow(launched(1), folder.path, "cpu")
+            follow(launched(1), folder.path, "cpu")
         ended = first.end_of(1)
     assert ended is not None and ended["code"] == 1
     assert ended["report"]["problem"] == told.value.problem and "plan.json" in str(told.value)

@@ -16,7 +16,7 @@ import preloaded
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
-from bloomery.runs import lifecycle
+from bloomery.runs import resume_inputs
 from bloomery.train.model_folder import newest_valid, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
@@ -160,7 +160,7 @@ def test_a_refused_return_to_an_earlier_checkpoint_moves_nothing(
 
     # Ctrl+C while the machine is read.
     with monkeypatch.context() as patched:
-        patched.setattr(lifecycle, "detect", pressed)
+        patched.setattr(resume_inputs, "detect", pressed)
         assert_refused(75, "", "-d", "cpu")
 
     shutil.rmtree(bloomery.folder / "prepared")

@@ -13,7 +13,12 @@ from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Parallel
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
-from bloomery.runs.resume_plan import differences, moved, prolonged, refuse_overrides
+from bloomery.runs.resume_plan import (
+    differences,
+    refuse_overrides,
+    with_machine_choices,
+    with_overrides,
+)
 
 RECIPE = """
 model: {family: llama, hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, num_kv_heads: 2}
@@ -96,7 +101,7 @@ def test_differences_are_told_in_words() -> None:
 
 def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(plan) -> None:
     stored, fresh = plan(CPU), plan(GPU, "optimizer.learning_rate=1", "train.seed=5")
-    now, told = moved(stored, fresh)
+    now, told = with_machine_choices(stored, fresh)
     assert now.train.device == "cuda"
     assert now.train.precision == fresh.train.precision
     rows, before = (plan.train.micro_batch_size * plan.train.accumulation for plan in (now, stored))
@@ -111,7 +116,7 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
 
 
 def test_moving_to_an_equal_machine_changes_nothing(plan) -> None:
-    assert moved(plan(CPU), plan(CPU)) == (plan(CPU), [])
+    assert with_machine_choices(plan(CPU), plan(CPU)) == (plan(CPU), [])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -127,7 +132,7 @@ def test_another_machine_trains_the_same_batch(plan, fused: bool) -> None:
     )
     one = {"micro_batch_size": 1, "accumulation": 1, "tokens_per_step": length}
     assert sequences > 1
-    now, _ = moved(
+    now, _ = with_machine_choices(
         stored, smaller.model_copy(update={"train": smaller.train.model_copy(update=one)})
     )
     assert (
@@ -140,14 +145,14 @@ def test_another_machine_trains_the_same_batch(plan, fused: bool) -> None:
 
 def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
     fresh = plan(CPU, "data.prefetch=7")
-    now, told = moved(plan(CPU), fresh)
+    now, told = with_machine_choices(plan(CPU), fresh)
     assert now.data.prefetch == 7
     assert len(told) == 1
 
 
 def test_another_link_of_a_pipeline_keeps_the_bits(plan) -> None:
     stored = plan(GPU)
-    now, told = moved(stored, plan(GPU, "parallel.pipeline_link=host"))
+    now, told = with_machine_choices(stored, plan(GPU, "parallel.pipeline_link=host"))
     assert now.train.pipeline_link == "host"
     assert told == ["train.pipeline_link: auto -> host"]
 
@@ -162,7 +167,7 @@ def test_cpus_have_one_link(plan) -> None:
 def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
     words = ["train.max_steps=200"]
     stored = plan(CPU)
-    longer = prolonged(stored, plan(CPU, *words, "train.seed=5"), words)
+    longer = with_overrides(stored, plan(CPU, *words, "train.seed=5"), words)
     assert (longer.train.steps, longer.train.seed) == (200, 0)
     assert (stored.optimizer.decay_steps, longer.optimizer.decay_steps) == (20, 40)
     assert longer.optimizer.warmup_steps == stored.optimizer.warmup_steps
@@ -171,7 +176,7 @@ def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
 def test_another_evaluation_changes_nothing_else(plan) -> None:
     words = ["eval.every=7 steps", "checkpoint.keep=9"]
     stored = plan(CPU)
-    now = prolonged(stored, plan(CPU, *words, "train.max_steps=3"), words)
+    now = with_overrides(stored, plan(CPU, *words, "train.max_steps=3"), words)
     assert (now.eval.every_steps, now.checkpoint.keep, now.train) == (7, 9, stored.train)
 
 

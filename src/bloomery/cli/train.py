@@ -117,7 +117,7 @@ def command(
     folder = new_folder(loaded_recipe.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     ended_run = start(
-        loaded_recipe, run_dir=folder, devices=devices, recover=recover, planned=trial
+        loaded_recipe, run_dir=folder, devices=devices, recover=recover, measure=trial
     )
     return conclude(ended_run)
 

@@ -357,7 +357,7 @@ def mlflow(run_info: Mapping[str, Any]) -> Tracker:
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
 
 
-def require(names: Sequence[str]) -> None:
+def require_libraries(names: Sequence[str]) -> None:
     """Raises UserError for a tracker whose library is not installed. Imports nothing."""
     for name in names:
         if name not in INSTALLED_BY_THE_USER:

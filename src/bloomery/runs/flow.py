@@ -208,7 +208,7 @@ def write_plan_and_machine(
     machine: Machine,
     other_files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes plan and machine, replaced together with `others`."""
+    """Writes plan and machine, replaced together with `other_files`."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
     write_sealed(folder.path, {**other_files, **files})
 

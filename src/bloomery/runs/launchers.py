@@ -40,7 +40,7 @@ JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID"
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,264 devices
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Keeps this name: a job that is started again after an update finds by it that the run is its own (`began_by`).
+# Keeps this name: a job that is started again after an update finds by it that the run is its own (`began_by_job`).
 MESSAGE_FILE = "word.json"
 FIRST_MESSAGE_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
@@ -86,7 +86,7 @@ class Launch:
 
 
 def current_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """The launcher of this process, from the variables `given` (default: its own); None without several ranks.
+    """The launcher of this process, from the variables of `environment` (default: its own); None without several ranks.
 
     A launcher may start one process of another on each host: then the variables of more ranks count. The batch script
     of a Slurm job is not a rank. Raises UserError where the variables contradict each other.
@@ -287,7 +287,7 @@ class Board:
             variables=launch.variables,
         )
         self.message: Message | None = None
-        self.met = False  # as another rank: whether rank 0 has been seen at work
+        self.met_rank_0 = False  # as another rank: whether rank 0 has been seen at work
         self._checked_at = 0.0
         self._is_over = False
 
@@ -319,7 +319,7 @@ class Board:
 
     @property
     def _address(self) -> str:
-        """Of rank 0's host, for the other ranks."""
+        """The address of rank 0's host, for the other ranks."""
         launch = self.launch
         return launch.address or ("127.0.0.1" if launch.alone else socket.gethostname())
 
@@ -333,7 +333,7 @@ class Board:
             raise port_taken(self._address, port)
 
     def begin(self, *, resumed: bool) -> None:
-        """As rank 0: the others may start."""
+        """As rank 0, writes the message with which the others start to train."""
         attempt = 0 if self.message is None else self.message.attempt + 1
         self.path.mkdir(exist_ok=True)
         for end_file in self.path.glob("end-*.json"):
@@ -344,7 +344,7 @@ class Board:
         self._write(Message(launch.start, launch.job, attempt, resumed, address, port))
 
     def conclude(self, code: int) -> None:
-        """As rank 0: no rank starts again."""
+        """As rank 0, writes the last message: the exit code with which every rank ends."""
         last_message = self.message or Message(
             self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
         )
@@ -390,9 +390,9 @@ class Board:
             message = self._current()
             works = worked_on(self._folder.path)
             if works:
-                self.met = True
+                self.met_rank_0 = True
                 deadline = time.monotonic() + GONE_SECONDS
-            elif not self.met and not has_said and time.monotonic() - began > QUIET_SECONDS:
+            elif not self.met_rank_0 and not has_said and time.monotonic() - began > QUIET_SECONDS:
                 has_said = True
                 say(
                     f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet"
@@ -426,7 +426,7 @@ class Board:
         return self._is_over
 
     def leave(self, rank: int, ending: Ended) -> None:
-        """How a rank ended, for rank 0."""
+        """Writes how a rank ended, for rank 0."""
         entry = {
             "code": ending.code,
             "report": ending.report,
@@ -451,7 +451,7 @@ def message_in(folder: RunFolder) -> Message | None:
     return None
 
 
-def began_by(folder: RunFolder, launch: Launch) -> bool:
+def began_by_job(folder: RunFolder, launch: Launch) -> bool:
     """Whether an earlier start of the same job began the run of this folder."""
     message = message_in(folder)
     return (

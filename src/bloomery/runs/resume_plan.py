@@ -146,8 +146,11 @@ def _devices(machine: Machine) -> str:
     )
 
 
-def moved(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]]:
-    """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
+def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]]:
+    """The stored plan with the machine-dependent choices of `fresh_plan`, and each choice that changed with its reason.
+
+    The last text is ROUNDING_WARNING where a choice that changed rounds differently.
+    """
     fresh_plan = _of_the_same_batch(fresh_plan, stored_plan)
     sections = dict[str, BaseModel]()
     changes: list[str] = []
@@ -181,7 +184,7 @@ def moved(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]
 
 
 def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:
-    """`fresh` with micro-batches that make the tokens per step of `stored`: a batch is part of the training.
+    """`fresh_plan` with micro-batches that make the tokens per step of `stored_plan`: a batch is part of the training.
 
     With a fused backward, a batch that the recipe leaves open is what the machine can hold.
     """
@@ -206,8 +209,8 @@ def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:
     return fresh_plan.model_copy(update={"train": train.model_copy(update=batch_fields)})
 
 
-def prolonged(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequence[str]) -> RunPlan:
-    """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, logging."""
+def with_overrides(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequence[str]) -> RunPlan:
+    """The stored plan with the overridden settings of `fresh_plan`: length, evaluation, checkpoints, logging."""
     sections = {override.partition("=")[0].partition(".")[0] for override in overrides}
     update: dict[str, object] = {
         section: getattr(fresh_plan, section)
