@@ -98,11 +98,13 @@ def command(
         code = show_plan(loaded_recipe, devices=devices, source=source)
         if launch:
             from bloomery.hardware.detect import detect
-            from bloomery.plan.resolve import local_plan, wanted
+            from bloomery.plan.resolve import local_plan, plan_environment
             from bloomery.runs.devices import narrowed
 
             plan, _ = local_plan(loaded_recipe, machine=narrowed(detect(), devices))
-            variables = [f"{name}={shlex.quote(value)}" for name, value in wanted(plan).items()]
+            variables = [
+                f"{name}={shlex.quote(value)}" for name, value in plan_environment(plan).items()
+            ]
             echo(f"environment {' '.join(variables)}")
             echo(f"command    {shlex.join(launch)}")
         return code

@@ -59,6 +59,9 @@ from bloomery.plan.unsupported import refuse_mesh
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import IF_INSTALLED, Command, PipelineTransport, Recipe, Wsd
 
+# Libraries of matmuls sum in the same order in every run only with these variables.
+DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
+
 T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
@@ -71,17 +74,26 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     recipe = loaded_recipe.recipe
     profile = facts.profile
     config = facts.config
+
+    # Without a number of devices from the caller the recipe's sizes of `parallel` count.
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
     refuse_mesh(profile, gpus=gpus, nodes=nodes)
+
+    # How a step computes comes first: the length of the run in steps follows from its batch.
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
     scale = step.scale
     micro_batching = step.micro_batching
+    # Some settings fit only so many steps. Epochs of a dataset that is not prepared yet are no number to refuse them
+    # by; the second plan of a run has counted them.
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         unsupported.refuse_settings(recipe, config, steps=scale.steps)
+
+    # A run of a wall time has no number of steps, whatever the estimate says.
     settings = recipe.train
-    every_eval = _evaluates(recipe, scale)
+    eval_steps = _steps_between_evaluations(recipe, scale)
     timed = settings.length.unit == "seconds"
     steps = None if timed else scale.steps
+    layout = None if step.parallel is None else step.parallel.layout  # None on one device
     return RunPlan(
         name=loaded_recipe.name,
         model=ModelPlan(
@@ -89,7 +101,8 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             source=facts.source,
             attention=step.attention.value,
             score_chunk=micro_batching.score_chunk.value,
-            # With compiled attention: one setting decides whether a run needs the machine's compiler.
+            # Compiled with attention alone, so that one setting decides whether a run needs the machine's compiler. The
+            # compiled code has no softcap.
             scores="compiled"
             if step.attention.value == "compiled" and config.final_softcap is None
             else "torch",
@@ -110,13 +123,11 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             tokens_per_step=step.tokens.value,
             micro_batch_size=micro_batching.micro_batch_size.value,
             accumulation=(
-                step.parallel.layout.accumulation
-                if step.parallel
+                layout.accumulation
+                if layout
                 else scale.sequences_per_step // micro_batching.micro_batch_size.value
             ),
-            empty_sequences=0
-            if step.parallel is None
-            else step.parallel.layout.sequences - scale.sequences_per_step,
+            empty_sequences=layout.sequences - scale.sequences_per_step if layout else 0,
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
             activation_checkpointing=micro_batching.checkpointing.value,
@@ -125,19 +136,19 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             ema_decay=settings.ema_decay,
             seed=settings.seed,
             deterministic=choose_deterministic(recipe, profile).value,
-            threads=max(1, threads(facts.machine) // gpus),
-            replicate=step.parallel.layout.replicate if step.parallel else 1,
-            shard=step.parallel.layout.shard if step.parallel else 1,
-            pipeline=step.parallel.layout.pipeline if step.parallel else 1,
-            pipeline_schedule=step.parallel.layout.pipeline_schedule if step.parallel else "1f1b",
-            pipeline_layers=step.parallel.layout.pipeline_layers if step.parallel else (),
+            threads=max(1, threads(facts.machine) // gpus),  # the ranks of a host share its cores
+            replicate=layout.replicate if layout else 1,
+            shard=layout.shard if layout else 1,
+            pipeline=layout.pipeline if layout else 1,
+            pipeline_schedule=layout.pipeline_schedule if layout else "1f1b",
+            pipeline_layers=layout.pipeline_layers if layout else (),
             pipeline_link=_pipeline_link(recipe, profile, step.parallel),
             device=profile.device.value,
             offload_activations=settings.offload_activations,
         ),
         checkpoint=CheckpointPlan(
             every_steps=lengths.checkpoint_steps(
-                recipe.checkpoint.every, scale, evaluation=every_eval
+                recipe.checkpoint.every, scale, evaluation=eval_steps
             ).value,
             keep=recipe.checkpoint.keep,
             async_save=True
@@ -145,9 +156,9 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             else recipe.checkpoint.async_save,
         ),
         eval=EvalPlan(
-            every_steps=every_eval,
+            every_steps=eval_steps,
             sequences=lengths.evaluation_sequences(
-                every_eval, scale, tokens=_number(recipe.eval.tokens)
+                eval_steps, scale, tokens=_number(recipe.eval.tokens)
             ),
             early_stopping_patience=_number(recipe.eval.early_stopping_patience),
             micro_batch_size=micro_batching.micro_batch_size.value,
@@ -158,7 +169,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         rewards=tuple(recipe.rewards),
         adapter=recipe.adapter,
         quantize=recipe.quantize,
-        quantized_by=step.reader.value,
+        quantized_by=step.dequantizer.value,
         torch=facts.machine.software.torch or "",
         memory=micro_batching.memory,
         step_seconds=step.seconds,
@@ -173,13 +184,17 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The choices that depend on each other. `seconds`: None where the device is unknown."""
+    """The choices about a step that depend on each other.
+
+    `scale`: the step in sequences, tokens and epochs. `seconds`: of the step, None where the device's speed is unknown.
+    `parallel`: every layout over several devices, None on one.
+    """
 
     tokens: Choice[int]
     precision: Choice[str]
     attention: Choice[str]
     compiled: Choice[bool]
-    reader: Choice[Dequantizer]
+    dequantizer: Choice[Dequantizer]
     scale: lengths.Scale
     micro_batching: batch.MicroBatching
     seconds: Estimate | None
@@ -187,7 +202,7 @@ class _Step:
 
 
 def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
-    """In the order in which the choices depend on each other."""
+    """Makes the choices about a step in the order in which they depend on each other. Raises UserError."""
     profile = facts.profile
     config = facts.config
     dataset = facts.dataset
@@ -196,7 +211,8 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     length = recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
 
-    # The batch is that of the model and the dataset alone: it never depends on the machine.
+    # The batch follows from the model and the dataset alone: it never depends on the machine. Fine-tuning takes smaller
+    # ones than pretraining.
     tokens = batch.choose_tokens_per_step(
         recipe.tokens_per_step,
         config,
@@ -221,10 +237,10 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     compiled = _compiled(recipe, facts, estimator, shape, scale)
     shape = replace(shape, compiled=compiled.value)
 
-    def laid_out(
+    def choose_layout(
         sequences: int,
     ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
-        """Micro-batches and seconds of a step: on one device, or in the best layout over several."""
+        """Micro-batches, seconds and layouts of a step: on one device, or the best of those over several."""
         if gpus * nodes > 1:
             workload = mesh.MeshWorkload.of(
                 profile,
@@ -243,21 +259,25 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         parts = estimator.step_parts(micro_batching.step, sequences * length)
         return micro_batching, speed.total(parts) if parts else None, None
 
-    micro_batching, seconds, parallel = laid_out(scale.sequences_per_step)
-    # Where the backward pass frees gradients, nothing accumulates: the micro-batch that fits is the step.
-    freed = shape.mode.fused_backward and train.auto_batch
-    if freed and micro_batching.micro_batch_size.value < scale.sequences_per_step:
+    micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
+
+    # An optimizer inside backward frees each gradient at once, so that micro-batches cannot accumulate. Where the
+    # recipe leaves the batch open, it becomes the largest micro-batch that fits, and what follows is chosen again.
+    open_batch = shape.mode.fused_backward and train.auto_batch
+    if open_batch and micro_batching.micro_batch_size.value < scale.sequences_per_step:
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
         tokens = Choice(micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
-        micro_batching, seconds, parallel = laid_out(scale.sequences_per_step)
-    typical = seconds.value if seconds else None
+        micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
+
+    # A run of a wall time has about as many steps as the estimate says; without an estimate they stay unknown.
+    step_seconds = seconds.value if seconds else None
     return _Step(
         tokens=tokens,
         precision=precision,
         attention=attention,
         compiled=compiled,
-        reader=dequantizer(
+        dequantizer=dequantizer(
             facts.machine,
             recipe.quantize.kind,
             device=profile.device.value,
@@ -265,8 +285,8 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         ),
         scale=replace(
             scale,
-            steps=scale.steps or lengths.provisional_steps(train.length, typical),
-            step_seconds=typical,
+            steps=scale.steps or lengths.provisional_steps(train.length, step_seconds),
+            step_seconds=step_seconds,
         ),
         micro_batching=micro_batching,
         seconds=seconds,
@@ -284,7 +304,10 @@ def shape_of(
     precision: str,
     attention: str,
 ) -> StepShape:
-    """A step with micro-batch size 1, uncompiled, that keeps all activations."""
+    """A step with micro-batch size 1, uncompiled, that keeps all activations: choices start from it.
+
+    `recipe`: or the finished plan, whose sections have the same keys, to estimate its step again.
+    """
     arch = profile.arch
     environment = profile.environment.value
     return StepShape(
@@ -310,7 +333,10 @@ def shape_of(
 def _compiled(
     recipe: Recipe, facts: Facts, estimator: StepEstimator, eager: StepShape, scale: lengths.Scale
 ) -> Choice[bool]:
-    """By the uncompiled length of the run, and by this machine's measurements of both."""
+    """Whether a step is compiled: by the seconds of the run without it, and by this machine's measurements of both.
+
+    `eager`: the uncompiled step.
+    """
     if facts.config.transformers_backend is not None:
         return Choice(False, "compilation is not supported for the transformers implementation")
     gain = compile_gain(
@@ -326,7 +352,7 @@ def _compiled(
 
 
 def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...]:
-    """Every choice with its reason, in the order of the page."""
+    """Every choice with its reason, in the order in which `bloomery plan` prints them."""
     profile = facts.profile
     config = facts.config
     micro_batching = step.micro_batching
@@ -336,10 +362,12 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     attention = step.attention
     if precision.value == "float16":  # always with loss scaling
         precision = Choice("float16 + loss scaling", precision.reason)
+    # A GPU for which no fused kernel is known may take PyTorch's fallback, which keeps scores that the estimate does
+    # not have: the user reads how many bytes. Half a tenth is rounded up.
     if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
         fallback_gib = gpu_fallback_bytes(micro_batching.step) / GIB
-        added = f"PyTorch's fallback needs {int(fallback_gib * 10 + 0.5) / 10:.1f} GiB more"
-        attention = Choice(attention.value, f"{attention.reason}; {added}")
+        more_memory = f"PyTorch's fallback needs {int(fallback_gib * 10 + 0.5) / 10:.1f} GiB more"
+        attention = Choice(attention.value, f"{attention.reason}; {more_memory}")
     choices: dict[str, Choice[Any]] = {
         "train.precision": precision,
         "train.attention": attention,
@@ -349,29 +377,33 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         "train.tokens_per_step": step.tokens,
     }
 
-    # What the length of the run becomes in steps.
-    sequences = lengths.left_out(recipe.train.length, step.scale)
-    if sequences and step.scale.steps is not None:
-        reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
+    # What lengths become in steps, where that is not what the recipe says.
+    partial_step = lengths.left_out(recipe.train.length, step.scale)
+    if partial_step and step.scale.steps is not None:
+        reason = f"the last {partial_step:,} sequences of {recipe.train.length} fill no step and are left out"
         choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
     interval = lengths.checkpoint_steps(
-        recipe.checkpoint.every, step.scale, evaluation=_evaluates(recipe, step.scale)
+        recipe.checkpoint.every,
+        step.scale,
+        evaluation=_steps_between_evaluations(recipe, step.scale),
     )
     if interval.reason != ASKED:
         choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
 
     # What the machine decides.
     workers = recipe.data.num_proc
-    reads = profile.workers.reason
-    by_size = f"one process for small datasets, every core for large ones; {reads}"
-    prepares = Choice(str(workers), f"{ASKED}: processes of `prepare`; {reads}")
+    loader_reason = profile.workers.reason
+    workers_choice = Choice(str(workers), f"{ASKED}: processes of `prepare`; {loader_reason}")
+    if workers == "auto":
+        reason = f"one process for small datasets, every core for large ones; {loader_reason}"
+        workers_choice = Choice("by size", reason)
     choices |= {
         "train.micro_batch_size": micro_batching.micro_batch_size,
         "train.activation_checkpointing": micro_batching.checkpointing,
         "train.deterministic": choose_deterministic(recipe, profile),
         "train.device": profile.device,
         "model.score_chunk": micro_batching.score_chunk,
-        "data.num_proc": Choice("by size", by_size) if workers == "auto" else prepares,
+        "data.num_proc": workers_choice,
         "data.pin_memory": set_or(profile.pin_memory, recipe.data.pin_memory),
         "data.prefetch": set_or(profile.prefetch, recipe.data.prefetch),
         "optimizer.fused": _fused(recipe, facts),
@@ -382,7 +414,7 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     # What model, adapter, objective and optimizer decide.
     on_gpu = profile.accelerator is not None
     more_choices = (
-        *unsupported.quantized_choices(recipe, step.reader),
+        *unsupported.quantized_choices(recipe, step.dequantizer),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
@@ -401,8 +433,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     return tuple(decisions)
 
 
-def _evaluates(recipe: Recipe, scale: lengths.Scale) -> int | None:
-    """Steps between evaluations; None: off."""
+def _steps_between_evaluations(recipe: Recipe, scale: lengths.Scale) -> int | None:
+    """Steps between evaluations; None where the recipe has none."""
     interval = recipe.eval.every
     return None if interval == "none" else lengths.steps_of(interval, scale, key="eval.every")
 
@@ -486,7 +518,10 @@ def _decay(schedule: str | Wsd) -> Duration | None:
 def _pipeline_link(
     recipe: Recipe, profile: Profile, parallel: ParallelPlan | None
 ) -> Literal["auto"] | PipelineTransport:
-    """Between CPUs there is one way; between GPUs the preflight measures. Raises UserError."""
+    """How stages send to each other: between CPUs there is one way, between GPUs the preflight measures which.
+
+    Raises UserError.
+    """
     link = recipe.parallel.pipeline_link
     if profile.accelerator is not None:
         return link
@@ -505,25 +540,22 @@ def _number(value: int | str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
-
-
-def wanted(plan: RunPlan) -> dict[str, str]:
-    """Environment variables to set before torch is imported, whatever the user has set."""
+def plan_environment(plan: RunPlan) -> dict[str, str]:
+    """Environment variables that the plan needs before torch is imported; the user's own are not looked at."""
     fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
     return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
 
 
 def child_environment(plan: RunPlan, user_environment: Mapping[str, str]) -> dict[str, str]:
-    """`own`, with the variables of the plan that `own` does not set."""
-    return local_caches(wanted(plan)) | dict(user_environment)
+    """The user's variables, with those of the plan that the user does not set. Creates the folder of local caches."""
+    return local_caches(plan_environment(plan)) | dict(user_environment)
 
 
 def local_facts(loaded_recipe: LoadedRecipe, machine: Machine | None = None) -> Facts:
     """The facts for `machine` (default: this one), with the dataset as far as it is on this disk.
 
-    Raises UserError for all that `train` refuses on any machine before its first step: in the recipe, the headers of
-    the model's files, the first rows of the data.
+    Downloads the model's config and tokenizer. Raises UserError for all that `bloomery train` refuses on any machine
+    before its first step: it reads the recipe, the headers of the model's files and the first rows of the data.
     """
     fetch(loaded_recipe.recipe, weights=False)
     return gather(

@@ -15,7 +15,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.plan.advise import energy_kwh
-from bloomery.plan.resolve import DETERMINISM, child_environment, wanted
+from bloomery.plan.resolve import DETERMINISM, child_environment, plan_environment
 from bloomery.plan.store import (
     dumped,
     read_plan,
@@ -282,7 +282,7 @@ def training_environment(flow: Flow, plan: RunPlan, machine: Machine) -> dict[st
     conflicts = {
         name: (planned, reason) for name, (_, planned, reason) in profile.overridden.items()
     }
-    fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
+    fixed = {name: value for name, value in plan_environment(plan).items() if name in DETERMINISM}
     conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
     flow.hub.line(
         f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}"
