@@ -18,14 +18,14 @@ def worked_on(plan):
     state.progress = RunProgress(
         step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_step=4
     )
-    state.policy.decide(False, step=6, sequences=range(20, 24))
+    state.non_finite.decide(False, step=6, sequences=range(20, 24))
     if state.model_and_optimizer.loss_scale is not None:
         state.model_and_optimizer.loss_scale.update(finite=False)
     return state
 
 
 def saved(state, folder):
-    Saver(folder, 3, False, writer=state.checkpointed.writer).save(
+    Saver(folder, 3, False, writer=state.checkpointed_model.writer).save(
         6, state.parts(), state.scalars()
     )
     return folder / "step-00000006"

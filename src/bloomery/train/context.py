@@ -306,7 +306,7 @@ def open_context(
             run_dir / "checkpoints",
             plan.checkpoint.keep,
             plan.checkpoint.async_save,
-            writer=state.checkpointed.writer,
+            writer=state.checkpointed_model.writer,
             tokenizer=prepared,
             emit=emit,
         ),

@@ -125,7 +125,7 @@ def shrink(context: RunContext, failure: AllocationFailed) -> Action:
     replan(context, fallback.plan)
     action = fallback.action
     if update_is_incomplete:
-        return_to_checkpoint(context, policy=True)
+        return_to_checkpoint(context, non_finite_counts=True)
         action += f"; the update was incomplete: resumes from step {context.step}"
     context.emit(Recovered(step=context.step, reason=problem, action=action + failure.note))
     return "again"
@@ -189,12 +189,12 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
 
 def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
     """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
-    policy = context.state.policy
+    non_finite = context.state.non_finite
     loss_scale = context.state.model_and_optimizer.loss_scale
     if result.taken:
-        return policy.decide(True, step=context.step, sequences=sequences)
+        return non_finite.decide(True, step=context.step, sequences=sequences)
 
-    # Overflows are how the loss scale finds its value: the policy does not count them.
+    # Overflows are how the loss scale finds its value: `NonFinite` does not count them.
     if result.overflowed and loss_scale is not None:
         problem = f"float16 overflow at step {context.step}: {result.ending}"
         reason = f"{problem}; the loss scale is now {loss_scale.value:,.0f}"
@@ -207,7 +207,7 @@ def check_step(context: RunContext, result: StepResult, sequences: range, first:
     reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.ending}"
     context.emit(Warned(step=context.step, reason=reason))
     exhausted = loss_scale is not None and what == "gradient"
-    return policy.decide(
+    return non_finite.decide(
         False, step=context.step, sequences=sequences, what=what, exhausted=exhausted
     )
 
@@ -232,8 +232,8 @@ def rewind(context: RunContext) -> None:
     )
 
 
-def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
-    """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
+def return_to_checkpoint(context: RunContext, *, non_finite_counts: bool = False) -> None:
+    """Restore the newest valid checkpoint or the initial weights; with `non_finite_counts` those counts too."""
     # To write the last checkpoint, and to check and to read one, may take as long as a save.
     context.before_save()
     context.saver.drain()
@@ -242,7 +242,7 @@ def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
         context.saver.folder,
         lambda problem: context.emit(Warned(step=context.step, reason=problem)),
     )
-    restore(context.state, context.plan, folder, policy=policy)
+    restore(context.state, context.plan, folder, non_finite_counts=non_finite_counts)
     follow(context, folder)
     # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
     context.saved_step = context.step

@@ -83,7 +83,7 @@ def reference_files(
         )
         done += loader.stored_sequences
     if computes_again:
-        restore(state, plan, resume_from, policy=True)
+        restore(state, plan, resume_from, non_finite_counts=True)
     return files
 
 

@@ -77,17 +77,18 @@ class RunProgress:
 class TrainState:
     """Everything that a checkpoint restores.
 
-    `cursor`: the next sequence. `policy` decides about non-finite steps. `checkpointed` writes and reads the model.
-    `base`: the model that an adapter adapts; None without an adapter.
+    `cursor`: the next sequence. `non_finite` counts non-finite steps and decides how training continues after one.
+    `checkpointed_model` writes and reads the model's weights. `base`: the model that an adapter adapts; None without an
+    adapter. `rollout`: the completions that the next steps train on; None where none are drawn.
     """
 
     model_and_optimizer: ModelAndOptimizer
     cursor: Cursor
     progress: RunProgress
-    policy: NonFinite
-    checkpointed: CheckpointedModel
+    non_finite: NonFinite
+    checkpointed_model: CheckpointedModel
     base: Base | None = None
-    rollout: Rollout | None = None  # what the next steps train on, where completions are drawn
+    rollout: Rollout | None = None
 
     @property
     def model(self) -> Decoder:
@@ -102,52 +103,61 @@ class TrainState:
         return self.model_and_optimizer.average
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the block the model is the one to use: with averaged weights, if there are any."""
+        """Inside the block the model is the one to evaluate and to save: with averaged weights, if there are any."""
         return nullcontext() if self.average is None else self.average.swapped()
 
     def model_parts(self) -> Parts:
-        """The live tensors of a checkpoint for use alone, inside `averaged`."""
-        return {MODEL: self.checkpointed.weights()}
+        """The live tensors of a checkpoint that is used but not resumed from. Call it inside `averaged`."""
+        return {MODEL: self.checkpointed_model.weights()}
 
     def parts(self) -> Parts:
-        """The live tensors of a checkpoint by part, inside `averaged`."""
+        """The live tensors of a checkpoint to resume from, by part. Call it inside `averaged`."""
+        # Inside `averaged` the model and its average have changed places: the average holds the trained weights.
         trained = {} if self.average is None else {TRAINED: self.average.tensors}
+        rollout = self._unfinished_rollout
         return {
             **self.model_parts(),
-            **self.checkpointed.resume_parts(),
+            **self.checkpointed_model.resume_parts(),
             **trained,
-            **({} if self._unfinished is None else {ROLLOUT: self._unfinished.tensors()}),
+            **({} if rollout is None else {ROLLOUT: rollout.tensors()}),
             OPTIMIZER: self.optimizer.named_tensors(),
         }
 
     @property
-    def _unfinished(self) -> Rollout | None:
+    def _unfinished_rollout(self) -> Rollout | None:
         """The rollout, where steps are still to train on it."""
         if self.rollout is None or self.rollout.is_over(self.progress.step):
             return None
         return self.rollout
 
     def is_owned(self, name: str) -> bool:
-        """Whether this stage of a pipeline hands in the tensor of that name for a checkpoint."""
+        """Whether this rank's tensor of that name goes into a checkpoint.
+
+        A tied embedding is on the first and the last stage of a pipeline: the first one saves it.
+        """
         stage_parameters = self.model_and_optimizer.stage_parameters
         return stage_parameters is None or stage_parameters.owns(
             name, self.model_and_optimizer.mesh
         )
 
     def scalars(self) -> dict[str, Any]:
-        """Everything else, for `state.json`, on rank 0. All ranks call it: stages have step counts of their own."""
+        """Everything but tensors, for `state.json` on rank 0.
+
+        All ranks call it: the optimizer's step counts of a stage's parameters are on that stage alone.
+        """
+        rollout = self._unfinished_rollout
         loss_scale = self.model_and_optimizer.loss_scale
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
             "optimizer": gather_by_name(self.optimizer.scalars(), self.model_and_optimizer.mesh),
             "loss_scale": None if loss_scale is None else asdict(loss_scale),
-            "policy": self.policy.state(),
+            "policy": self.non_finite.state(),
             "averaged": 0 if self.average is None else self.average.updates,
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
-            "rollout": None if self._unfinished is None else self._unfinished.scalars(),
-            **self.checkpointed.resume_scalars(),
+            "rollout": None if rollout is None else rollout.scalars(),
+            **self.checkpointed_model.resume_scalars(),
         }
 
 
@@ -165,6 +175,8 @@ def build_state(
     """
     train = plan.train
     model = empty_model(plan)
+
+    # A stage of a pipeline knows the parameters of the whole model and keeps its own layers.
     stage_parameters = None
     if mesh.stages > 1:
         stage_parameters = StageParameters.of(model)
@@ -173,15 +185,17 @@ def build_state(
     if train.neftune_alpha is not None:
         model.model.embedding_noise = train.neftune_alpha
 
-    # Parallelism and compilation are put onto the model while it has no weights; PEFT first replaces modules.
+    # Parallelism and compilation are put onto the model while it has no weights. PEFT replaces modules first, and needs
+    # their weights for that: `build_checkpointed_model` compiles then.
     if not isinstance(plan.adapter, Peft):
         apply(model, train)
     if mesh.device_mesh is not None:
         apply_fsdp(model, train, mesh.device_mesh, mesh.clock)
     model.to_empty(device=torch.device(train.device))
-    model.tie()
+    model.tie()  # again: `to_empty` has given the head a tensor of its own
 
-    # Whoever watches a gradient arrive (an optimizer inside backward, other ranks) must get it from autograd.
+    # Compiled code adds the few rows of an embedding's gradient that a batch has into `.grad`, and autograd never sees
+    # them. An optimizer inside backward and the sum over other ranks wait for autograd, so they exclude it.
     gradients_are_watched = mesh.world > 1 or plan.optimizer.fused_backward
     if plan.model.scores == "compiled" and not gradients_are_watched:
         embedding = model.model.embed_tokens.weight
@@ -191,7 +205,7 @@ def build_state(
     initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir)
     adapts = not isinstance(plan.adapter, NoAdapter)
     base = base_of(initial.source) if adapts and initial.source is not None else None
-    checkpointed = checkpointed_model(model, plan, initial, base)
+    checkpointed_model = build_checkpointed_model(model, plan, initial, base)
 
     # The optimizer is built before the first forward: FSDP2 leaves the root unsharded after it.
     state = TrainState(
@@ -200,16 +214,18 @@ def build_state(
             build_optimizer(model, plan.optimizer, seed=train.seed, mesh=mesh),
             loss_scale=LossScale() if train.precision == "float16" else None,
             peft_adapter=(
-                checkpointed.peft_adapter if isinstance(checkpointed, PeftWeights) else None
+                checkpointed_model.peft_adapter
+                if isinstance(checkpointed_model, PeftWeights)
+                else None
             ),
             mesh=mesh,
             stage_parameters=stage_parameters,
         ),
-        Cursor(train.seed, 0),
-        RunProgress(),
-        NonFinite(),
-        checkpointed,
-        base,
+        cursor=Cursor(train.seed, 0),
+        progress=RunProgress(),
+        non_finite=NonFinite(),
+        checkpointed_model=checkpointed_model,
+        base=base,
     )
     state.model_and_optimizer.average = average_of(model, train.ema_decay)
 
@@ -217,13 +233,13 @@ def build_state(
         noted_base = read_state(resume_from).get("base")
         if base is not None and noted_base is not None:
             base.refuse_change(noted_base["digest"], where=str(resume_from))
-        checkpointed.read_frozen()
-    restore(state, plan, resume_from, policy=True)
+        checkpointed_model.read_frozen()
+    restore(state, plan, resume_from, non_finite_counts=True)
     return state
 
 
 def empty_model(plan: RunPlan) -> Decoder:
-    """The model to train, on the meta device: adapted, quantized and in its dtypes."""
+    """The model to train, on the meta device: with LoRA matrices, quantized and in its dtypes."""
     with torch.device("meta"):
         model = Decoder(plan.model.config, attention=plan.model.attention)
         if isinstance(plan.adapter, Lora):
@@ -241,6 +257,7 @@ def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:
     # The residual stream has the dtype of the embedding, which only some stages keep.
     stream_dtype = model.model.embed_tokens.weight.dtype
     cut(model, stage_of(model.config, mesh.stage, mesh.stages, train.pipeline_layers))
+    # Before a send waits for an earlier one, each edge of the pipeline may have one under way in both directions.
     model.model.link = PipelineLink(
         mesh,
         transport_of(mesh, under_way=2 * mesh.stages * train.pipeline_chunks),
@@ -250,15 +267,18 @@ def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:
     )
 
 
-def checkpointed_model(
+def build_checkpointed_model(
     model: Decoder, plan: RunPlan, initial: InitialWeights, base: Base | None
 ) -> CheckpointedModel:
-    """How the plan's adapter is saved; an adapter of PEFT is put into the model here."""
+    """The class that saves the weights of the plan's adapter. An adapter of PEFT is put into the model here.
+
+    PEFT initializes its parameters from the base weights, so that the model has to have them.
+    """
     adapter = plan.adapter
     if isinstance(adapter, Lora):
         return LoraWeights(model, initial, adaptation(plan.model.config, adapter), base)
     if isinstance(adapter, Peft):
-        initial.fill(model)  # PEFT initializes its parameters from the base weights
+        initial.fill(model)
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
         peft_adapter = PeftAdapter(model, config, seed=plan.train.seed)
         apply(model, plan.train)
@@ -266,22 +286,24 @@ def checkpointed_model(
     return FullWeights(model, initial)
 
 
-def restore(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bool = False) -> None:
+def restore(
+    state: TrainState, plan: RunPlan, folder: Path | None, *, non_finite_counts: bool = False
+) -> None:
     """Restore everything in place from the checkpoint in `folder`; None: the state before the first step.
 
-    `policy`: restore the count of non-finite steps too. A rewind must not, or it would repeat forever.
+    `non_finite_counts`: restore the counts of non-finite steps too. A rewind must not, or it would repeat forever.
     """
-    state.model_and_optimizer.updating = False
+    state.model_and_optimizer.updating = False  # an interrupted update is undone by this
     if folder is None:
-        _restore_start(state, plan, policy=policy)
+        _restore_start(state, plan, non_finite_counts=non_finite_counts)
     else:
-        _restore_checkpoint(state, folder, policy=policy)
+        _restore_checkpoint(state, folder, non_finite_counts=non_finite_counts)
 
 
-def _restore_start(state: TrainState, plan: RunPlan, *, policy: bool) -> None:
-    if policy:
-        state.policy.load(NonFinite().state())
-    state.checkpointed.initialize()
+def _restore_start(state: TrainState, plan: RunPlan, *, non_finite_counts: bool) -> None:
+    if non_finite_counts:
+        state.non_finite.load(NonFinite().state())
+    state.checkpointed_model.initialize()
     if state.average is not None:
         state.average.restore(None, 0)
     state.optimizer.load({}, {})
@@ -290,10 +312,10 @@ def _restore_start(state: TrainState, plan: RunPlan, *, policy: bool) -> None:
     state.rollout = None
 
 
-def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> None:
+def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: bool) -> None:
     saved_state = read_state(folder)
-    if policy:
-        state.policy.load(saved_state["policy"])
+    if non_finite_counts:
+        state.non_finite.load(saved_state["policy"])
     seed = saved_state["cursor"]["seed"]
     if seed != state.cursor.seed:
         raise UserError(
@@ -301,18 +323,25 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, policy: bool) -> Non
             where=str(folder),
             fix="move it out of the run's checkpoints folder",
         )
-    state.checkpointed.read(folder)
+
+    # Where there is an average, the model's part holds the averaged weights, and TRAINED the trained ones. Every stage
+    # of a pipeline reads the whole part and takes the tensors of its own layers.
+    state.checkpointed_model.read(folder)
     if state.average is not None:
         trained = read_part(folder, TRAINED)
         if state.model.stage != whole_model(state.model.config):
             trained = {name: t for name, t in trained.items() if state.model.stage.has(name)}
         state.average.restore(trained, saved_state["averaged"])
+
+    # The optimizer's part has the states of all stages; `load` skips those of other stages by name.
     stage_parameters = state.model_and_optimizer.stage_parameters
     state.optimizer.load(
         read_part(folder, OPTIMIZER),
         saved_state["optimizer"],
         other_stages=() if stage_parameters is None else stage_parameters.names,
     )
+
+    # Counters and positions. A rollout is in the checkpoint where steps were still to train on it.
     if state.model_and_optimizer.loss_scale is not None and saved_state["loss_scale"] is not None:
         state.model_and_optimizer.loss_scale = LossScale(**saved_state["loss_scale"])
     state.cursor = Cursor(**saved_state["cursor"])
