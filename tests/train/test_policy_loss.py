@@ -1,5 +1,6 @@
 """Policy losses and advantages. Oracles: `_compute_loss` of TRL on the same logits, and hand computations."""
 
+import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -8,8 +9,10 @@ import torch
 
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
+from bloomery.train.losses import added, extreme, means
 from bloomery.train.policy_loss import (
     PolicyLoss,
+    SamplingCorrection,
     group_advantages,
     leave_one_out_advantages,
     share_without_variance,
@@ -33,22 +36,53 @@ def case(seed=0):
     return logits, ids, mask, old, reference
 
 
+def sampled_logps(logits, ids, old):
+    """Log-probabilities in generation: near those in training for most tokens, far for some."""
+    generator = torch.Generator().manual_seed(5)
+    training = scores_and_entropies(logits, ids)[0].detach() if old is None else old
+    noise = torch.randn(training.shape, generator=generator)
+    return training - torch.where(noise > 1, noise, 0.3 * noise)
+
+
 def scores_and_entropies(logits, ids):
     logprobs = logits.log_softmax(-1)
     scores = logprobs.gather(2, ids[..., None]).squeeze(2)
     return scores, -(logprobs.exp() * logprobs).sum(-1)
 
 
-def batch_of(ids, mask, old, reference):
-    sequences = torch.where(mask > 0, torch.arange(len(ids))[:, None], -1)
-    extras = {"advantages": ADVANTAGES[:, None] * mask, "reference": reference * mask}
+def batch_of(ids, mask, old, reference, sampled=None):
+    is_completion = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
+    sequences = torch.where(is_completion, torch.arange(len(ids))[:, None], -1)
+    extras = {
+        "advantages": ADVANTAGES[:, None] * is_completion,
+        "reference": reference * mask,
+        "drawn_logps": torch.zeros_like(mask) if sampled is None else sampled * mask,
+    }
     if old is not None:
         extras["old_logps"] = old * mask
     zeros = torch.zeros_like(ids)
     return Batch(zeros, ids, mask, zeros, zeros, sequences, extras)
 
 
-def trl_loss(loss, logits, ids, mask, old, reference):
+def trl_ratios(correction, old, sampled, mask):
+    """As `_generate_and_score_completions` of TRL 1.16 computes them, and the metrics that it notes."""
+    differences = (old - sampled) * mask
+    of_sequence = correction.mode.startswith("sequence")
+    ratios = torch.exp(differences.sum(-1, keepdim=True) if of_sequence else differences)
+    if correction.mode.endswith("truncate"):
+        ratios = ratios.clamp(max=correction.clip_max)
+    else:
+        ratios = ratios.masked_fill(ratios > correction.clip_max, 0.0)
+    flat = ratios.flatten() if of_sequence else ratios[mask.bool()]
+    name = "sampling/importance_sampling_ratio"
+    metrics = {f"{name}/min": flat.min(), f"{name}/mean": flat.mean(), f"{name}/max": flat.max()}
+    gaps = (old - sampled).abs()[mask.bool()]
+    name = "sampling/sampling_logp_difference"
+    metrics |= {f"{name}/mean": gaps.mean(), f"{name}/max": gaps.max()}
+    return ratios, {name: float(value) for name, value in metrics.items()}
+
+
+def trl_loss(loss, logits, ids, mask, old, reference, ratios=None):
     """The loss and the metrics of TRL, of one process and one micro-batch."""
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
@@ -70,7 +104,8 @@ def trl_loss(loss, logits, ids, mask, old, reference):
         loss_type=loss.type,
         epsilon_low=loss.epsilon,
         epsilon_high=loss.epsilon_high,
-        use_vllm=False,
+        use_vllm=ratios is not None,
+        vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=loss.max_completion_length,
@@ -86,6 +121,7 @@ def trl_loss(loss, logits, ids, mask, old, reference):
         "advantages": ADVANTAGES,
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": ratios,
     }
     if loss.type == "rloo":
         drawn = scores_and_entropies(logits, ids)[0].detach() if old is None else old
@@ -129,9 +165,83 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, pass_):
     torch.testing.assert_close(total / count, expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
     assert ours.grad.abs().max() > 0
-    means = {metric: float(sums[0] / sums[1]) for metric, sums in metrics.items()}
+    means = {
+        metric: float(sums[0] / sums[1])
+        for metric, sums in metrics.items()
+        if not metric.startswith("sampling/")
+    }
     assert means == pytest.approx({metric: expected_metrics[metric] for metric in means}, abs=1e-6)
     assert "entropy" in means and ("kl" in means) == (loss.beta > 0)
+
+
+MODES = ("sequence_mask", "token_mask", "sequence_truncate", "token_truncate")
+
+
+@pytest.mark.parametrize("pass_", ["first", "second"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["dapo", "grpo with KL", "dr_grpo", "cispo", "GSPO"])
+def test_the_correction_of_sampling_is_that_of_trl(name, mode, pass_):
+    """Of the log-probabilities with which a generator of another precision sampled the tokens."""
+    correction = SamplingCorrection(mode, clip_max=1.7)
+    loss = dataclasses.replace(CASES[name], correction=correction)
+    logits, ids, mask, old, reference = case()
+    old = old if pass_ == "second" else None
+    sampled = sampled_logps(logits, ids, old)
+    training = scores_and_entropies(logits, ids)[0] if old is None else old
+    ratios, expected_metrics = trl_ratios(correction, training, sampled, mask)
+    # Some ratios are above the limit, and some are not.
+    limited = (ratios == 0) if mode.endswith("mask") else (ratios == 1.7)
+    assert 0 < limited.sum() < ratios.numel()
+
+    theirs = logits.clone().requires_grad_()
+    expected, _ = trl_loss(loss, theirs, ids, mask, old, reference, ratios.detach())
+    expected.backward()
+    ours = logits.clone().requires_grad_()
+    batch = batch_of(ids, mask, old, reference, sampled)
+    total, count, metrics, _ = loss(*scores_and_entropies(ours, ids), batch)
+    (total / count).backward()
+    torch.testing.assert_close(total / count, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+    means = {metric: float(sums[0] / sums[1]) for metric, sums in metrics.items()}
+    assert {name: means[name] for name in expected_metrics} == pytest.approx(
+        expected_metrics, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_masked_completion_counts_as_in_trl(name):
+    """`mask_truncated_completions`: it has no loss token, and a mean over completions counts it."""
+    loss = CASES[name]
+    logits, ids, mask, old, reference = case()
+    mask[0] = 0.0
+    theirs = logits.clone().requires_grad_()
+    expected, expected_metrics = trl_loss(loss, theirs, ids, mask, old, reference)
+    expected.backward()
+    ours = logits.clone().requires_grad_()
+    batch = batch_of(ids, mask, old, reference)
+    total, count, metrics, _ = loss(*scores_and_entropies(ours, ids), batch)
+    (total / count).backward()
+    assert float(count) == loss.count(batch)
+    torch.testing.assert_close(total / count, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+    assert not ours.grad[0].any()
+    clipped = [metric for metric in metrics if metric.startswith("clip_ratio")]
+    assert {name: float(metrics[name][0] / metrics[name][1]) for name in clipped} == pytest.approx(
+        {name: expected_metrics[name] for name in clipped}, abs=1e-6
+    )
+
+
+def test_extremes_of_two_micro_batches_are_no_sums():
+    first = torch.tensor([[1.0, -3.0]])
+    second = torch.tensor([[0.5, 2.0]])
+    present = torch.tensor([[True, False]])
+    sums = added(
+        {"a/max": extreme(first, present), "a/min": extreme(first, present, least=True)},
+        {"a/max": extreme(second, ~present), "a/min": extreme(second, ~present, least=True)},
+    )
+    assert means(sums) == {"a/max": 2.0, "a/min": 1.0}
+    nothing = extreme(first, torch.zeros_like(present))
+    assert means(added({"a/max": nothing}, {"a/max": extreme(first, present)})) == {"a/max": 1.0}
 
 
 def test_parts_of_a_batch_add_up():
@@ -188,8 +298,6 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_the_head_divides_by_the_temperature_and_gives_the_entropy(bias, softcap, tiles):
-    import dataclasses
-
     from bloomery.model.heads import SCORE_OPERATORS
 
     generator = torch.Generator().manual_seed(2)

@@ -84,7 +84,22 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
                 "rewards": (VerifierReward(verifier="length", max_characters=6),),
             },
             1e-5,
-        )
+        ),
+        (
+            "prompts",
+            {
+                "objective": Grpo(
+                    kind="grpo",
+                    num_generations=2,
+                    max_completion_length=8,
+                    num_iterations=2,
+                    beta=0.05,
+                ),
+                "rewards": (VerifierReward(verifier="length", max_characters=6),),
+                "adapter": Lora(**LORA),
+            },
+            1e-5,
+        ),
     ],
     "adapter lora": [
         ("text", {"adapter": Lora(**LORA)}, 1e-5),

@@ -22,7 +22,7 @@ from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.schema import Adapter, Distill, Lora, Objective, Peft, Recipe
+from bloomery.recipe.schema import Adapter, Distill, Grpo, Lora, Objective, Peft, Recipe, Rollouts
 
 
 def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
@@ -363,6 +363,20 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     )
 
 
+def correction_of(objective: Grpo) -> Choice[bool]:
+    """Whether the loss corrects for probabilities that differ between generation and training."""
+    asked = objective.importance_sampling_correction
+    if asked != "auto":
+        return Choice(asked, "the recipe asks for it")
+    if objective.top_k is not None or objective.top_p < 1.0 or objective.min_p > 0.0:
+        # The ratio of a completion would be the product of the shares that the filters kept: 0.97 for each of 512
+        # tokens leaves nothing of the loss.
+        return Choice(
+            False, "top_k, top_p or min_p change the probabilities of generation on purpose"
+        )
+    return Choice(True, "generation computes with other kernels than training; costs no forward")
+
+
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
     return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
 
@@ -404,6 +418,17 @@ def objective_choices(
         yield (
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),
+        )
+    if isinstance(recipe.objective, Rollouts) and (rate := getattr(recipe.adapter, "dropout", 0.0)):
+        reason = (
+            f"not {rate:g}: completions are sampled without dropout, and trained on as they were"
+        )
+        yield "adapter.dropout", Choice("no dropout", reason)
+    if isinstance(recipe.objective, Grpo):
+        correction = correction_of(recipe.objective)
+        yield (
+            "objective.importance_sampling_correction",
+            Choice("corrected" if correction.value else "not corrected", correction.reason),
         )
     if dataset is not None:
         yield from _chat_choice(recipe, dataset)

@@ -474,7 +474,9 @@ NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing
 # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 TRANSFORMERS_LAYERS = "layers of transformers"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
-DRAWS_WITH_WHOLE_MODEL = "each device draws completions with the whole model"
+SAMPLES_WITH_WHOLE_MODEL = (
+    "each device samples completions with a whole model, which a stage does not have"
+)
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
@@ -493,8 +495,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "objective grpo, rloo",
         lambda r: isinstance(r.objective, Rollouts),
-        shard=DRAWS_WITH_WHOLE_MODEL,
-        pipeline=DRAWS_WITH_WHOLE_MODEL,
+        pipeline=SAMPLES_WITH_WHOLE_MODEL,
     ),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(

@@ -503,18 +503,6 @@ class Rollouts(ObjectiveSection):
     mask_truncated_completions: bool = key(
         False, "Mask completions that reach max_completion_length without an end token."
     )
-    importance_sampling_correction: Auto | bool = key(
-        "auto", "Correct for probabilities that differ between generation and training."
-    )
-    importance_sampling_mode: Literal[
-        "sequence_mask", "token_mask", "sequence_truncate", "token_truncate"
-    ] = key(
-        "sequence_mask",
-        "Correction: mask or truncate ratios above importance_sampling_clip_max, per sequence or token.",
-    )
-    importance_sampling_clip_max: PositiveFloat = key(
-        3.0, "Highest ratio of training to generation probability."
-    )
 
 
 class Grpo(Rollouts):
@@ -529,6 +517,18 @@ class Grpo(Rollouts):
     )
     importance_sampling_level: Literal["token", "sequence"] = key(
         "token", "One ratio of probabilities per token, or per sequence (GSPO)."
+    )
+    importance_sampling_correction: Auto | bool = key(
+        "auto", "Correct for probabilities that differ between generation and training."
+    )
+    importance_sampling_mode: Literal[
+        "sequence_mask", "token_mask", "sequence_truncate", "token_truncate"
+    ] = key(
+        "sequence_mask",
+        "Correction: mask or truncate ratios above importance_sampling_clip_max, per sequence or token.",
+    )
+    importance_sampling_clip_max: PositiveFloat = key(
+        3.0, "Highest ratio of training to generation probability."
     )
     scale_rewards: Literal["group", "batch", "none"] = key(
         "group",

@@ -37,7 +37,7 @@ from bloomery.train.diagnostics.step_health import (
     check_attention,
 )
 from bloomery.train.evaluation.answers import Prompts, open_prompts
-from bloomery.train.length import Timer, fraction_done
+from bloomery.train.length import Timer, fraction_done, is_time_up
 from bloomery.train.model_folder import restore_best
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import (
@@ -240,9 +240,9 @@ def open_context(
     stop: Callable[[], bool] = lambda: False,
     mesh: Mesh = SINGLE_RANK,
     *,
-    began: float,
+    timer: Timer,
 ) -> RunContext:
-    """Prepare everything that the first step needs. `began`: when the process did, on time.perf_counter.
+    """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
 
     Raises Stopped when `stop` returns True before the first step.
     """
@@ -295,6 +295,7 @@ def open_context(
                 run_dir=run_dir,
                 emit=emit,
                 stop=stop,
+                time_is_up=lambda: is_time_up(plan.train, state.progress.step, timer),
                 reference=references.get("train"),
                 run=run,
             )
@@ -317,11 +318,16 @@ def open_context(
         saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
         stragglers=Stragglers(mesh.stages),
+        timer=timer,
     )
     announce(context, build_seconds=build_seconds)
     follow(context, resume_from)
     if resume_from is not None:
-        emit(Resumed(step=context.step, path=str(resume_from), seconds=time.perf_counter() - began))
+        emit(
+            Resumed(
+                step=context.step, path=str(resume_from), seconds=time.perf_counter() - timer.began
+            )
+        )
     return context
 
 

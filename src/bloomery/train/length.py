@@ -46,6 +46,13 @@ def fraction_done(train: TrainPlan, *, step: int, seconds: float) -> float:
     return min(1.0, step / train.steps)
 
 
+def is_time_up(train: TrainPlan, step: int, timer: Timer) -> bool:
+    """Whether a wall-time run that has taken `step` steps is over."""
+    if train.seconds is None:
+        return False
+    return fraction_done(train, step=step, seconds=timer.elapsed) >= 1.0
+
+
 def estimated_steps(*, step: int, fraction: float, first_step: int, first_fraction: float) -> int:
     """The steps of a wall-time run at the pace since `first_step`, when `first_fraction` was done."""
     pace = (fraction - first_fraction) / (step - first_step) if step > first_step else 0.0

@@ -25,7 +25,7 @@ from bloomery.train.recover import (
     save_best,
     shrink,
 )
-from bloomery.train.run import Stopped
+from bloomery.train.run import Stopped, TimeIsUp
 from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 
@@ -56,11 +56,10 @@ def run(
     """
     timer = timer or Timer(time.perf_counter())
     try:
-        context = open_context(plan, run_dir, emit, resume_from, stop, mesh, began=timer.began)
+        context = open_context(plan, run_dir, emit, resume_from, stop, mesh, timer=timer)
     except Stopped:  # before the first step
         return "stopped"
     context.before_save = before_save
-    context.timer = timer
     timer.restored = context.state.progress.seconds
     if plan.train.seconds is not None:
         # The time of opening counts as training time. What becomes due in it is due after the first step: due is what
@@ -97,8 +96,11 @@ def train(
             while not context.finished:
                 if stop():
                     return "stopped"
-                with context.recorder.around(context.plan, context.step + 1):
-                    action = take_step(context, steps)
+                try:
+                    with context.recorder.around(context.plan, context.step + 1):
+                        action = take_step(context, steps)
+                except TimeIsUp:  # in a rollout, on all ranks
+                    break
                 if action in ("rewind", "again"):
                     return action
                 context.read_clock()
@@ -117,7 +119,13 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     step = context.step + 1
     start = time.perf_counter()
     context.mesh.clock.reset()  # it adds up the seconds of this step's collectives
-    step_batches = next(steps)
+    list_tensors = partial(
+        context.recorder.record_out_of_memory, context.plan, step, f"step {step}"
+    )
+    # A rollout scores its completions with forwards as large as those of the step: it may run out of memory, too.
+    step_batches = attempt(partial(next, steps), state, list_tensors)
+    if isinstance(step_batches, AllocationFailed):
+        return shrink(context, step_batches)
     data_wait_seconds = time.perf_counter() - start
 
     # One rank of each stage measures the health of some updates. `attempt` turns a failed allocation into a value.
@@ -137,7 +145,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
             position=state.cursor.consumed,
         ),
         state,
-        partial(context.recorder.record_out_of_memory, context.plan, step, f"step {step}"),
+        list_tensors,
     )
     if isinstance(result, AllocationFailed):
         return shrink(context, result)

@@ -16,6 +16,11 @@ from torch import Tensor
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
+# How the names of metrics end that are the extreme of a step, and no mean.
+LARGEST = "/max"
+LEAST = "/min"
+
+
 class LossParts(NamedTuple):
     """Sums, never means: the step divides once, by its global count."""
 
@@ -56,11 +61,26 @@ def sum_and_count(values: Tensor, present: Tensor) -> Tensor:
     return torch.stack([total, present.sum().to(values.dtype)])
 
 
+def extreme(values: Tensor, present: Tensor, *, least: bool = False) -> Tensor:
+    """[2], of a metric whose name ends in LARGEST or LEAST: the largest of the values where `present`, and 1."""
+    nothing = math.inf if least else -math.inf
+    values_or_nothing = torch.where(present, values.detach(), nothing)
+    result = values_or_nothing.min() if least else values_or_nothing.max()
+    return torch.stack([result, torch.ones_like(result)])
+
+
 def added(sums: Mapping[str, Tensor], more_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics summed over two micro-batches."""
+    """Metrics of two micro-batches: their sums, and the larger or the smaller of two extremes."""
     metrics = dict(sums)
     for name, metric in more_sums.items():
-        metrics[name] = sums[name] + metric if name in sums else metric
+        if name not in sums:
+            metrics[name] = metric
+        elif name.endswith(LARGEST):
+            metrics[name] = torch.maximum(sums[name], metric)
+        elif name.endswith(LEAST):
+            metrics[name] = torch.minimum(sums[name], metric)
+        else:
+            metrics[name] = sums[name] + metric
     return metrics
 
 

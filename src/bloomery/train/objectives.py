@@ -12,7 +12,7 @@ from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import SCORE_OPERATORS, Head, LabelScores, ScoreOperators, Values
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.choices import reference_of
+from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill, Grpo, Kto, LossUnit, OrPo, Preference, Rloo, Sft, SimPo
 from bloomery.train.distillation import divergence_head, load_teacher
@@ -33,9 +33,8 @@ from bloomery.train.losses import (
     reward_loss,
     sequence_sums,
     simpo_loss,
-    sum_and_count,
 )
-from bloomery.train.policy_loss import PolicyLoss
+from bloomery.train.policy_loss import PolicyLoss, SamplingCorrection
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -339,14 +338,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
 
     def loss(results_2BT: Tensor, batch: Batch) -> LossParts:
         scores_BT, entropies_BT = results_2BT
-        parts = loss_of(scores_BT, entropies_BT, batch)
-        # How far training's log-probabilities are from those with which the tokens were drawn: rounding, and what
-        # the policy has learned since.
-        gaps_BT = (scores_BT.detach() - batch.extras["drawn_logps"]).abs()
-        gap = sum_and_count(gaps_BT, batch.loss_mask != 0)
-        return parts._replace(
-            metrics={**parts.metrics, "sampling/sampling_logp_difference/mean": gap}
-        )
+        return loss_of(scores_BT, entropies_BT, batch)
 
     before = None
     if loss_of.beta:
@@ -370,6 +362,11 @@ def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
     epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
     if isinstance(settings, Rloo):
         return PolicyLoss(type="rloo", epsilon=settings.epsilon, epsilon_high=epsilon_high)
+    correction = None
+    if correction_of(settings).value:
+        correction = SamplingCorrection(
+            settings.importance_sampling_mode, settings.importance_sampling_clip_max
+        )
     return PolicyLoss(
         type=settings.loss_type,
         level=settings.importance_sampling_level,
@@ -377,6 +374,7 @@ def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
         epsilon_high=epsilon_high,
         beta=settings.beta,
         max_completion_length=settings.max_completion_length,
+        correction=correction,
     )
 
 

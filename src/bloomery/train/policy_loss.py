@@ -12,10 +12,46 @@ import torch
 from torch import Tensor
 
 from bloomery.data.batch import Batch
-from bloomery.train.losses import LossParts, sequence_sums, sum_and_count
+from bloomery.train.losses import LossParts, extreme, sequence_sums, sum_and_count
 
 PolicyLossType = Literal["dapo", "grpo", "dr_grpo", "cispo", "rloo"]
+CorrectionMode = Literal["sequence_mask", "token_mask", "sequence_truncate", "token_truncate"]
 DEVIATION_FLOOR = 1e-4  # added to the deviation of a group's rewards, as in TRL
+
+
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """Weighs tokens by how much likelier they are in training than they were in generation.
+
+    The two compute with other kernels, and often in another precision: the tokens are from a slightly other
+    distribution than the one that is trained. `mode`: the ratio is that of a token or of the whole completion; above
+    `clip_max` it is clamped (truncate), or 0 (mask). As TRL's vllm_importance_sampling_*.
+    """
+
+    mode: CorrectionMode = "sequence_mask"
+    clip_max: float = 3.0
+
+    def ratios(self, gaps_BT: Tensor, batch: Batch) -> Tensor:
+        """[B, T]. `gaps_BT`: the log-probability in training less that in generation, 0 outside of the loss."""
+        if self.mode in ("sequence_mask", "sequence_truncate"):
+            sequences_BT = _sequences(batch)
+            gaps_BT = sequence_sums(gaps_BT, sequences_BT)[sequences_BT.clamp(min=0)]
+        ratios_BT = gaps_BT.exp()
+        if self.mode in ("sequence_truncate", "token_truncate"):
+            return ratios_BT.clamp(max=self.clip_max)
+        return torch.where(ratios_BT > self.clip_max, 0.0, ratios_BT)
+
+    def metrics(self, ratios_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Over tokens, or over completions where these have one ratio."""
+        is_counted_BT = batch.loss_mask != 0
+        if self.mode in ("sequence_mask", "sequence_truncate"):
+            is_counted_BT = _first_positions(batch)
+        name = "sampling/importance_sampling_ratio"
+        return {
+            f"{name}/min": extreme(ratios_BT, is_counted_BT, least=True),
+            f"{name}/mean": sum_and_count(ratios_BT, is_counted_BT),
+            f"{name}/max": extreme(ratios_BT, is_counted_BT),
+        }
 
 
 @dataclass(frozen=True)
@@ -26,8 +62,8 @@ class PolicyLoss:
     the mean over their tokens, dr_grpo (arXiv:2503.20783) divides by completions times the longest that is allowed,
     cispo (arXiv:2506.13585) clips the weight of a token and not its gradient. rloo (arXiv:2402.14740) has one ratio
     for each completion, of the probabilities of the whole, and is a mean over completions; its KL divergence is a part
-    of the rewards. `level`: one ratio for each token, or one
-    for each sequence (GSPO, arXiv:2507.18071). `beta`: the weight of the KL divergence from the reference model.
+    of the rewards. `level`: one ratio for each token, or one for each sequence (GSPO, arXiv:2507.18071). `beta`: the
+    weight of the KL divergence from the reference model.
     """
 
     type: PolicyLossType = "dapo"
@@ -36,6 +72,7 @@ class PolicyLoss:
     epsilon_high: float = 0.2
     beta: float = 0.0
     max_completion_length: int = 512
+    correction: SamplingCorrection | None = None
 
     def count(self, batch: Batch) -> float:
         """What a step divides the sum by: tokens, or completions."""
@@ -54,6 +91,10 @@ class PolicyLoss:
         old_logps_BT = batch.extras.get("old_logps", scores_BT.detach())
 
         metrics = {"entropy": sum_and_count(entropies_BT, is_token_BT)}
+        gaps_BT = (old_logps_BT.detach() - batch.extras["drawn_logps"]) * mask_BT
+        gap_name = "sampling/sampling_logp_difference"
+        metrics[f"{gap_name}/mean"] = sum_and_count(gaps_BT.abs(), is_token_BT)
+        metrics[f"{gap_name}/max"] = extreme(gaps_BT.abs(), is_token_BT)
 
         # How much more likely a token, or the whole completion, has become since it was drawn.
         log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
@@ -74,6 +115,11 @@ class PolicyLoss:
             losses_BT = -torch.min(ratio_BT * advantages_BT, clipped_BT)
         metrics |= self._clip_metrics(ratio_BT, advantages_BT, batch)
 
+        if self.correction is not None:
+            correction_BT = self.correction.ratios(gaps_BT, batch)
+            losses_BT = losses_BT * correction_BT
+            metrics |= self.correction.metrics(correction_BT, batch)
+
         # The k3 estimator of the KL divergence (Schulman, "Approximating KL Divergence", 2020), times the ratio: its
         # gradient is then that of the divergence of the policy that trains.
         if self.beta:
@@ -92,8 +138,11 @@ class PolicyLoss:
         """RLOO: the ratio of a completion is the product of those of its tokens."""
         present_S = _completions(batch)
         ratio_S = sequence_sums(log_ratio_BT, _sequences(batch)).exp()
-        lengths_S = sequence_sums(batch.loss_mask, _sequences(batch)).clamp(min=1)
-        advantages_S = sequence_sums(advantages_BT * batch.loss_mask, _sequences(batch)) / lengths_S
+        # Every token of a completion has its advantage, also where none has a loss.
+        num_advantages_S = sequence_sums((advantages_BT != 0).to(ratio_S.dtype), _sequences(batch))
+        advantages_S = sequence_sums(advantages_BT, _sequences(batch)) / num_advantages_S.clamp(
+            min=1
+        )
         low = 1 - self.epsilon
         high = 1 + self.epsilon_high
         losses_S = -torch.min(ratio_S * advantages_S, ratio_S.clamp(low, high) * advantages_S)
@@ -188,8 +237,19 @@ def _means_of_sequences(values_BT: Tensor, batch: Batch) -> Tensor:
 
 
 def _completions(batch: Batch) -> Tensor:
-    """bool [S]: the slots that hold a completion."""
-    return sequence_sums(batch.loss_mask, _sequences(batch)) > 0
+    """bool [S]: the slots that hold a completion, also one without loss."""
+    return sequence_sums(torch.ones_like(batch.loss_mask), _sequences(batch)) > 0
+
+
+def _first_positions(batch: Batch) -> Tensor:
+    """bool [B, T]: one position of each completion."""
+    slots = _sequences(batch).flatten()
+    positions = torch.arange(len(slots), device=slots.device)
+    first_S = torch.full_like(slots, len(slots)).scatter_reduce(
+        0, slots.clamp(min=0), torch.where(slots >= 0, positions, len(slots)), "amin"
+    )
+    is_first = (slots >= 0) & (first_S[slots.clamp(min=0)] == positions)
+    return is_first.view_as(_sequences(batch))
 
 
 def _sequences(batch: Batch) -> Tensor:

@@ -14,7 +14,8 @@ from bloomery.data.batch import Batch
 @dataclass(frozen=True)
 class Sample:
     """A prompt and a completion of it. `drawn_logps`: of each token as it was drawn; `old_logps`: under the model that
-    trained when it was drawn, None where only that model trains on it.
+    trained when it was drawn, None where only that model trains on it. `has_loss`: False for a completion that is not
+    trained on, and counts as a completion.
     """
 
     prompt_ids: tuple[int, ...]
@@ -22,6 +23,7 @@ class Sample:
     drawn_logps: tuple[float, ...]
     advantage: float = 0.0
     old_logps: tuple[float, ...] | None = None
+    has_loss: bool = True
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -62,6 +64,7 @@ class Rollout:
                 [logp for sample in self.samples for logp in sample.drawn_logps]
             ),
             "advantages": torch.tensor([sample.advantage for sample in self.samples]),
+            "has_loss": torch.tensor([sample.has_loss for sample in self.samples]),
         }
         if all(sample.old_logps is not None for sample in self.samples):
             tensors["old_logps"] = torch.tensor(
@@ -97,6 +100,7 @@ class Rollout:
             drawn_logps,
             tensors["advantages"].tolist(),
             old_logps,
+            tensors["has_loss"].tolist(),
             strict=True,
         )
         samples = tuple(Sample(*column) for column in columns)
@@ -183,7 +187,7 @@ def _batch_of(members: Sequence[tuple[Sample, Place]], *, length: int, rows: int
         sequences[place.row, span] = number
         # The label of a position is the token after it.
         scored = completion_span(sample, place)
-        loss_mask[place.row, scored] = 1.0
+        loss_mask[place.row, scored] = float(sample.has_loss)
         advantages[place.row, scored] = sample.advantage
         drawn_logps[place.row, scored] = torch.tensor(sample.drawn_logps)
         if sample.old_logps is not None:

@@ -17,15 +17,13 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.adapters.lora import adapters_disabled
-from bloomery.model.compiled_step import CompiledStep
-from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import known_ids
-from bloomery.model.group_decoding import Completion, GroupSampling, draw_completions
-from bloomery.model.native import Uncompiled
+from bloomery.model.group_decoding import Completion, GroupSampling
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
@@ -37,7 +35,7 @@ from bloomery.recipe.schema import (
     VerifierReward,
     reward_name,
 )
-from bloomery.train.forward import eval_mode, forward, precision_context, to_device
+from bloomery.train.forward import eval_mode, forward, to_device
 from bloomery.train.objectives import Scoring, policy_scoring
 from bloomery.train.policy_loss import (
     group_advantages,
@@ -45,8 +43,8 @@ from bloomery.train.policy_loss import (
     share_without_variance,
 )
 from bloomery.train.rewards import Rewards, RewardSource, ScoredCompletions
-from bloomery.train.rollout import Rollout, Sample, completion_span, empty_batch, pack
-from bloomery.train.run import Stopped
+from bloomery.train.rollout import Place, Rollout, Sample, completion_span, empty_batch, pack
+from bloomery.train.sampler import Sampler
 from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
@@ -80,6 +78,15 @@ class HeldOutReward:
     seconds: float
 
 
+@dataclass(frozen=True)
+class DrawnRollout:
+    """A new rollout, the metrics of its completions, and the seconds that its parts took."""
+
+    rollout: Rollout
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
 @final
 class RolloutSource:
     """Draws from the model that trains. The first rank calls the rewards and writes the completions."""
@@ -97,8 +104,10 @@ class RolloutSource:
         run_dir: Path,
         emit: Emit,
         stop: Callable[[], bool],
+        time_is_up: Callable[[], bool],
     ) -> None:
         self._state = state
+        self._sampler = Sampler(state, settings.sampling, emit=emit, stop=stop)
         self._settings = settings
         self._prompts = prompts
         self._held_out = held_out
@@ -107,8 +116,9 @@ class RolloutSource:
         self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._emit = emit
-        self._stop = stop
+        self._time_is_up = time_is_up
         self._rewards_are_slow = False  # then their beginning is told
+        self._drawn: DrawnRollout | None = None  # the last one of this process
 
     @property
     def _mesh(self) -> Mesh:
@@ -123,12 +133,16 @@ class RolloutSource:
         while True:
             # A checkpoint may hold the rest of a rollout; its first steps have been taken.
             step = self._state.progress.step
-            rollout = self._state.rollout
-            metrics: dict[str, float] = {}
             seconds: dict[str, float] = {}
-            if rollout is None or rollout.is_over(step):
-                rollout, metrics, seconds = self._draw(plan)
-                self._state.rollout = rollout
+            if self._state.rollout is None or self._state.rollout.is_over(step):
+                self._drawn = self._draw(plan)
+                self._state.rollout = self._drawn.rollout
+                seconds = self._drawn.seconds
+            rollout = self._state.rollout
+            # The first step has the metrics of the completions, also where it is tried again out of memory.
+            metrics: dict[str, float] = {}
+            if self._drawn is not None and self._drawn.rollout is rollout:
+                metrics = self._drawn.metrics if step == rollout.first_step else {}
             yield self._step_of(rollout, step - rollout.first_step, plan, metrics, seconds)
 
     # ---- held-out prompts
@@ -143,7 +157,7 @@ class RolloutSource:
         if count == 0:
             return None
         prompts = [self._held_out[number] for number in range(count)]
-        completions = self._completions(
+        completions = self._sampler.completions(
             plan,
             prompts,
             1,
@@ -160,8 +174,8 @@ class RolloutSource:
 
     # ---- drawing
 
-    def _draw(self, plan: RunPlan) -> tuple[Rollout, dict[str, float], dict[str, float]]:
-        """The next rollout, the metrics of its completions, and the seconds that its parts took."""
+    def _draw(self, plan: RunPlan) -> DrawnRollout:
+        """The next rollout."""
         settings = self._settings
         first_prompt = self._state.cursor.consumed
         num_completions = plan.train.sequences_per_step * settings.steps_per_generation
@@ -170,13 +184,14 @@ class RolloutSource:
 
         # 1. Each rank draws the completions of some prompts; then every rank has all of them.
         start_time = time.perf_counter()
-        completions = self._completions(
+        completions = self._sampler.completions(
             plan,
             prompts,
             settings.num_generations,
             lambda place, number, position: mix(
                 plan.train.seed, first_prompt + place, number, position
             ),
+            time_is_up=self._time_is_up,
         )
         rollout_seconds = time.perf_counter() - start_time
 
@@ -189,7 +204,12 @@ class RolloutSource:
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
         metrics = self._metrics(completions, scored)
         samples = [
-            Sample(tuple(prompts[text.prompt].ids.tolist()), tuple(text.ids), tuple(text.logps))
+            Sample(
+                tuple(prompts[text.prompt].ids.tolist()),
+                tuple(text.ids),
+                tuple(text.logps),
+                has_loss=not (settings.mask_truncated and text.truncated),
+            )
             for text in completions
         ]
 
@@ -204,80 +224,25 @@ class RolloutSource:
             assert old_logps is not None
             divergences = self._divergences(samples, old_logps, plan)
             penalties = [settings.reward_beta * divergence for divergence in divergences]
-            num_tokens = sum(len(sample.completion_ids) for sample in samples)
-            metrics["kl"] = sum(divergences) / num_tokens
+            num_tokens = sum(len(sample.completion_ids) for sample in samples if sample.has_loss)
+            metrics["kl"] = sum(divergences) / max(1, num_tokens)
         advantages = self._advantages(
             [total - penalty for total, penalty in zip(scored.totals, penalties, strict=True)]
         )
         samples = [
             replace(
                 sample,
-                advantage=0.0 if settings.mask_truncated and text.truncated else advantage,
+                advantage=advantage,
                 old_logps=None if num_steps == 1 or old_logps is None else tuple(old_logps[index]),
             )
-            for index, (sample, text, advantage) in enumerate(
-                zip(samples, completions, advantages, strict=True)
-            )
+            for index, (sample, advantage) in enumerate(zip(samples, advantages, strict=True))
         ]
         rollout = Rollout(self._state.progress.step, num_steps, num_prompts, tuple(samples))
         if self._mesh.first_rank and settings.shown != "none":
             self._write(rollout, prompts, completions, scored)
-        return rollout, metrics, {"rollout": rollout_seconds, "reward": reward_seconds}
-
-    def _completions(
-        self,
-        plan: RunPlan,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        key: Callable[[int, int, int], int],
-    ) -> list[Completion]:
-        """Of all prompts, on every rank. `key`: of a random number, by place of prompt, completion and token."""
-        mesh = self._mesh
-        own_places = range(mesh.data_rank, len(prompts), mesh.data_world)
-        total = len(prompts) * num_generations
-        last_report = time.monotonic()
-
-        def on_step(num_done: int) -> None:
-            nonlocal last_report
-            if time.monotonic() - last_report > REPORT_SECONDS:
-                last_report = time.monotonic()
-                self._emit(Phase(name="rollout", done=num_done * mesh.data_world, total=total))
-            # Several ranks agree on a stop at the end of the rollout: they take different numbers of forwards.
-            if mesh.world == 1 and self._stop():
-                raise Stopped
-
-        def uniform(place: int, number: int, position: int) -> float:
-            return (key(own_places[place], number, position) >> 11) * 2.0**-53
-
-        model = self._state.model
-        completions: list[Completion] = []
-        if own_places:
-            with generating(model, plan):
-                completions = draw_completions(
-                    model,
-                    [prompts[place].ids.tolist() for place in own_places],
-                    num_generations,
-                    self._settings.sampling,
-                    uniform,
-                    slots=SLOTS,
-                    on_step=on_step,
-                )
-        if mesh.world > 1 and self._stop():
-            raise Stopped
-        return self._of_all_ranks(completions, own_places)
-
-    def _of_all_ranks(
-        self, completions: Sequence[Completion], own_places: Sequence[int]
-    ) -> list[Completion]:
-        """In the order of the prompts."""
-        own = [
-            [own_places[text.prompt], text.number, text.ids, text.logps, text.truncated]
-            for text in completions
-        ]
-        gathered = [
-            Completion(*fields) for of_rank in self._mesh.all_gather_json(own) for fields in of_rank
-        ]
-        return sorted(gathered, key=lambda text: (text.prompt, text.number))
+        return DrawnRollout(
+            rollout, metrics, {"rollout": rollout_seconds, "reward": reward_seconds}
+        )
 
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -318,12 +283,17 @@ class RolloutSource:
     def _logps(
         self, samples: Sequence[Sample], plan: RunPlan, *, of_reference: bool = False
     ) -> list[list[float]]:
-        """Of every sample's tokens under the model as it is, or without its adapter, computed as training does."""
+        """Of every sample's tokens under the model as it is, or without its adapter, computed as training does.
+
+        0 for a sample without loss.
+        """
+        # 1. Ranks share out the samples, and take equally many forwards.
         model = self._state.model
         device = next(model.parameters()).device
-        batches, places = pack(
-            samples, length=plan.data.sequence_length, rows=plan.train.micro_batch_size
-        )
+        mesh = self._mesh
+        batches, places = self._shared_out(samples, plan)
+
+        # 2. The scores of this rank's samples, then those of all.
         scores = list[Tensor]()
         with eval_mode(model), adapters_disabled(model) if of_reference else nullcontext():
             for batch in batches:
@@ -331,10 +301,37 @@ class RolloutSource:
                 head = self._scoring(on_device)
                 output = forward(model, on_device, head, precision=plan.train.precision)
                 scores.append(output.head[0].cpu())
-        return [
+        own_logps = [
             scores[place.micro_batch][place.row, completion_span(sample, place)].tolist()
-            for sample, place in zip(samples, places, strict=True)
+            for sample, place in zip(
+                samples[mesh.data_rank :: mesh.data_world], places, strict=True
+            )
         ]
+        logps: list[list[float]] = [[] for _ in samples]
+        for rank, logps_of_rank in enumerate(mesh.all_gather_json(own_logps)):
+            logps[rank :: mesh.data_world] = logps_of_rank
+        return logps
+
+    def _shared_out(
+        self, samples: Sequence[Sample], plan: RunPlan
+    ) -> tuple[list[Batch], list[Place]]:
+        """This rank's micro-batches, as many as every rank has, and the places of its samples.
+
+        A rank has every `data_world`th sample.
+        """
+        mesh = self._mesh
+        length = plan.data.sequence_length
+        rows = plan.train.micro_batch_size
+        packed_by_rank = [
+            pack(samples[rank :: mesh.data_world], length=length, rows=rows)
+            for rank in range(mesh.data_world)
+        ]
+        batches, places = packed_by_rank[mesh.data_rank]
+        most_batches = max(len(of_rank) for of_rank, _ in packed_by_rank)
+        has_old_logps = samples[0].old_logps is not None
+        while len(batches) < most_batches:
+            batches.append(empty_batch(length=length, rows=rows, has_old_logps=has_old_logps))
+        return batches, places
 
     # ---- steps
 
@@ -357,24 +354,10 @@ class RolloutSource:
         indices = sorted(order[part * per_step : (part + 1) * per_step])
         samples = [rollout.samples[index] for index in indices]
 
-        # 2. Ranks share them out, and take equally many micro-batches.
-        mesh = self._mesh
-        length = plan.data.sequence_length
-        rows = plan.train.micro_batch_size
-        batches_by_rank = [
-            pack(samples[rank :: mesh.data_world], length=length, rows=rows)[0]
-            for rank in range(mesh.data_world)
-        ]
-        batches = batches_by_rank[mesh.data_rank]
-        most_batches = max(map(len, batches_by_rank))
-        has_old_logps = samples[0].old_logps is not None
-        while len(batches) < most_batches:
-            batches.append(empty_batch(length=length, rows=rows, has_old_logps=has_old_logps))
-
-        # 3. The prompts are behind the run once the last step has trained on them.
+        # 2. The prompts are behind the run once the last step has trained on them.
         is_last = number == rollout.num_steps - 1
         return StepBatches(
-            batches,
+            self._shared_out(samples, plan)[0],
             consumed=rollout.num_prompts if is_last else 0,
             tokens=sum(map(len, samples)),
             metrics=metrics,
@@ -466,6 +449,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         run_dir=inputs.run_dir,
         emit=inputs.emit,
         stop=inputs.stop,
+        time_is_up=inputs.time_is_up,
     )
 
 
@@ -551,20 +535,3 @@ def value_of(prompt: Prompt) -> Any:
 def visible_ids(completion: Completion) -> list[int]:
     """Without the token that ended it."""
     return completion.ids if completion.truncated else completion.ids[:-1]
-
-
-@contextmanager
-def generating(model: Decoder, plan: RunPlan) -> Iterator[None]:
-    """Inside the block the model decodes: in evaluation mode, on a CPU with the compiled step where there is one."""
-    if plan.train.device == "cpu":
-        try:
-            model.step = CompiledStep(model)
-        except Uncompiled:
-            model.step = None  # PyTorch decodes, too
-    # Compiled, each new length would be recompiled.
-    eager = torch.compiler.set_stance("force_eager")
-    try:
-        with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
-            yield
-    finally:
-        model.step = None

@@ -19,7 +19,11 @@ NOT_RECORDED = "cannot write the profile"
 
 
 class Stopped(Exception):
-    """The run was stopped before the first step or during an evaluation."""
+    """The run was stopped before the first step, in a rollout or during an evaluation."""
+
+
+class TimeIsUp(Exception):
+    """The time of a wall-time run was over in a rollout, which is dropped."""
 
 
 class OutOfMemory(UserError):

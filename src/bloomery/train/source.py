@@ -49,7 +49,8 @@ class BatchSource(Protocol):
 class SourceInputs:
     """What sources are built from. `reference`: the run's file of reference log-probabilities; `run`: its identity.
 
-    `stop`: whether you asked the run to stop, the same on all ranks.
+    `stop`: whether you asked the run to stop, the same on all ranks. `time_is_up`: whether the time of a wall-time run
+    is over, asked on the first rank.
     """
 
     plan: RunPlan
@@ -58,6 +59,7 @@ class SourceInputs:
     run_dir: Path
     emit: Emit
     stop: Callable[[], bool]
+    time_is_up: Callable[[], bool] = lambda: False
     reference: Path | None = None
     run: str = ""
 

@@ -207,6 +207,10 @@ def build_state(
     base = base_of(initial.source) if adapts and initial.source is not None else None
     checkpointed_model = build_checkpointed_model(model, plan, initial, base)
 
+    # Completions are sampled without dropout, and their probabilities must be the same in training.
+    if plan.objective.spec.source == "rollouts":
+        model.eval()
+
     # The optimizer is built before the first forward: FSDP2 leaves the root unsharded after it.
     state = TrainState(
         ModelAndOptimizer(

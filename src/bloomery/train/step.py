@@ -20,7 +20,7 @@ from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, has_dropout, to_device
-from bloomery.train.losses import LossParts, added
+from bloomery.train.losses import LARGEST, LEAST, LossParts, added
 from bloomery.train.objectives import Objective
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
@@ -338,6 +338,10 @@ def all_reduce_losses(
     """A loss and the sums of metrics over all ranks, in one reduction; metrics in the dtype of the loss."""
     if mesh.world == 1:
         return total, metric_sums
+    extremes = {
+        name: metric for name, metric in metric_sums.items() if name.endswith((LARGEST, LEAST))
+    }
+    metric_sums = {name: metric for name, metric in metric_sums.items() if name not in extremes}
     flat_metrics = [metric_sum.reshape(-1).to(total) for metric_sum in metric_sums.values()]
     reduced_total, *reduced_metrics = mesh.all_reduce(
         torch.cat([total.reshape(1), *flat_metrics])
@@ -345,6 +349,19 @@ def all_reduce_losses(
     return reduced_total.squeeze(0), {
         name: reduced.view_as(metric_sum)
         for (name, metric_sum), reduced in zip(metric_sums.items(), reduced_metrics, strict=True)
+    } | extremes_of_all_ranks(extremes, mesh)
+
+
+def extremes_of_all_ranks(extremes: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The metrics that are the largest or the least of a step. The host waits for the device where there are any."""
+    if not extremes:
+        return {}
+    signs = [-1.0 if name.endswith(LEAST) else 1.0 for name in extremes]
+    own = [sign * float(metric[0]) for sign, metric in zip(signs, extremes.values(), strict=True)]
+    largest = mesh.all_reduce_max(*own)
+    return {
+        name: metric.new_tensor([sign * value, 1.0])
+        for (name, metric), sign, value in zip(extremes.items(), signs, largest, strict=True)
     }
 
 

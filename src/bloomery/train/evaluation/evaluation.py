@@ -171,7 +171,7 @@ def evaluate_and_sample(context: RunContext) -> None:
 
     try:
         # The validation loss, which decides whether these weights are the best.
-        with interruptible(context), context.state.averaged():
+        with context.state.averaged():
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
                 is_first = context.state.progress.best_step is None
@@ -252,6 +252,7 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
     None without a validation set, without loss tokens in it, or when one sequence does not fit in memory.
     """
     if isinstance(context.source, RolloutSource):
+        # It looks for a stop itself: ranks that sample take different numbers of forwards.
         held_out = context.source.evaluate(context.plan, limit)
         return None if held_out is None else EvalResult.of_reward(held_out)
     if context.validation is None:
@@ -271,7 +272,8 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             mesh=context.mesh,
         )
         list_memory = partial(context.recorder.record_out_of_memory, plan, context.step, moment)
-        result = attempt(work, context.state, list_memory)
+        with interruptible(context):
+            result = attempt(work, context.state, list_memory)
         if not isinstance(result, AllocationFailed):
             return result
 
