@@ -13,6 +13,7 @@ from bloomery.hardware.specs import find_gpu
 from bloomery.model.presets import build_config
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.activations import layer_bytes_per_token
+from bloomery.plan.estimate.fabric import fabric_of
 from bloomery.plan.estimate.memory import FRAGMENTATION, tensors_at
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.moments import StepMoment, moments
@@ -21,7 +22,7 @@ from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import planned_vocabulary
-from bloomery.plan.mesh import MeshWorkload, fabric_of, layout_parts
+from bloomery.plan.mesh import MeshWorkload, layout_parts
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 

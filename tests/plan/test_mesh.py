@@ -10,15 +10,20 @@ from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import layers, parameter_count
 from bloomery.model.presets import preset
-from bloomery.plan import mesh as communication
 from bloomery.plan.advise import energy_kwh
 from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes
+from bloomery.plan.estimate.fabric import (
+    HIDDEN_SHARES,
+    exposed,
+    fabric_of,
+    gather_seconds,
+    reduce_seconds,
+)
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.sharding import gathered_parameters
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
 
 EIGHT_B = (
@@ -70,11 +75,11 @@ def test_between_nodes_the_network_of_a_node_decides():
 
 
 def test_what_does_not_fit_behind_computing_is_exposed():
-    low, typical, high = communication.HIDDEN
-    assert exposed(1.0, 100.0, 2) == pytest.approx(1 - high)
-    assert exposed(1.0, 100.0, 1) == pytest.approx(1 - typical)
-    assert exposed(10.0, 1.0, 1) == pytest.approx(10.0 - typical)
-    assert exposed(1.0, 100.0, 0) == pytest.approx(1 - low)
+    low, typical, high = HIDDEN_SHARES
+    assert exposed(1.0, 100.0, high) == pytest.approx(1 - high)
+    assert exposed(1.0, 100.0, typical) == pytest.approx(1 - typical)
+    assert exposed(10.0, 1.0, typical) == pytest.approx(10.0 - typical)
+    assert exposed(1.0, 100.0, low) == pytest.approx(1 - low)
 
 
 def test_each_communicator_takes_its_context():

@@ -1,0 +1,258 @@
+"""Links between devices and between nodes, and the seconds that a step in a layout communicates over them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.sharding import gathered_parameters
+from bloomery.plan.estimate.stages import stage_models
+from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.types import Estimate
+
+# Share of the communication that compute could hide which it does hide: least, usually, at most.
+HIDDEN_SHARES = (0.50, 0.85, 1.0)
+NODE_HOP_SECONDS = 5e-6  # of one hop of a ring inside a node
+NETWORK_HOP_SECONDS = 20e-6  # of one hop between nodes
+SOCKET_GBS = 5.0  # of a node whose collectives go through TCP sockets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link between devices of a node, or between nodes. `gbs`: GB/s per direction that a collective reaches."""
+
+    name: str
+    gbs: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Nodes of `per_node` devices each. `inside`: the link of each device, `between`: of a whole node; None for one."""
+
+    per_node: int
+    nodes: int
+    inside: Link
+    between: Link | None
+
+    @property
+    def devices(self) -> int:
+        return self.per_node * self.nodes
+
+
+# By a pattern of the GPU table's entry, the first that matches: name, GB/s of one device in a ring inside a node, and
+# the reason. The rate is the nominal one per direction, times the share that collective benchmarks reach.
+_LINKS_INSIDE: tuple[tuple[str, str, float, str], ...] = (
+    (r"^CPU$", "shared memory", 2, "assumed: gloo between processes of one machine"),
+    (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s per direction"),
+    (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s per direction"),
+    (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s per direction"),
+    (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s per direction"),
+    (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
+    (
+        r"GCD-GCD",
+        "Infinity Fabric",
+        80,
+        "rings over links of 50 GB/s; 200 between the two dies of a GPU",
+    ),
+    (
+        r"xGMI bridge|3 IF links|IF bridge",
+        "PCIe 4",
+        20,
+        "a bridge joins at most four GPUs; not counted",
+    ),
+    (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; not counted"),
+    (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
+    (r"no P2P", "PCIe through the host", 10, "no peer-to-peer copies between GeForce GPUs"),
+    (r"PCIe[45]x8", "PCIe, 8 lanes", 10, "60% of 16 GB/s, as with PCIe 4"),
+    (r"PCIe5", "PCIe 5", 40, "60% of 64 GB/s, with 16 lanes each"),
+    (r"PCIe4", "PCIe 4", 20, "60% of 32 GB/s, with 16 lanes each"),
+    (r"PCIe3", "PCIe 3", 10, "60% of 16 GB/s, with 16 lanes each"),
+)
+# The usual network of a node with such devices, in the same form: GB/s of a whole node.
+_NETWORKS: tuple[tuple[str, str, float, str], ...] = (
+    (
+        r"GCD-GCD",
+        "Slingshot, 4 x 200 Gb/s per node",
+        70,
+        "70% of 100 GB/s; assumes the libfabric plugin of RCCL",
+    ),
+    (
+        r"NVLink4|NVLink5|7x xGMI",
+        "8 x 400 Gb/s per node",
+        320,
+        "assumed: 80% of one 400 Gb/s port per GPU",
+    ),
+    (
+        r"NVLink3 600|xGMI;",
+        "8 x 200 Gb/s per node",
+        160,
+        "assumed: 80% of one 200 Gb/s port per GPU",
+    ),
+    (r".", "10 Gb/s Ethernet", 1.0, "assumed: an ordinary network"),
+)
+
+
+def fabric_of(link: str, *, per_node: int, nodes: int, sockets: bool = False) -> Fabric:
+    """The links of devices with this entry of the GPU table, and the network that such nodes usually have.
+
+    `sockets`: the collectives go through TCP sockets instead.
+    """
+    between = None
+    if nodes > 1 and sockets:
+        reason = "assumed: no network plugin was loaded"
+        between = Link(name="TCP sockets", gbs=SOCKET_GBS, reason=reason)
+    elif nodes > 1:
+        between = _first_match(_NETWORKS, link)
+    return Fabric(
+        per_node=per_node, nodes=nodes, inside=_first_match(_LINKS_INSIDE, link), between=between
+    )
+
+
+def _first_match(table: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
+    for pattern, name, gbs, reason in table:
+        if re.search(pattern, link):
+            return Link(name=name, gbs=gbs, reason=reason)
+    return Link(name="PCIe", gbs=10.0, reason="assumed: the table names no link")
+
+
+def gather_seconds(
+    amount: float, fabric: Fabric, *, nodes: int | None = None, calls: int = 1
+) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of `amount` bytes in `calls` pieces.
+
+    It runs over all devices of `nodes` nodes (default: all), as one ring: the slowest link sets its pace.
+    """
+    nodes = fabric.nodes if nodes is None else nodes
+    ranks = fabric.per_node * nodes
+    within_nodes = (
+        amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
+    )
+    between_nodes = _network_seconds(amount, fabric, nodes)
+    hop_seconds = (fabric.per_node - 1) * NODE_HOP_SECONDS + (nodes - 1) * NETWORK_HOP_SECONDS
+    return max(within_nodes, between_nodes) + calls * hop_seconds
+
+
+def _network_seconds(amount: float, fabric: Fabric, nodes: int) -> float:
+    """Seconds in which the bytes of an all-gather pass the network of each node, without its hops."""
+    if nodes == 1 or fabric.between is None:
+        return 0.0
+    return amount * (nodes - 1) / nodes / (fabric.between.gbs * 1e9)
+
+
+def reduce_seconds(amount: float, fabric: Fabric) -> float:
+    """Seconds of an all-reduce over all devices: a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(amount, fabric)
+
+
+def reduce_between_nodes_seconds(amount: float, fabric: Fabric) -> float:
+    """Seconds of an all-reduce between nodes alone, of `amount` bytes per node, sharded over its devices."""
+    hop_seconds = (fabric.nodes - 1) * NETWORK_HOP_SECONDS
+    return 2 * (_network_seconds(amount, fabric, fabric.nodes) + hop_seconds)
+
+
+def exposed(seconds: float, window: float, hidden_share: float) -> float:
+    """Seconds of a communication that compute does not hide; it can overlap with `window` seconds of compute."""
+    return max((1 - hidden_share) * seconds, seconds - hidden_share * window)
+
+
+def communication_seconds(
+    fabric: Fabric, split: MeshSplit, step: StepShape, sequences: int
+) -> dict[str, float]:
+    """Seconds by axis that a device communicates in a step, whether compute hides them or not.
+
+    `sequences`: of the step, those of each data-parallel rank. Of a pipeline it is the stage with the most to send.
+    """
+    seconds = dict[str, float]()
+    passes = max(1, sequences // step.micro_batch_size)
+
+    # A pipeline sends its residual stream once per micro-batch. The other axes are then those inside one stage: the one
+    # with the most parameters to gather or reduce.
+    stage_step = step
+    if split.pipeline > 1:
+        seconds["pipeline"] = passes * transfer_seconds(fabric, split, step)
+        fabric = _inside_stages(fabric, split)
+        heaviest = max(
+            stage_models(step.model, split),
+            key=lambda model: model.whole.trainable_bytes(step.precision),
+        )
+        stage_step = replace(step, model=heaviest.whole)
+    gradients = stage_step.model.trainable_bytes(step.precision)
+
+    # Shards gather their weights and scatter their gradients in every micro-batch; copies of shards reduce theirs once
+    # per step, between nodes or between the groups of a node that hold a copy each.
+    if split.shard > 1:
+        shard_fabric = replace(fabric, per_node=min(fabric.per_node, split.shard))
+        nodes = fabric.nodes if split.shard > fabric.per_node else 1
+        # Layers are gathered for forward and for backward, the last one and the root once.
+        layer_values, root_values = gathered_parameters(stage_step)
+        gathered_values = 2 * sum(layer_values) - layer_values[-1]
+        root_bytes = step.element_bytes if step.mode.frozen else step.weight_bytes
+        gathered_bytes = gathered_values * step.element_bytes + root_values * root_bytes
+        num_layers = len(layer_values)
+        gathering = gather_seconds(gathered_bytes, shard_fabric, nodes=nodes, calls=2 * num_layers)
+        # Gradients are scattered in the weights' precision.
+        scattering = gather_seconds(gradients, shard_fabric, nodes=nodes, calls=num_layers + 1)
+        seconds["shard"] = passes * (gathering + scattering)
+        if split.replicate > 1 and fabric.nodes > 1:
+            seconds["replicate"] = reduce_between_nodes_seconds(gradients, fabric)
+        elif split.replicate > 1:
+            seconds["replicate"] = reduce_seconds(
+                gradients / split.shard, replace(fabric, per_node=split.replicate)
+            )
+
+    # Copies alone reduce their gradients once per step.
+    elif split.replicate > 1:
+        seconds["replicate"] = reduce_seconds(gradients, fabric)
+    return seconds
+
+
+def transfer_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float:
+    """Seconds in which a stage receives and sends one micro-batch: the residual stream at each edge of its groups of
+    layers, and its gradient. Stages wait for both.
+    """
+    stream_bytes = step.tokens_per_micro_batch * step.config.hidden_size * step.residual_bytes
+    # Each group of layers has an edge before and after it, but the first group of the model has none before it, and the
+    # last group none after it. A stage between the first and the last has all of its edges; of two stages, each lacks
+    # one.
+    edges = 2 * split.chunks - (1 if split.pipeline == 2 else 0)
+    rate = fabric.inside.gbs * 1e9
+    hop_seconds = NODE_HOP_SECONDS
+    if fabric.between is not None:
+        # The ranks of a node may send at once, each to its own in the next node.
+        rate = min(rate, fabric.between.gbs * 1e9 / min(fabric.per_node, split.data_parallel))
+        hop_seconds = NETWORK_HOP_SECONDS
+    return 2 * edges * (stream_bytes / rate + hop_seconds)
+
+
+def _inside_stages(fabric: Fabric, split: MeshSplit) -> Fabric:
+    """The devices of one stage: their ranks follow each other, so that they are in as few nodes as possible."""
+    per_node = min(fabric.per_node, split.data_parallel)
+    nodes = split.data_parallel // per_node
+    between = fabric.between if nodes > 1 else None
+    return Fabric(per_node=per_node, nodes=nodes, inside=fabric.inside, between=between)
+
+
+def exposed_seconds(
+    split: MeshSplit, passes: int, computing: float, seconds: Mapping[str, float]
+) -> Estimate:
+    """Seconds of communication that compute does not hide, of `seconds` by axis.
+
+    `passes`: micro-batches of a step, `computing`: the seconds of their forward and backward.
+    """
+    # Stages wait for transfers; everything else can overlap with a window of compute. Shards communicate all the time.
+    # Copies reduce their gradients during the last backward, which is two thirds of the last micro-batch. In a pipeline
+    # the window is one micro-batch.
+    transfer = seconds.get("pipeline", 0.0)
+    overlapping = sum(seconds.values()) - transfer
+    window = computing
+    if split.pipeline > 1:
+        window = computing / passes
+    elif split.shard == 1:
+        window = computing * 2 / 3 / passes
+
+    # The most hidden gives the least exposed.
+    high, typical, low = (
+        transfer + exposed(overlapping, window, hidden_share) for hidden_share in HIDDEN_SHARES
+    )
+    return Estimate(value=typical, low=low, high=high, origin="table")
