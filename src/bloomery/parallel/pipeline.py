@@ -1,8 +1,11 @@
 """Transfers between the stages of a pipeline: the residual stream forward, its gradient backward.
 
-They are autograd functions at the ends of a stage's layers, so that whatever runs a forward or a backward (training,
-evaluation, reference scores, sampling) runs it over a pipeline without knowing. Labels, positions and counts never
-travel: every stage reads the batch itself.
+They are autograd functions at the ends of a stage's layers, so that every forward and backward (of training,
+evaluation, reference scores, sampling) runs over a pipeline unchanged. Labels, positions and counts are never sent:
+every stage reads the batch itself.
+
+The layers of a model are cut into groups, numbered in the model's order; group g is on stage g % stages
+(`plan.pipeline`). Edge g is between group g and group g + 1.
 """
 
 from collections import deque
@@ -26,13 +29,13 @@ BACKWARD = 1
 
 
 class Transport(Protocol):
-    """Moves tensors between two ranks. Tensors of one `edge` and direction arrive in the order in which they are sent.
+    """Moves tensors between two ranks. Tensors of one edge and direction arrive in the order in which they are sent.
 
-    Edge g joins group g of the model's layers to the next; `direction` is FORWARD or BACKWARD.
+    `direction` is FORWARD (the residual stream) or BACKWARD (its gradient).
     """
 
     def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
-        """Does not wait for the neighbor; the tensor must not change before `settle`."""
+        """Does not wait for the neighbor to receive; the tensor must not change before `settle`."""
 
     def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
         """Fills and returns `empty`; waits for the neighbor."""
@@ -42,8 +45,8 @@ class Transport(Protocol):
 
 
 @final
-class _Sent:
-    """Tensors under way, which stay alive until they have left."""
+class _SendQueue:
+    """Tensors under way to other ranks, oldest first. It keeps each in memory until it has left."""
 
     def __init__(self, most_under_way: int) -> None:
         self._most_under_way = most_under_way
@@ -68,8 +71,8 @@ class HostTransport:
     """
 
     def __init__(self, under_way: int) -> None:
-        """`under_way`: transfers at most that were sent and not waited for."""
-        self._sent = _Sent(under_way)
+        """`under_way`: the most transfers that have not left yet; a further `send` waits for the oldest."""
+        self._send_queue = _SendQueue(under_way)
 
     def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
         on_host = tensor.detach().contiguous()
@@ -77,17 +80,19 @@ class HostTransport:
             # The neighbor reads what was computed: the host waits for that, and for its copy.
             on_host = pinned_like(on_host).copy_(on_host, non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()
-        self._sent.add(dist.isend(on_host, rank, tag=2 * edge + direction), on_host)
+        self._send_queue.add(dist.isend(on_host, rank, tag=2 * edge + direction), on_host)
 
     def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
-        has_copy = has_own_memory(empty.device)
-        on_host = pinned_like(empty) if has_copy else empty
+        if not has_own_memory(empty.device):
+            dist.recv(empty, rank, tag=2 * edge + direction)
+            return empty
+        # The copy to the device may still run after this returns: the allocator reuses pinned memory only after it.
+        on_host = pinned_like(empty)
         dist.recv(on_host, rank, tag=2 * edge + direction)
-        # The allocator reuses pinned memory only after copies out of it.
-        return empty.copy_(on_host, non_blocking=True) if has_copy else empty
+        return empty.copy_(on_host, non_blocking=True)
 
     def settle(self) -> None:
-        self._sent.settle()
+        self._send_queue.settle()
 
 
 @final
@@ -95,32 +100,33 @@ class DeviceTransport:
     """From GPU to GPU, by NCCL or RCCL: the device waits for a neighbor, and the host goes on.
 
     Each edge and direction is a process group of two ranks, with a communicator and a stream of its own, and so a
-    queue: over one queue per pair of ranks, 69 of 114 orders of schedules hang. Communicators begin with their first
-    tensor, for which both ranks wait: `preflight.check_ranks` sends it, edge by edge. Tested with gloo's groups; not
-    confirmed on hardware: a driver may put several streams into one queue of the GPU (GPU_MAX_HW_QUEUES,
-    CUDA_DEVICE_MAX_CONNECTIONS), which the preflight tries with all transfers of a rank under way at once.
+    queue. With one queue per pair of ranks 69 of the 114 schedules that were tried hang. A communicator begins with its
+    first tensor, for which both ranks wait: `preflight.check_ranks` sends it, edge by edge.
+
+    Tested with gloo's groups; not confirmed on hardware. A driver may put several streams into one queue of the GPU
+    (GPU_MAX_HW_QUEUES, CUDA_DEVICE_MAX_CONNECTIONS), so the preflight also tries all transfers of a rank at once.
     """
 
     def __init__(self, groups: Mapping[tuple[int, int], dist.ProcessGroup], under_way: int) -> None:
-        """`groups`: by edge and direction. `under_way`: as in HostTransport."""
+        """`groups`: the process groups by edge and direction. `under_way`: as in HostTransport."""
         self._groups = groups
-        self._sent = _Sent(under_way)
+        self._send_queue = _SendQueue(under_way)
 
     def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
         contiguous = tensor.detach().contiguous()
         work = dist.isend(contiguous, rank, group=self._groups[edge, direction])
-        self._sent.add(work, contiguous)
+        self._send_queue.add(work, contiguous)
 
     def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
         dist.recv(empty, rank, group=self._groups[edge, direction])
         return empty
 
     def settle(self) -> None:
-        self._sent.settle()
+        self._send_queue.settle()
 
 
 def transport_of(mesh: Mesh, *, under_way: int) -> Transport:
-    """How this rank sends to its neighbors; `under_way`: as in HostTransport."""
+    """The transport by which this rank sends to its neighbors. `under_way`: as in HostTransport."""
     if not mesh.sends_from_device:
         return HostTransport(under_way)
     assert mesh.groups is not None, "only pipelines have neighbors"
@@ -129,7 +135,10 @@ def transport_of(mesh: Mesh, *, under_way: int) -> Transport:
 
 @final
 class PipelineLink:
-    """The neighbors of one stage (`model.decoder.Link`). `width` and `dtype`: of the residual stream."""
+    """The neighbors of one stage: the `model.decoder.Link` of its decoder.
+
+    A decoder speaks of the groups of its own stage: 0, 1, ... Edges and ranks follow from the model's groups.
+    """
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class PipelineLink:
         width: int,
         dtype: torch.dtype,
     ) -> None:
-        """`num_groups`: of layers, on this stage."""
+        """`num_groups`: the groups of layers on this stage. `width` and `dtype`: those of the residual stream."""
         self._mesh = mesh
         self._transport = transport
         self._last_edge = mesh.stages * num_groups - 1
@@ -151,14 +160,19 @@ class PipelineLink:
         self._anchor = torch.zeros((), requires_grad=True)
 
     def receive(self, group: int, tokens_BT: Tensor) -> Tensor:
-        x_BTD: Tensor = _Receive.apply(self._anchor, self, self._number(group) - 1, tokens_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
+        """The residual stream from the group before this stage's `group`; backward sends its gradient there."""
+        edge = self._group_of_model(group) - 1
+        x_BTD: Tensor = _Receive.apply(self._anchor, self, edge, tokens_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
         return x_BTD
 
     def send(self, group: int, x_BTD: Tensor) -> Tensor:
-        sent: Tensor = _Send.apply(x_BTD, self._anchor, self, self._number(group))  # type: ignore[no-untyped-call]  # as above
-        return sent
+        """Sends the residual stream to the next group. Returns a 0 in the place of a loss, to call backward on."""
+        edge = self._group_of_model(group)
+        zero: Tensor = _Send.apply(x_BTD, self._anchor, self, edge)  # type: ignore[no-untyped-call]  # as above
+        return zero
 
     def share(self, output: Tensor | None) -> Tensor:
+        """The output of the last stage, on every stage."""
         return self._mesh.broadcast_from_last_stage(output)
 
     def settle(self) -> None:
@@ -166,16 +180,17 @@ class PipelineLink:
         with self._mesh.clock.measure("pipeline", self._mesh.device):
             self._transport.settle()
 
-    def _number(self, group: int) -> int:
-        """Of this stage's group, in the model's order."""
+    def _group_of_model(self, group: int) -> int:
+        """The number in the model's order of this stage's `group`."""
         return group * self._mesh.stages + self._mesh.stage
 
-    def _rank_of(self, number: int) -> int:
-        """The rank that has group `number` of the model, with the same sequences as this one."""
-        stage = number % self._mesh.stages
+    def _rank_of(self, model_group: int) -> int:
+        """The rank that has this group of the model, and the same sequences as this rank."""
+        stage = model_group % self._mesh.stages
         return stage * self._mesh.data_world + self._mesh.data_rank
 
     def receive_stream(self, edge: int, tokens_BT: Tensor) -> Tensor:
+        # The tokens give the shape and the device alone.
         shape = (*tokens_BT.shape, self._width)
         empty = torch.empty(shape, dtype=self._dtype, device=tokens_BT.device)
         with self._mesh.clock.measure("pipeline", self._mesh.device):
@@ -196,10 +211,11 @@ class PipelineLink:
 @final
 @dataclass(frozen=True)
 class StageParameters:
-    """The trainable parameters of a whole model, of which each stage of a pipeline has some.
+    """The names of the trainable parameters of a whole model, of which each stage of a pipeline has some.
 
-    `tied_name`: of the one that is at both ends, "" without one. The first stage owns it: there it counts in the norm
-    and goes into checkpoints. Its gradients of both ends are summed, so that its updates are the same at both.
+    `tied_name`: the matrix that is the embedding of the first stage and the head of the last; "" where they are two.
+    The first stage owns it: there it counts in the norm and goes into checkpoints. Its gradients of both stages are
+    summed, so that both update it alike.
     """
 
     names: tuple[str, ...]
@@ -207,39 +223,43 @@ class StageParameters:
 
     @classmethod
     def of(cls, model: Decoder) -> "StageParameters":
-        """Of a whole model, before it is cut."""
+        """The parameters of `model`, which is not cut yet."""
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         tied_name = EMBEDDING_WEIGHT if shares_head(model.config) else ""
         return cls(tuple(names), tied_name)
 
     def owns(self, name: str, mesh: Mesh) -> bool:
-        """Whether this stage hands in a tensor: a parameter's own, or "parameter.slot" of an optimizer."""
+        """Whether a tensor of that name counts on this stage: every one but the tied matrix of the last stage.
+
+        `name`: of a parameter, or "parameter.slot" of an optimizer's state.
+        """
         is_tied = self.tied_name != "" and name.startswith(self.tied_name)
         return not is_tied or mesh.stage == 0
 
     def all_reduce_tied(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-        """Sum the gradient of the tied matrix over both ends, in place, where it is trained."""
+        """Sums the gradient of the tied matrix over the first and the last stage, in place, where it is trained."""
         if self.tied_name not in parameters:
             return
         parameter = parameters[self.tied_name]
-        if parameter.grad is None:
+        if parameter.grad is None:  # both stages take part in the sum, whatever they computed
             parameter.grad = torch.zeros_like(parameter)
         mesh.all_reduce_ends(local(parameter.grad))
 
     def norms_of_all_stages(self, names: Sequence[str], norms: Tensor, mesh: Mesh) -> Tensor:
-        """[P]: the norm of each gradient of the model, in the model's order. `norms`: of this stage's, by `names`.
+        """[P]: the norm of the gradient of each parameter of the model, in the model's order.
 
-        Each stage adds zeros in the places of others: the sum has the bits that one device would have.
+        `norms`: those of this stage's parameters, which have the names `names`. Each stage adds zeros for the
+        parameters of others: the sum has the bits that one device would have.
         """
-        places = {name: place for place, name in enumerate(self.names)}
+        index_in_model = {name: index for index, name in enumerate(self.names)}
         owned = [index for index, name in enumerate(names) if self.owns(name, mesh)]
         all_norms = norms.new_zeros(len(self.names))
-        all_norms[[places[names[index]] for index in owned]] = norms[owned]
+        all_norms[[index_in_model[names[index]] for index in owned]] = norms[owned]
         return mesh.all_reduce_stages(all_norms)
 
 
 class _Receive(torch.autograd.Function):
-    """The residual stream over an edge; backward sends its gradient to where it came from."""
+    """Receives the residual stream over an edge; backward sends its gradient back over that edge."""
 
     @staticmethod
     def forward(
@@ -256,7 +276,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Sends the residual stream over an edge; a 0 whose backward receives the gradient of what was sent."""
+    """Sends the residual stream over an edge and returns a 0, whose backward receives the gradient of the stream."""
 
     @staticmethod
     def forward(
