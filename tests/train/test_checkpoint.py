@@ -6,10 +6,12 @@ import os
 import random
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,6 +269,29 @@ def test_a_bug_in_the_writing_thread_reaches_the_loop(
     with pytest.raises(ZeroDivisionError):
         saver.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_event_is_lost_when_the_loop_polls_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes of the files are read for `Saved`, which takes a while: the loop polls meanwhile."""
+    events: list[object] = []
+    saver = Saver(tmp_path, 3, True, emit=events.append)
+    begins = threading.Event()
+    has_polled = threading.Event()
+
+    def slow_event(**fields: Any) -> Saved:
+        begins.set()
+        assert has_polled.wait(timeout=60)
+        return Saved(**fields)
+
+    monkeypatch.setattr(checkpoint, "Saved", slow_event)
+    saver.save(1, parts(1), {})
+    assert begins.wait(timeout=60)
+    saver.poll()
+    has_polled.set()
+    saver.wait()
+    assert [type(event) for event in events] == [Saved]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, final
 
 import torch
@@ -107,7 +108,8 @@ class Saver:
         self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
-        self._events: list[Event] = []  # from the writing thread, emitted by the caller's
+        # From the writing thread, emitted by the caller's. A queue: a list that `poll` replaces could lose an event.
+        self._events: SimpleQueue[Event] = SimpleQueue()
         self._crash: BaseException | None = None
         self._failure: str | None = None  # why the last save failed
         self._identity: RunIdentity | None = None
@@ -181,10 +183,9 @@ class Saver:
 
     def poll(self) -> None:
         """Emit the events of the writing thread; re-raise its unexpected errors."""
-        events = self._events
-        self._events = []
-        if self._emit is not None:
-            for event in events:
+        while not self._events.empty():
+            event = self._events.get()
+            if self._emit is not None:
                 self._emit(event)
         if self._crash is not None:
             crash = self._crash
@@ -234,7 +235,7 @@ class Saver:
             return failure
         self._delete_older(staged)
         target = self._target(staged)
-        self._events.append(
+        self._events.put(
             Saved(
                 step=staged.step,
                 path=str(target),
@@ -261,7 +262,7 @@ class Saver:
         return folder_of(self.folder, staged.step)
 
     def _warn(self, step: int, reason: str) -> None:
-        self._events.append(Warned(step=step, reason=reason))
+        self._events.put(Warned(step=step, reason=reason))
 
     def _commit(self, staged: _Staged) -> None:
         """Write, seal and rename. Raises OSError after deleting the draft."""
