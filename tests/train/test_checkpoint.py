@@ -155,6 +155,30 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
     assert newest(tmp_path) == (tmp_path / "step-00000002", [])
 
 
+def test_damaged_checkpoints_of_later_steps_are_not_the_newest_to_keep(tmp_path: Path) -> None:
+    """The run returned to step 10; its next checkpoint comes before the damaged one, and was once deleted for it."""
+    save(tmp_path, 10, 30, keep=1, best=10)
+    flip(tmp_path / "step-00000030/optimizer.safetensors")
+    events = save(tmp_path, 15, keep=1)
+    assert [type(event) for event in events] == [Saved]
+    assert newest(tmp_path)[0] == tmp_path / "step-00000015"
+    save(tmp_path, 40, keep=1)
+    assert model_folder.saved_steps(tmp_path) == [10, 40]
+
+
+@pytest.mark.parametrize("step", [25, 30])
+def test_room_is_never_made_by_deleting_the_only_valid_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    save(tmp_path, 20, 30)
+    flip(tmp_path / "step-00000030/optimizer.safetensors")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with pytest.raises(UserError, match="free on the disk"):
+        save(tmp_path, step)
+    assert newest(tmp_path)[0] == tmp_path / "step-00000020"
+
+
 def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = (tmp_path / "step-00000001").stat().st_ino

@@ -252,7 +252,8 @@ class Saver:
         try:
             self._commit(staged)
         except OSError as error:
-            if error.errno not in FULL or not self._prune(keep=1):
+            # The draft is gone, so that the newest checkpoint is one before this step.
+            if error.errno not in FULL or not self._prune(keep=1, before=staged.step):
                 raise
             self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
             self._commit(staged)
@@ -292,7 +293,7 @@ class Saver:
         if damage(self._target(staged)) is not None:
             return
         try:
-            self._prune(keep=self.keep)
+            self._prune(keep=self.keep, before=staged.step + 1)
         except OSError as error:
             self._warn(
                 staged.step, f"older checkpoints cannot be deleted: {error.strerror or error}"
@@ -318,13 +319,16 @@ class Saver:
         # Last, because the manifest has the hash of every other file.
         seal(draft, staged.lineage)
 
-    def _prune(self, *, keep: int) -> bool:
+    def _prune(self, *, keep: int, before: int) -> bool:
         """Whether any checkpoint was deleted: none is where best.json is damaged.
 
-        The newest `keep` stay, the best, and the best as of each of them, to which a resume from it returns.
+        The newest `keep` of the steps `before` stay, the best, and the best as of each of them, to which a resume from
+        it returns.
         """
         try:
-            steps = saved_steps(self.folder)
+            # A run returns to its newest valid checkpoint. Those of later steps are damaged: as the newest ones they
+            # would take the places of those that can be used.
+            steps = [step for step in saved_steps(self.folder) if step < before]
             best_steps = {best_step(self.folder)}
             best_steps |= {_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]}
             weight_steps = best_weight_steps(self.folder)
