@@ -179,6 +179,21 @@ def test_room_is_never_made_by_deleting_the_only_valid_checkpoint(
     assert newest(tmp_path)[0] == tmp_path / "step-00000020"
 
 
+def test_a_checkpoint_that_reads_back_damaged_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def seal_on_a_bad_disk(folder: Path, lineage: model_folder.Lineage) -> None:
+        model_folder.seal(folder, lineage)
+        flip(folder / "optimizer.safetensors")
+
+    monkeypatch.setattr(checkpoint, "seal", seal_on_a_bad_disk)
+    with pytest.raises(UserError, match=r"optimizer.safetensors has changed since it was written;"):
+        save(tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = (tmp_path / "step-00000001").stat().st_ino

@@ -230,7 +230,9 @@ class Saver:
         try:
             self._commit_with_room(staged)
         except OSError as error:
-            failure = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
+            failure = error.strerror or str(error)
+            if error.errno in FULL:
+                failure += f" ({format_bytes(staged.bytes + SLACK)} are needed)"
             self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {failure}")
             return failure
         self._delete_older(staged)
@@ -290,8 +292,6 @@ class Saver:
 
     def _delete_older(self, staged: _Staged) -> None:
         """Keep `keep` checkpoints and the best. A failure is a warning: this checkpoint is on the disk."""
-        if damage(self._target(staged)) is not None:
-            return
         try:
             self._prune(keep=self.keep, before=staged.step + 1)
         except OSError as error:
@@ -318,6 +318,10 @@ class Saver:
             copy_tokenizer(self.tokenizer, draft)
         # Last, because the manifest has the hash of every other file.
         seal(draft, staged.lineage)
+        # Read back before it takes the place of any other.
+        problem = damage(draft)
+        if problem is not None:
+            raise OSError(errno.EIO, problem)
 
     def _prune(self, *, keep: int, before: int) -> bool:
         """Whether any checkpoint was deleted: none is where best.json is damaged.
