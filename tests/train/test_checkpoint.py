@@ -213,7 +213,7 @@ def test_a_checkpoint_saved_again_follows_the_one_before_it(tmp_path: Path) -> N
     saver.wait()
     for path in map(folder.joinpath, ("step-00000010", "step-00000020", "step-00000030")):
         model_folder.refuse_other_run(path)
-    assert model_folder.before_of(folder / "step-00000020")[0] == 10
+    assert model_folder.previous_of(folder / "step-00000020")[0] == 10
     shutil.rmtree(folder / "step-00000030")
     assert newest(folder) == (folder / "step-00000020", [])
 

@@ -242,16 +242,16 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_pat
 def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoint(
     plan, tmp_path, monkeypatch
 ):
-    real = checkpoint.stage
+    real = checkpoint.on_cpu
 
-    def stage(tensors, *, copy):
+    def on_cpu(tensors, *, copy):
         if copy:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: ..."
             )
         return real(tensors, copy=copy)
 
-    monkeypatch.setattr(checkpoint, "stage", stage)
+    monkeypatch.setattr(checkpoint, "on_cpu", on_cpu)
     eager = plan.model_copy(
         update={"checkpoint": plan.checkpoint.model_copy(update={"async_save": True})}
     )

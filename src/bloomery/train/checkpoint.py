@@ -1,8 +1,15 @@
 """Checkpoints: tensors in safetensors, the rest in JSON, in folders that transformers opens. No pickle.
 
-`checkpoints/step-00001000/` holds the model and tokenizer in Hugging Face format (or an adapter in PEFT's), one
-`<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them. `best-00000500/` holds
-the same without the other parts: weights with the lowest validation loss so far, of a step without a checkpoint.
+`checkpoints/step-00001000/` is a checkpoint to resume from:
+  the model and the tokenizer in Hugging Face format, or an adapter in PEFT's: the part MODEL
+  <part>.safetensors for every other part, such as `optimizer` (`train.state` and `checkpointed_model` name them)
+  state.json: everything that is no tensor
+  MANIFEST.json: the hash of every file above, written last (`model_folder.seal`)
+
+`checkpoints/best-00000500/` has the model, tokenizer, state.json and manifest alone. It is written where an evaluation
+is the best so far between two checkpoints, and is used but never resumed from. `best.json` names the best step.
+
+On several ranks the first one saves, after tensors were gathered there.
 """
 
 import errno
@@ -31,12 +38,12 @@ from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.model_folder import (
     NOT_SAVED,
     Lineage,
-    before_of,
     best_step,
     best_weight_steps,
     damage,
     newest_valid,
     note_best,
+    previous_of,
     put_in_place,
     remove_folder,
     saved_steps,
@@ -47,27 +54,24 @@ from bloomery.train.model_folder import (
 )
 from bloomery.train.process import out_of_memory
 
-__all__ = ["MODEL", "Parts", "Saver", "Write", "newest_valid", "read_part", "read_state"]
+__all__ = ["MODEL", "ModelWriter", "Parts", "Saver", "newest_valid", "read_part", "read_state"]
 
-Parts = Mapping[str, Mapping[str, Tensor]]
-Write = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, an existing folder
+Parts = Mapping[str, Mapping[str, Tensor]]  # tensors by part and name
+ModelWriter = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, an existing folder
 MODEL = "model"  # the part in the format of transformers or PEFT
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
+# those that `Tokenizer.save` writes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
 SLACK = 2**20  # bytes for headers, JSON and file system metadata
 
 
 @dataclass(frozen=True)
-class _Staged:
+class _Snapshot:
+    """One checkpoint to write: training that continues does not change it."""
+
     step: int
     parts: Parts
-    write: Write | None
+    write_model: ModelWriter | None
     state: dict[str, Any]
     best: bool
     weights_only: bool
@@ -93,11 +97,12 @@ class Saver:
         keep: int,
         async_save: bool,
         *,
-        writer: Callable[[], Write] | None = None,
+        writer: Callable[[], ModelWriter] | None = None,
         tokenizer: Path | None = None,
         emit: Emit | None = None,
     ) -> None:
-        """`writer` returns, at each save, the function that writes the part MODEL.
+        """`writer` is called in each `save` and returns the function that writes the part MODEL as configured then: the
+        ranks of an AdaLoRA adapter change while a thread writes it. None where no part is MODEL.
 
         `tokenizer`: a folder with the tokenizer to copy.
         """
@@ -116,7 +121,8 @@ class Saver:
         self._previous: tuple[int, str] | None = None  # step and seal of the previous checkpoint
 
     def follow(self, checkpoint: Path | None) -> None:
-        """The next checkpoint follows this one; None: the start of the run."""
+        """The state was restored from this checkpoint, which the next one follows; None: from the start of the run."""
+        # The thread that writes would set another previous checkpoint when it is done.
         self.drain()
         if checkpoint is None:
             self._previous = None
@@ -134,52 +140,55 @@ class Saver:
     ) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
-        `best` marks the lowest validation loss. `weights_only`: `parts` has the model alone, for use and not to resume
-        from. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
+        `best`: the validation loss is the lowest so far. `weights_only`: MODEL is the only part, for `best-`, at a step
+        that has no checkpoint. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
         """
         # Everything that training changes is copied before this returns; the state is copied by way of its JSON.
         self.drain()
         copied_parts = self._copied(step, parts)
         copied_state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         write_model = None if self._writer is None else self._writer()
-        staged = _Staged(
+        snapshot = _Snapshot(
             step, copied_parts, write_model, copied_state, best, weights_only, self._lineage(step)
         )
 
         # Written here, or by a thread while training continues.
         if not self.async_save:
-            self._run(staged)
+            self._run(snapshot)
             self.poll()
             return
-        self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
+        self._thread = threading.Thread(target=self._run, args=(snapshot,), name=f"save-{step}")
         self._thread.start()
 
+    def _copied(self, step: int, parts: Parts) -> Parts:
+        """The parts on the CPU; with `async_save` in memory of their own, which training does not change."""
+        if self.async_save:
+            try:
+                return {name: on_cpu(tensors, copy=True) for name, tensors in parts.items()}
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            # From now on training waits for each write, which needs no copy.
+            self.async_save = False
+            reason = "out of memory for a copy of the training state: checkpoints are now written synchronously"
+            self._warn(step, reason)
+        return {name: on_cpu(tensors, copy=False) for name, tensors in parts.items()}
+
     def _lineage(self, step: int) -> Lineage:
-        """The run, the plan and the previous checkpoint of a checkpoint of `step`."""
+        """What the manifest of this checkpoint says of its origin; `model_folder.refuse_other_run` reads it."""
         # Where the identity was damaged during the run the last one stays; `bloomery resume` reports the damage.
         with suppress(UserError):
             self._identity = read_identity(self.folder.parent)
         if self._identity is None:
             return Lineage()
-        previous = self._previous
-        # A checkpoint that is saved again follows what the one that it replaces followed.
-        if previous is not None and previous[0] == step:
-            previous = before_of(step_folder(self.folder, step))
-        newest_plan = "".join(self._identity.plans[-1:])
-        return Lineage(self._identity.run, newest_plan, previous)
 
-    def _copied(self, step: int, parts: Parts) -> Parts:
-        try:
-            return {name: stage(tensors, copy=self.async_save) for name, tensors in parts.items()}
-        except (RuntimeError, MemoryError) as error:
-            if not self.async_save or not out_of_memory(error):
-                raise
-        self.async_save = False
-        self._warn(
-            step,
-            "out of memory for a copy of the training state: checkpoints are now written synchronously",
-        )
-        return self._copied(step, parts)
+        # This step was saved before, and that checkpoint is replaced: the new one cannot follow it, but follows the
+        # one that it followed.
+        previous = self._previous
+        if previous is not None and previous[0] == step:
+            previous = previous_of(step_folder(self.folder, step))
+        plans = self._identity.plans
+        return Lineage(self._identity.run, plans[-1] if plans else "", previous)
 
     def poll(self) -> None:
         """Emit the events of the writing thread; re-raise its unexpected errors."""
@@ -210,125 +219,133 @@ class Saver:
         try:
             if steps := saved_steps(self.folder):
                 older_checkpoint = f"the newest checkpoint is of step {steps[-1]}"
-        except UserError as error:
-            older_checkpoint = error.problem
+        except UserError as unreadable_folder:
+            older_checkpoint = unreadable_folder.problem
         raise UserError(
             f"cannot write the checkpoint: {self._failure}; {older_checkpoint}",
             where=str(self.folder),
             fix="free disk space or fix the folder's permissions, then continue with `bloomery resume`",
         )
 
-    def _run(self, staged: _Staged) -> None:
+    # From here on in the writing thread, where there is one.
+
+    def _run(self, snapshot: _Snapshot) -> None:
         try:
-            self._failure = self._write_and_prune(staged)
+            self._failure = self._write_and_prune(snapshot)
         except BaseException as crash:  # raised by poll in the caller's thread
             self._crash = crash
 
-    def _write_and_prune(self, staged: _Staged) -> str | None:
+    def _write_and_prune(self, snapshot: _Snapshot) -> str | None:
         """Why the write failed; None on success."""
+        # A disk that does not take the checkpoint costs this checkpoint, and training continues.
         start = time.monotonic()
         try:
-            self._commit_with_room(staged)
+            self._commit_with_room(snapshot)
         except OSError as error:
             failure = error.strerror or str(error)
             if error.errno in FULL:
-                failure += f" ({format_bytes(staged.bytes + SLACK)} are needed)"
-            self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {failure}")
+                failure += f" ({format_bytes(snapshot.bytes + SLACK)} are needed)"
+            # Who asked for this checkpoint recognizes its warning by NOT_SAVED.
+            self._warn(
+                snapshot.step, f"the checkpoint of step {snapshot.step} {NOT_SAVED}: {failure}"
+            )
             return failure
-        self._delete_older(staged)
-        target = self._target(staged)
+
+        # Older ones that cannot be deleted are a warning: this checkpoint is on the disk.
+        try:
+            self._prune(keep=self.keep, before=snapshot.step + 1)
+        except OSError as error:
+            reason = f"older checkpoints cannot be deleted: {error.strerror or error}"
+            self._warn(snapshot.step, reason)
+
+        target = self._target(snapshot)
         self._events.put(
             Saved(
-                step=staged.step,
+                step=snapshot.step,
                 path=str(target),
                 bytes=sum(path.stat().st_size for path in target.iterdir()),
                 seconds=time.monotonic() - start,
-                best=staged.best,
-                weights_only=staged.weights_only,
+                best=snapshot.best,
+                weights_only=snapshot.weights_only,
             )
         )
         return None
 
-    def _commit_with_room(self, staged: _Staged) -> None:
+    def _commit_with_room(self, snapshot: _Snapshot) -> None:
         """Commit; when the disk is full, once more after older checkpoints were deleted. Raises OSError."""
         try:
-            self._commit(staged)
+            self._commit(snapshot)
         except OSError as error:
             # The draft is gone, so that the newest checkpoint is one before this step.
-            if error.errno not in FULL or not self._prune(keep=1, before=staged.step):
+            if error.errno not in FULL or not self._prune(keep=1, before=snapshot.step):
                 raise
-            self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
-            self._commit(staged)
+            self._warn(
+                snapshot.step, "the disk is full: older checkpoints were deleted to make room"
+            )
+            self._commit(snapshot)
 
-    def _target(self, staged: _Staged) -> Path:
-        folder_of = weights_folder if staged.weights_only else step_folder
-        return folder_of(self.folder, staged.step)
-
-    def _warn(self, step: int, reason: str) -> None:
-        self._events.put(Warned(step=step, reason=reason))
-
-    def _commit(self, staged: _Staged) -> None:
-        """Write, seal and rename. Raises OSError after deleting the draft."""
-        # A step that is saved twice with the same state is written once.
-        target = self._target(staged)
-        is_saved = target.exists() and damage(target) is None and read_state(target) == staged.state
+    def _commit(self, snapshot: _Snapshot) -> None:
+        """Write a draft, then rename it. Raises OSError after deleting the draft."""
+        # A step that is saved twice with the same state is written once: the state counts steps, sequences and seconds
+        # of training, so that equal states have equal tensors.
+        target = self._target(snapshot)
+        is_saved = (
+            target.exists() and damage(target) is None and read_state(target) == snapshot.state
+        )
         if not is_saved:
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
+            draft = self.folder / f".tmp-{snapshot.step}-{threading.get_native_id()}"
             try:
-                self._write(staged, draft)
+                self._write_draft(snapshot, draft)
                 # The target may hold a damaged checkpoint, or one from before a rewind.
                 put_in_place(draft, target)
             finally:
+                # After a kill instead of an error, `clear_drafts` deletes it when the run resumes.
                 if draft.exists():
                     shutil.rmtree(draft)
+            # The files are on the disk already (`seal`); now their folder's name is, too.
             flush_to_disk(self.folder)
 
         # Only what is on the disk is noted as the best, and followed by the next checkpoint.
-        if staged.best:
-            note_best(self.folder, staged.step)
-        if not staged.weights_only:
-            self._previous = (staged.step, seal_of(target) or "")
+        if snapshot.best:
+            note_best(self.folder, snapshot.step)
+        if not snapshot.weights_only:
+            self._previous = (snapshot.step, seal_of(target) or "")
 
-    def _delete_older(self, staged: _Staged) -> None:
-        """Keep `keep` checkpoints and the best. A failure is a warning: this checkpoint is on the disk."""
-        try:
-            self._prune(keep=self.keep, before=staged.step + 1)
-        except OSError as error:
-            self._warn(
-                staged.step, f"older checkpoints cannot be deleted: {error.strerror or error}"
-            )
-
-    def _write(self, staged: _Staged, draft: Path) -> None:
+    def _write_draft(self, snapshot: _Snapshot, draft: Path) -> None:
+        """Write and seal every file of the checkpoint. Raises OSError."""
+        # A disk that is too small is not filled first.
         free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < staged.bytes + SLACK:
+        if free_bytes < snapshot.bytes + SLACK:
             raise OSError(errno.ENOSPC, f"only {format_bytes(free_bytes)} are free on the disk")
 
         # The model in the format of transformers or PEFT, every other part as safetensors, then the rest as JSON.
         draft.mkdir()
-        for name, tensors in staged.parts.items():
+        for name, tensors in snapshot.parts.items():
             with _system_errors():
                 if name == MODEL:
-                    assert staged.write is not None, "a model part needs a writer"
-                    staged.write(tensors, draft)
+                    assert snapshot.write_model is not None, "a model part needs a writer"
+                    snapshot.write_model(tensors, draft)
                 else:
                     save_file(dict(tensors), draft / f"{name}.safetensors")
-        (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")
+        (draft / "state.json").write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
         if self.tokenizer is not None:
             copy_tokenizer(self.tokenizer, draft)
+
         # Last, because the manifest has the hash of every other file.
-        seal(draft, staged.lineage)
+        seal(draft, snapshot.lineage)
         # Read back before it takes the place of any other.
         problem = damage(draft)
         if problem is not None:
             raise OSError(errno.EIO, problem)
 
     def _prune(self, *, keep: int, before: int) -> bool:
-        """Whether any checkpoint was deleted: none is where best.json is damaged.
+        """Delete checkpoints that are no longer kept, and say whether there was one.
 
-        The newest `keep` of the steps `before` stay, the best, and the best as of each of them, to which a resume from
-        it returns.
+        Of the steps below `before` the newest `keep` stay, and the best. Each of these also keeps the one that was the
+        best when it was saved: a resume from it takes later evaluations back.
         """
+        # Without a readable best.json nobody knows which one is the best: nothing is deleted.
         try:
             # A run returns to its newest valid checkpoint. Those of later steps are damaged: as the newest ones they
             # would take the places of those that can be used.
@@ -338,10 +355,12 @@ class Saver:
             weight_steps = best_weight_steps(self.folder)
         except UserError:
             return False
+
         old_folders = [
             step_folder(self.folder, step) for step in steps[:-keep] if step not in best_steps
         ]
-        # The checkpoint of a step has its weights, too.
+        # Weights alone are useless where they are no longer the best, or where the step has a checkpoint by now, which
+        # holds the same weights.
         old_folders += [
             weights_folder(self.folder, step)
             for step in weight_steps
@@ -350,6 +369,13 @@ class Saver:
         for folder in old_folders:
             remove_folder(folder)
         return bool(old_folders)
+
+    def _target(self, snapshot: _Snapshot) -> Path:
+        folder_of = weights_folder if snapshot.weights_only else step_folder
+        return folder_of(self.folder, snapshot.step)
+
+    def _warn(self, step: int, reason: str) -> None:
+        self._events.put(Warned(step=step, reason=reason))
 
 
 def _best_as_of(folder: Path) -> int | None:
@@ -379,7 +405,7 @@ def _system_errors() -> Iterator[None]:
         raise OSError(int(match[2]), match[1].rpartition(": ")[2]) from error
 
 
-def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+def on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; `copy`: never sharing memory with the originals."""
     with torch.no_grad():
         return {
@@ -389,7 +415,7 @@ def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """The tensors of one part ("optimizer", "trained") by name, on the CPU; not of MODEL."""
+    """The tensors of one part other than MODEL, by name, on the CPU."""
     return load_file(folder / f"{part}.safetensors")
 
 

@@ -15,7 +15,7 @@ from bloomery.model.adapters.settings import Adaptation, Base, digest
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, read_model, write_model
 from bloomery.plan.store import note_model
-from bloomery.train.checkpoint import Parts, Write, read_part, read_state
+from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
 from bloomery.train.model_folder import MANIFEST, damage
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
@@ -33,7 +33,7 @@ class CheckpointedModel(Protocol):
     def resume_scalars(self) -> dict[str, Any]:
         """JSON that training resumes from, besides the tensors."""
 
-    def writer(self) -> Write:
+    def writer(self) -> ModelWriter:
         """A function that writes the weights as configured now; training continues while it runs."""
 
     def initialize(self) -> None:
@@ -89,7 +89,7 @@ class FullWeights:
     def resume_scalars(self) -> dict[str, Any]:
         return {}
 
-    def writer(self) -> Write:
+    def writer(self) -> ModelWriter:
         config = self.model.config
         return lambda tensors, folder: write_model(tensors, config, folder)
 
@@ -122,7 +122,7 @@ class LoraWeights:
     def resume_scalars(self) -> dict[str, Any]:
         return {}
 
-    def writer(self) -> Write:
+    def writer(self) -> ModelWriter:
         base = _name_of(self.base)
         settings = self.settings
         config = self.model.config
@@ -157,7 +157,7 @@ class PeftWeights:
     def resume_scalars(self) -> dict[str, Any]:
         return {METHOD: self.peft_adapter.resume_scalars()}
 
-    def writer(self) -> Write:
+    def writer(self) -> ModelWriter:
         # AdaLoRA's ranks change with every step: the file has those of now.
         settings = self.peft_adapter.file_settings(_name_of(self.base))
         return lambda tensors, folder: write_named(tensors, settings, folder)

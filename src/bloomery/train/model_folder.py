@@ -107,7 +107,7 @@ def seal_of(folder: Path) -> str | None:
         return None
 
 
-def before_of(folder: Path) -> tuple[int, str] | None:
+def previous_of(folder: Path) -> tuple[int, str] | None:
     """Step and seal of the checkpoint before this one; None for the first, and where its manifest cannot be read."""
     try:
         previous = unstamped(folder / MANIFEST)["before"]
