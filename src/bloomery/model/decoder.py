@@ -1,6 +1,11 @@
 """The decoder: tokens in, what the head makes of them out. Parameter names are those of transformers' Llama.
 
-B batch, T time, D width, H query heads, K key/value heads, E head width, F width inside the MLP, V vocabulary.
+From the inside out: attention and MLP, the block of both, the backbone of all blocks, the decoder with its head. A
+pipeline cuts the backbone into stages (`parallel.stage`), each on a device of its own; without one there is one stage,
+the whole model.
+
+B batch, T time, D width, H query heads, K key/value heads, E head width, S keys that are seen, F width inside the MLP,
+V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,17 +40,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Output(NamedTuple):
-    """What one forward gives."""
-
-    # what the head made; of a stage without a head, the 0 that stands for what it sent on (`Link.send`)
-    head: Tensor
-    # the model's own loss, such as that of a router: a mean over the micro-batch, already weighted
-    auxiliary: Tensor | None = None
-
-
 def plain_backend(config: ModelConfig) -> str:
-    """The backend of `model.attention` that supports the config, with or without a cache."""
+    """The backend of `model.attention` that supports the config, also with the more keys than queries of a cache."""
     return "sdpa" if config.attention_softcap is None else "math"
 
 
@@ -75,13 +71,14 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
     ) -> Tensor:
+        # All heads next to each other: q is [B, T, H E], k and v are [B, T, K E].
         config = self.config
         q = self.q_proj(x_BTD)
         k = self.k_proj(x_BTD)
         v = self.v_proj(x_BTD)
 
-        # Queries and keys are normed over all heads at once, or each head by itself. Norm and rotation
-        # both compute in float32: nothing is rounded between them.
+        # Queries and keys are normed over all heads at once, or, once split into heads, each by itself. Norm and
+        # rotation both compute in float32: nothing is rounded between them.
         norm_dtype = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
         if config.qk_norm == "full":
             q = self.q_norm(q, norm_dtype)
@@ -95,8 +92,8 @@ class Attention(nn.Module):
             k = rotate(k, rotary, v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
 
-        # A cache gives the keys of all tokens so far. Where its slots differ in length it says who sees
-        # whom, windows included.
+        # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where
+        # its texts differ in length it also says which keys each one sees, windows included.
         backend = self.backend
         window = self.window
         if cache is not None:
@@ -146,7 +143,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. `norm_placement` decides which norms exist; their names are transformers' for each case."""
+    """One layer. `config.norm_placement` decides which norms exist; their names are transformers' for each case:
+
+    before (Llama)    input_layernorm, attention; post_attention_layernorm, MLP
+    after (OLMo 2)    attention, post_attention_layernorm; MLP, post_feedforward_layernorm
+    both (Gemma 2)    input_layernorm, attention, post_attention_layernorm;
+                      pre_feedforward_layernorm, MLP, post_feedforward_layernorm
+    """
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -169,16 +172,16 @@ class Block(nn.Module):
         layout: DocumentLayout,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attention and MLP are added to the residual stream, with norms before, after or around each."""
         norm_before = self.placement != "after"
         norm_after = self.placement != "before"
 
+        # Attention is added to the residual stream x.
         y_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
         y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
 
-        # Llama calls the norm before its MLP post_attention_layernorm; with norms around each, that
-        # name is taken.
+        # So is the MLP. Llama calls the norm before it post_attention_layernorm; with norms on both sides of attention,
+        # that name is taken.
         y_BTD = x_BTD
         if norm_before and norm_after:
             y_BTD = self.pre_feedforward_layernorm(x_BTD)
@@ -192,19 +195,27 @@ class Block(nn.Module):
 
 
 class Link(Protocol):
-    """Carries the residual stream between the stages of a pipeline. `group`: one of the stage's groups of layers."""
+    """Carries the residual stream between the stages of a pipeline.
+
+    A stage has one group of consecutive layers, or several in an interleaved pipeline, where each micro-batch visits it
+    once per group. `group`: the number of one of them, on this stage.
+    """
 
     def receive(self, group: int, tokens_BT: Tensor) -> Tensor:
-        """What the group before gave for these tokens [B, T, D]; backward sends its gradient there."""
+        """The stream [B, T, D] that enters the group, for tokens of that shape. Backward sends its gradient to the
+        stage that it came from.
+        """
 
     def send(self, group: int, x_BTD: Tensor) -> Tensor:
-        """Sends what the group gave; returns a 0 whose backward receives the gradient of what was sent."""
+        """Send the stream that leaves the group. Returns a scalar 0 that stands for the loss of a later stage: its
+        backward receives the gradient of what was sent.
+        """
 
     def share(self, output: Tensor | None) -> Tensor:
         """On every stage, what the head made: the stage that has the head gives it, the others None."""
 
     def settle(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until everything that was sent has left; a training step does so at its end."""
 
 
 def blank_embedding(rows: int, width: int) -> nn.Embedding:
@@ -222,13 +233,15 @@ class Backbone(nn.Module):
         self.backend = backend
         self.stage = whole_model(config)
         self.link: Link | None = None  # to the other stages of a pipeline
-        # The group of layers that a forward computes; None: all of the stage, one after the other.
+        # The group of layers that a forward computes, which the schedule of a training step sets; None: all of the
+        # stage, one after the other, as in evaluation.
         self.group: int | None = None
-        # Called before each layer with its number, and with the number of layers before the head: it seeds dropout,
-        # so that the masks of a layer do not depend on the stage that it is in.
+        # Seeds dropout from the number of a layer in the whole model, so that its masks do not depend on the stage that
+        # it is in. Called before each layer in training; before the head, with the number that a further layer had.
         self.seed_layer: Callable[[int], None] | None = None
         self.embedding_noise = 0.0  # of NEFTune, in training
-        # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
+        # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
+        # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
@@ -245,11 +258,11 @@ class Backbone(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """The last hidden states [B, T, D], normed; of a group of layers that another one follows, `Link.send`'s 0."""
+        """The last hidden states [B, T, D], normed; where the forward ends before the head, the 0 of `Link.send`."""
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
         layout = layout_of(documents_BT, backend=self.backend)
-        rotary = self.rotary(positions)
+        rotary_by_layer = self.rotary(positions)
 
         stage = self.stage
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
@@ -265,7 +278,7 @@ class Backbone(nn.Module):
                 if self.seed_layer is not None and self.training:
                     self.seed_layer(layer)
                 layer_cache = None if cache is None else cache.layers[layer]
-                x_BTD = block_of_layer[layer](x_BTD, rotary[layer], layout, layer_cache)
+                x_BTD = block_of_layer[layer](x_BTD, rotary_by_layer[layer], layout, layer_cache)
 
             # It ends at the head, or goes on to the stage that follows.
             if stage.has_head and group == len(stage.groups) - 1:
@@ -282,9 +295,13 @@ class Backbone(nn.Module):
     def positions(
         self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """[B, T] when given, else [T] from where the cache ends, [B, 1] for several of its slots."""
+        """[B, T] as given, else [T] from where the cache ends; [B, 1] where its texts, which get one token each, end at
+        different lengths.
+        """
         if positions_BT is not None:
             return positions_BT
+
+        # Only learned positions have an end: the planner refuses longer sequences, but generated text grows.
         count = tokens_BT.shape[1]
         end = count if cache is None else cache.length + count
         if self.config.positions == "learned" and end > self.config.max_positions:
@@ -311,6 +328,7 @@ class Backbone(nn.Module):
             x_BTD = x_BTD * torch.tensor(self.config.hidden_size**0.5, dtype=x_BTD.dtype).item()
         if self.config.positions == "learned":
             x_BTD = x_BTD + self.embed_positions(positions)
+
         rate = self.config.embedding_dropout
         return F.dropout(x_BTD, rate) if rate and self.training else x_BTD
 
@@ -337,11 +355,14 @@ class Backbone(nn.Module):
         ]
 
 
-class Step(Protocol):
-    """A forward of few tokens that is computed in another way, such as `model.compiled_step`."""
+class DecodingStep(Protocol):
+    """A forward of few tokens that `model.decoding` uses in place of the decoder's own: `model.compiled_step`.
+
+    `tokens`: of each text, those to append to its slot in the cache; the slots are consecutive from `first` on.
+    """
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
-        """Whether the step supports these tokens, appended to the slots from `first` on."""
+        """Whether the step supports these tokens."""
 
     def __call__(
         self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
@@ -349,17 +370,28 @@ class Step(Protocol):
         """Float32 [N, V]: the logits after the last token of each slot, or after `every` token."""
 
 
-class Decoder(nn.Module):
-    """A language model, or one that gives values; built on the meta device, then given weights (`model.io.weights`).
+class Output(NamedTuple):
+    """What one forward gives."""
 
-    `attention` names a backend of `model.attention`; None takes the plain one. Where `step` is set, it computes the
-    steps of decoding. `parallel.stage` cuts a decoder into the stages of a pipeline.
+    # what the head made; where the forward ends before the head, the 0 of `Link.send`
+    head: Tensor
+    # The model's own loss, such as that of a router: a mean over the micro-batch, already weighted. No layer has one
+    # yet.
+    auxiliary: Tensor | None = None
+
+
+class Decoder(nn.Module):
+    """A language model, or a reward model with one value per token (`config.head`).
+
+    It is built on the meta device, then given weights (`model.io.weights`). `attention` names a backend of
+    `model.attention`; None takes the plain one.
     """
 
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
         super().__init__()
         self.config = config
-        self.step: Step | None = None
+        self.step: DecodingStep | None = None  # None: decoding calls `forward`
+        # Layers of transformers are never cut: their backbone has the same `stage`, `link` and `group`, of one device.
         self.model: Backbone | TransformersBackbone
         backend = attention or plain_backend(config)
         if config.transformers_backend is not None:
@@ -379,12 +411,13 @@ class Decoder(nn.Module):
         return self.model.stage
 
     def tie(self) -> None:
-        """Tie the head to the embedding if the config does; repeat after replacing parameters.
+        """Tie the head to the embedding if the config does. Must run again after parameters were replaced.
 
-        What transformers' layers compute from the config alone is computed then, too.
+        It then also restores the buffers of transformers' layers, which the meta device does not keep.
         """
         if isinstance(self.model, TransformersBackbone):
             self.model.restore()
+        # A pipeline has the two ends on two devices, each with the matrix: `StageParameters` keeps them equal.
         both_ends = self.stage.has_embedding and self.stage.has_head
         if self.config.tie_embeddings and self.config.head == "tokens" and both_ends:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -404,15 +437,17 @@ class Decoder(nn.Module):
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention.
         """
         last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
-        output = None
+        head_output = None
         if self.ends_here:
             is_value = self.config.head == "values"
             softcap = None if is_value else self.config.final_softcap
-            output = head(last_BTD, self.score if is_value else self.lm_head, softcap)
+            head_output = head(last_BTD, self.score if is_value else self.lm_head, softcap)
+
         # With a cache the next tokens depend on the output: every stage needs it.
         if cache is not None and self.model.link is not None:
-            output = self.model.link.share(output)
-        return Output(last_BTD if output is None else output)
+            head_output = self.model.link.share(head_output)
+        # Without a head, `last_BTD` is the 0 of `Link.send`, whose backward is that of this stage.
+        return Output(last_BTD if head_output is None else head_output)
 
     @property
     def ends_here(self) -> bool:
