@@ -112,8 +112,14 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     rows = PackedSequences(
         write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD
     )
-    fitted = rows.packed[0]
-    assert (fitted.sequences, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (
+    fitted = rows.packed_sources[0]
+    assert (
+        fitted.sequences,
+        fitted.truncated_units,
+        fitted.truncated_tokens,
+        fitted.dropped_units,
+        fitted.all_masked_units,
+    ) == (
         1,
         1,
         4,

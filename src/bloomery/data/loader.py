@@ -164,7 +164,7 @@ class Loader:
             loss_mask=_stack(sequence.loss_mask for sequence in packed),
             positions=_stack(sequence.positions for sequence in packed),
             documents=_stack(sequence.documents for sequence in packed),
-            sequences=_stack(_numbered_texts(packed)) if self._packing.packed else None,
+            sequences=_stack(_numbered_texts(packed)) if self._packing.packed_sources else None,
             extras=extras,
         )
 

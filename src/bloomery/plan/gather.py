@@ -270,8 +270,8 @@ def counted(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
     ]
     return DatasetFacts(
         sequences_per_epoch=sum(map(round, rows)) * sequences_per_row(recipe),
-        left_out=sum(fitted.dropped + fitted.all_masked for fitted in laid.packed),
-        cut_short=sum(fitted.truncated for fitted in laid.packed),
+        left_out=sum(source.dropped_units + source.all_masked_units for source in laid.packed),
+        cut_short=sum(source.truncated_units for source in laid.packed),
         template=manifest.template,
         texts=manifest.texts,
         tokens=tokens,

@@ -201,7 +201,7 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
         if not (structured and part.plain)
     ):
         return
-    if not any(packed.dropped for packed in sequence_counts.packed):
+    if not any(source.dropped_units for source in sequence_counts.packed):
         raise UserError(
             "all labels are masked: no row has an assistant turn to train on",
             where="data.chat.train_on",

@@ -137,7 +137,8 @@ def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> Pack
     if split.kind == "prompts":
         return None
     sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
-    if not sequences.packed:
+    packed_sources = list(sequences.packed_sources.values())
+    if not packed_sources:
         return None
     plain = list[Lengths]()  # per text of a source: the number of labels
     for part, (_, first_document), (_, end) in zip(
@@ -154,14 +155,14 @@ def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> Pack
     )
     return PackingStats(
         sequences=sum(sequences.counts),
-        positions=sum(int(packed.lengths[packed.units].sum()) for packed in sequences.packed)
+        positions=sum(int(source.lengths[source.units].sum()) for source in packed_sources)
         + texts
         - cut,
-        truncated=sum(packed.truncated for packed in sequences.packed)
+        truncated=sum(source.truncated_units for source in packed_sources)
         + sum(int((excess > 0).sum()) for excess in longer),
-        cut=sum(packed.cut for packed in sequences.packed) + cut,
-        dropped=sum(packed.dropped for packed in sequences.packed),
-        all_masked=sum(packed.all_masked for packed in sequences.packed),
+        cut=sum(source.truncated_tokens for source in packed_sources) + cut,
+        dropped=sum(source.dropped_units for source in packed_sources),
+        all_masked=sum(source.all_masked_units for source in packed_sources),
     )
 
 
