@@ -264,7 +264,7 @@ class TestModelAndData:
         """What is printed used to leave out everything but the model and the dataset."""
         overrides = [word.replace("MODEL", str(model)) for word in overrides]
         made = made_recipe(str(model), "qa.jsonl", overrides)
-        Path("made.yaml").write_text(made.shown)
+        Path("made.yaml").write_text(made.complete_text)
         typed = load_text(made.text, name="made", source="made", overrides=overrides)
         assert load_recipe(Path("made.yaml")).recipe == typed.recipe
         assert load_recipe(Path("made.yaml"), overrides).recipe == typed.recipe, (
@@ -276,31 +276,31 @@ class TestModelAndData:
             json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
         )
         for kind, rate in {"simpo": 2e-5, "orpo": 5e-5, "dpo": 5e-5, "kto": 5e-5}.items():
-            shown = made_recipe(str(model), "pairs.jsonl", [f"objective={kind}"]).shown
+            shown = made_recipe(str(model), "pairs.jsonl", [f"objective={kind}"]).complete_text
             assert f"objective: {{kind: {kind}" in shown and f"learning_rate: {rate}," in shown
         assert (
             "learning_rate: 5e-06,"
-            in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).shown
+            in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).complete_text
         )
 
     def test_rows_are_called_pairs_only_where_they_are(self, workshop, model):
         assert (
             "objective: {kind: dpo, beta: 0.1}\n"
-            in made_recipe(str(model), "qa.jsonl", ["objective=dpo"]).shown
+            in made_recipe(str(model), "qa.jsonl", ["objective=dpo"]).complete_text
         )
         Path("pairs.jsonl").write_text(
             json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
         )
         assert (
             "# each row has a chosen"
-            in made_recipe(str(model), "pairs.jsonl", ["objective=dpo"]).shown
+            in made_recipe(str(model), "pairs.jsonl", ["objective=dpo"]).complete_text
         )
 
     def test_a_dataset_with_a_validation_split_uses_it(self, workshop, model):
         Path("d").mkdir()
         for name in ("train", "validation"):
             Path(f"d/{name}.jsonl").write_text(json.dumps({"question": name, "answer": "b"}) + "\n")
-        assert "  validation: auto\n" in made_recipe(str(model), "d").shown
+        assert "  validation: auto\n" in made_recipe(str(model), "d").complete_text
 
     def test_it_is_printed_once(self, workshop, model):
         words = ("--model", str(model), "--data", "qa.jsonl", "train.max_steps=3")

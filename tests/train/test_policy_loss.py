@@ -236,8 +236,8 @@ def test_extremes_of_two_micro_batches_are_no_sums():
     second = torch.tensor([[0.5, 2.0]])
     present = torch.tensor([[True, False]])
     sums = added(
-        {"a/max": extreme(first, present), "a/min": extreme(first, present, least=True)},
-        {"a/max": extreme(second, ~present), "a/min": extreme(second, ~present, least=True)},
+        {"a/max": extreme(first, present), "a/min": extreme(first, present, smallest=True)},
+        {"a/max": extreme(second, ~present), "a/min": extreme(second, ~present, smallest=True)},
     )
     assert means(sums) == {"a/max": 2.0, "a/min": 1.0}
     nothing = extreme(first, torch.zeros_like(present))

@@ -136,9 +136,9 @@ def chosen_recipe(
 
     # A plan without a dataset prints no recipe: its notes name what it assumes.
     if data is not None:
-        if _first_time(generated.shown):
+        if _first_time(generated.complete_text):
             heading = f"# generated for {command_line}; save this as a file to edit it"
-            echo(f"{heading}\n{generated.shown}", err=True)
+            echo(f"{heading}\n{generated.complete_text}", err=True)
         else:
             hint = f"to print it: bloomery recipes show {command_line}"
             echo(f"recipe     generated; {hint}", err=True)

@@ -138,7 +138,7 @@ def show_gpus(
     # Two names of the same GPU give one line.
     devices = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
     plans = compare_gpus(
-        loaded_recipe, machine, chosen=list(devices.values()), gpus=gpus, nodes=nodes
+        loaded_recipe, machine, gpu_models=list(devices.values()), gpus=gpus, nodes=nodes
     )
     if as_json:
         print_json([plan.document() for plan in plans])
@@ -467,7 +467,7 @@ def show(
         from bloomery.plan.made import made_recipe
 
         with text_flags():
-            echo(made_recipe(model, data, overrides).shown, nl=False)
+            echo(made_recipe(model, data, overrides).complete_text, nl=False)
         return
     if recipe is None or overrides or model or data:
         fix = "bloomery recipes show NAME, or bloomery recipes show --model MODEL --data PATH [section.key=value ...]"

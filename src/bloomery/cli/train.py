@@ -229,7 +229,7 @@ def resume_command(
     folder = find_run(run)
     traceback_file.set(folder / "log.txt")
     outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
-    if outcome.again:
+    if outcome.already_done:
         echo(
             f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N"
         )

@@ -395,7 +395,7 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every event in order; none of a missing file. Raises UserError if the path is not a regular file."""
-    yield from Tail(path).read(whole=True)
+    yield from Tail(path).read(is_complete=True)
 
 
 @final
@@ -408,8 +408,8 @@ class Tail:
         self._rest = b""
         self.read_lines = self.unknown_lines = 0  # unknown: damaged or of another version
 
-    def read(self, *, whole: bool = False) -> Iterator[Event]:
-        """Every new event; `whole`: the file is final, and the text after the last newline is a line."""
+    def read(self, *, is_complete: bool = False) -> Iterator[Event]:
+        """Every new event; `is_complete`: nothing more is written, and the text after the last newline is a line."""
         while True:
             try:
                 with os.fdopen(open_regular(self._path), "rb") as file:
@@ -425,7 +425,7 @@ class Tail:
                 lines = [*lines, self._rest]
                 self._rest = b""
             yield from self._events(lines)
-        if whole:
+        if is_complete:
             last_line = self._rest
             self._rest = b""
             yield from self._events([last_line])

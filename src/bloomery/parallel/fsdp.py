@@ -133,10 +133,10 @@ class _TimedCollective:
 
     clock: CommunicationClock
     collective: Callable[..., dist.Work | None]
-    empty: Callable[..., Tensor] = torch.empty
+    allocator: Callable[..., Tensor] = torch.empty
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.empty(*size, dtype=dtype, device=device)
+        return self.allocator(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any

@@ -113,7 +113,7 @@ def try_edges(
 
     # 1. In one order on all ranks: a communicator of GPUs begins with its first transfer, for which both ranks wait.
     for _ in range(ROUNDS):
-        for place, transfer in enumerate(transfers):
+        for index, transfer in enumerate(transfers):
             numbers = transfer.numbers(count, mesh.device)
             mesh.barrier()
             start = time.perf_counter()
@@ -121,7 +121,7 @@ def try_edges(
             if mesh.rank in (transfer.sender, transfer.receiver):
                 problem = _exchange(mesh, transport, [transfer], [numbers], hosts)
             if mesh.rank == transfer.receiver:
-                best_seconds[place] = min(best_seconds[place], time.perf_counter() - start)
+                best_seconds[index] = min(best_seconds[index], time.perf_counter() - start)
             _agree(mesh, problem, name)
 
     # 2. All at once, received in another order than sent: each edge and direction must have a queue of its own.
@@ -134,13 +134,13 @@ def try_edges(
 
     # 3. The slowest edge of all copies sets the pace.
     seconds_by_rank = mesh.all_gather_floats(*best_seconds)
-    seconds, place, receiver = max(
-        (seconds, place, rank)
+    seconds, index, receiver = max(
+        (seconds, index, rank)
         for rank, seconds_of_rank in enumerate(seconds_by_rank)
-        for place, seconds in enumerate(seconds_of_rank)
+        for index, seconds in enumerate(seconds_of_rank)
         if seconds < float("inf")
     )
-    edge, direction = directions[place]
+    edge, direction = directions[index]
     slowest = _transfer(mesh, edge, direction, data_rank=receiver % mesh.data_world)
     return LinkTrial(name, slowest, bytes_per_second=4 * count / seconds)
 
@@ -173,16 +173,16 @@ def _exchange(
 
     def send_and_receive() -> None:
         nonlocal waits_for
-        for transfer, sent in zip(transfers, numbers, strict=True):
+        for transfer, numbers_sent in zip(transfers, numbers, strict=True):
             if transfer.sender == mesh.rank:
                 waits_for = transfer
-                transport.send(sent, transfer.receiver, transfer.edge, transfer.direction)
+                transport.send(numbers_sent, transfer.receiver, transfer.edge, transfer.direction)
         for transfer, expected in reversed(list(zip(transfers, numbers, strict=True))):
             if transfer.receiver == mesh.rank:
                 waits_for = transfer
-                empty = torch.empty_like(expected)
+                buffer = torch.empty_like(expected)
                 under_way[transfer] = transport.receive(
-                    empty, transfer.sender, transfer.edge, transfer.direction
+                    buffer, transfer.sender, transfer.edge, transfer.direction
                 )
         transport.settle()
         if mesh.device == "cuda":

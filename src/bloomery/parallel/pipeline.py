@@ -37,8 +37,8 @@ class Transport(Protocol):
     def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
         """Does not wait for the neighbor to receive; the tensor must not change before `settle`."""
 
-    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
-        """Fills and returns `empty`; waits for the neighbor."""
+    def receive(self, buffer: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        """Fills and returns `buffer`; waits for the neighbor."""
 
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
@@ -82,14 +82,14 @@ class HostTransport:
             torch.cuda.current_stream(tensor.device).synchronize()
         self._send_queue.add(dist.isend(on_host, rank, tag=2 * edge + direction), on_host)
 
-    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
-        if not has_own_memory(empty.device):
-            dist.recv(empty, rank, tag=2 * edge + direction)
-            return empty
+    def receive(self, buffer: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        if not has_own_memory(buffer.device):
+            dist.recv(buffer, rank, tag=2 * edge + direction)
+            return buffer
         # The copy to the device may still run after this returns: the allocator reuses pinned memory only after it.
-        on_host = pinned_like(empty)
+        on_host = pinned_like(buffer)
         dist.recv(on_host, rank, tag=2 * edge + direction)
-        return empty.copy_(on_host, non_blocking=True)
+        return buffer.copy_(on_host, non_blocking=True)
 
     def settle(self) -> None:
         self._send_queue.settle()
@@ -117,9 +117,9 @@ class DeviceTransport:
         work = dist.isend(contiguous, rank, group=self._groups[edge, direction])
         self._send_queue.add(work, contiguous)
 
-    def receive(self, empty: Tensor, rank: int, edge: int, direction: int) -> Tensor:
-        dist.recv(empty, rank, group=self._groups[edge, direction])
-        return empty
+    def receive(self, buffer: Tensor, rank: int, edge: int, direction: int) -> Tensor:
+        dist.recv(buffer, rank, group=self._groups[edge, direction])
+        return buffer
 
     def settle(self) -> None:
         self._send_queue.settle()
@@ -192,17 +192,17 @@ class PipelineLink:
     def receive_stream(self, edge: int, tokens_BT: Tensor) -> Tensor:
         # The tokens give the shape and the device alone.
         shape = (*tokens_BT.shape, self._width)
-        empty = torch.empty(shape, dtype=self._dtype, device=tokens_BT.device)
+        buffer = torch.empty(shape, dtype=self._dtype, device=tokens_BT.device)
         with self._mesh.clock.measure("pipeline", self._mesh.device):
-            return self._transport.receive(empty, self._rank_of(edge), edge, FORWARD)
+            return self._transport.receive(buffer, self._rank_of(edge), edge, FORWARD)
 
     def send_stream(self, edge: int, x_BTD: Tensor) -> None:
         assert x_BTD.dtype == self._dtype, f"the residual stream is {x_BTD.dtype}"
         self._transport.send(x_BTD, self._rank_of(edge + 1), edge, FORWARD)
 
-    def receive_gradient(self, edge: int, empty: Tensor) -> Tensor:
+    def receive_gradient(self, edge: int, buffer: Tensor) -> Tensor:
         with self._mesh.clock.measure("pipeline", self._mesh.device):
-            return self._transport.receive(empty, self._rank_of(edge + 1), edge, BACKWARD)
+            return self._transport.receive(buffer, self._rank_of(edge + 1), edge, BACKWARD)
 
     def send_gradient(self, edge: int, gradient: Tensor) -> None:
         self._transport.send(gradient, self._rank_of(edge), edge, BACKWARD)
@@ -291,5 +291,5 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, zero: Tensor) -> tuple[Tensor | None, ...]:
-        empty = torch.empty(context.shape, dtype=context.dtype, device=zero.device)
-        return context.link.receive_gradient(context.edge, empty), None, None, None
+        buffer = torch.empty(context.shape, dtype=context.dtype, device=zero.device)
+        return context.link.receive_gradient(context.edge, buffer), None, None, None

@@ -365,9 +365,9 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
 
 def correction_of(objective: Grpo) -> Choice[bool]:
     """Whether the loss corrects for probabilities that differ between generation and training."""
-    asked = objective.importance_sampling_correction
-    if asked != "auto":
-        return Choice(asked, "the recipe asks for it")
+    correction = objective.importance_sampling_correction
+    if correction != "auto":
+        return Choice(correction, "the recipe asks for it")
     if objective.top_k is not None or objective.top_p < 1.0 or objective.min_p > 0.0:
         # The ratio of a completion would be the product of the shares that the filters kept: 0.97 for each of 512
         # tokens leaves nothing of the loss.

@@ -104,13 +104,13 @@ ASSUMED = "assumed-conversations.jsonl"  # data.path of a plan without a dataset
 
 @dataclass(frozen=True)
 class MadeRecipe:
-    """A generated recipe. `text`: without what was typed next to it, which `load_text` merges; `shown`: with it, as a
-    file that trains the same.
+    """A generated recipe. `text`: without what was typed next to it, which `load_text` merges; `complete_text`: with
+    it, as a file that trains the same.
     """
 
     name: str
     text: str
-    shown: str
+    complete_text: str
 
 
 def made_recipe(

@@ -498,8 +498,8 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         )
 
     best, reason = choose(candidates)
-    node_link = fabric.inside
-    network = fabric.between
+    node_link = fabric.node_link
+    network = fabric.network
     return best, ParallelPlan(
         gpus=fabric.per_node,
         nodes=fabric.nodes,

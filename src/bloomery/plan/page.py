@@ -692,16 +692,16 @@ def compare_gpus(
     loaded_recipe: LoadedRecipe,
     machine: Machine,
     *,
-    chosen: Sequence[Accelerator] = (),
+    gpu_models: Sequence[Accelerator] = (),
     gpus: int = 1,
     nodes: int = 1,
 ) -> list[GpuPlan]:
-    """The chosen GPUs, or every GPU of the table with each of its memory sizes: the fastest that fits first, those
-    that do not fit last.
+    """The plans on `gpu_models`, or on every GPU of the table with each of its memory sizes: the fastest that fits
+    first, those that do not fit last.
 
     Raises UserError when the recipe itself is wrong.
     """
-    compared = chosen or list(devices())
+    compared = gpu_models or list(devices())
     facts = facts_of(loaded_recipe, machine)
     results = []
     for device in compared:

@@ -196,11 +196,11 @@ def balanced_groups(
     Cut = tuple[float, float, tuple[int, ...]]
     best: dict[int, Cut] = {0: (0.0, 0.0, ())}
     for group in range(num_groups):
-        most = most_layers[group] if most_layers else num_layers
+        most_of_group = most_layers[group] if most_layers else num_layers
         extended = dict[int, Cut]()
         for first, (slowest, squares, counts) in best.items():
             last_end = num_layers - (num_groups - group - 1)
-            ends = range(first + 1, min(first + most, last_end) + 1)
+            ends = range(first + 1, min(first + most_of_group, last_end) + 1)
             for end in ends if group < num_groups - 1 else ends[last_end - first - 1 :]:
                 cost = cost_of(group, first, end)
                 figures = (max(slowest, cost), squares + cost * cost)
@@ -229,7 +229,7 @@ def _with_even_stages(
         return round(max(costs), 9), round(sum(cost * cost for cost in costs), 9)
 
     while True:
-        moved = [
+        neighbors = [
             tuple(
                 count - (group == source) + (group == target) for group, count in enumerate(groups)
             )
@@ -238,7 +238,7 @@ def _with_even_stages(
             for target in range(len(groups))
             if target != source
         ]
-        better = min(moved, key=figures, default=groups)
+        better = min(neighbors, key=figures, default=groups)
         if figures(better) >= figures(groups):
             return groups
         groups = better

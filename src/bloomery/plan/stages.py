@@ -196,11 +196,15 @@ def cut(
     )
     if all_bytes > split.pipeline * available:
         return fastest
-    most = tuple(
+    most_by_stage = tuple(
         most_layers(step, fastest, index, limit=available, micro_batches=micro_batches)
         for index in range(split.pipeline)
     )
-    fitting_groups = _balanced(costs, split.pipeline, split.chunks, most) if min(most) else None
+    fitting_groups = (
+        _balanced(costs, split.pipeline, split.chunks, most_by_stage)
+        if min(most_by_stage)
+        else None
+    )
     return fastest if fitting_groups is None else replace(split, layers=fitting_groups)
 
 
@@ -213,7 +217,7 @@ def _state_bytes(step: StepShape) -> float:
 
 @lru_cache(maxsize=512)
 def _balanced(
-    costs: tuple[int, ...], stages: int, chunks: int, most: tuple[int, ...] = ()
+    costs: tuple[int, ...], stages: int, chunks: int, most_by_stage: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
     *layer_costs, embedding_cost, head_cost = costs
     return balanced_groups(
@@ -222,7 +226,7 @@ def _balanced(
         chunks=chunks,
         embedding_cost=embedding_cost,
         head_cost=head_cost,
-        most_layers=most,
+        most_layers=most_by_stage,
     )
 
 
@@ -249,8 +253,8 @@ def pipeline_parts(
     """
     tokens = sequences * step.sequence_length
     by_stage = []
-    for model in stage_models(step.model, split):
-        work = work_of(replace(step, model=model.whole), tokens=tokens)
+    for stage in stage_models(step.model, split):
+        work = work_of(replace(step, model=stage.model), tokens=tokens)
         by_stage.append(step_parts(replace(work, update=work.update / split.shard), rate))
     computing = [total(_without_optimizer(parts)) for parts in by_stage]
     slowest = max(range(split.pipeline), key=lambda index: computing[index].value)

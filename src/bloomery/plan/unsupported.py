@@ -439,15 +439,15 @@ AXES: tuple[Axis, ...] = ("replicate", "shard", "pipeline")
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`, `pipeline`: why not; "" where it
-    trains.
+    """A row of the matrix. `is_used_by`: whether a recipe uses it. `replicate`, `shard`, `pipeline`: why it does not
+    train over that axis; "" where it does.
 
     `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead. `untested`: why
     no test over several devices can fail where it trains.
     """
 
     name: str
-    used: Callable[[Recipe], bool]
+    is_used_by: Callable[[Recipe], bool]
     replicate: str = ""
     shard: str = ""
     pipeline: str = ""
@@ -458,7 +458,7 @@ class Feature:
     def applies(self, recipe: Recipe, config: ModelConfig | None) -> bool:
         """Whether training uses it. `config`: None where the model is not read yet."""
         in_model = self.in_model is not None and config is not None and self.in_model(config)
-        return in_model or self.used(recipe)
+        return in_model or self.is_used_by(recipe)
 
     def reason(self, axis: Axis) -> str:
         return {"replicate": self.replicate, "shard": self.shard, "pipeline": self.pipeline}[axis]

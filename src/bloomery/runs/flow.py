@@ -49,12 +49,12 @@ MOST_RESTARTS = 3
 class EndedRun:
     """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
 
-    `again`: it was done before, and nothing was left to do. `rank`: of this process, where a launcher started several.
+    `already_done`: nothing was left to do. `rank`: of this process, where a launcher started several.
     """
 
     folder: Path
     code: int
-    again: bool = False
+    already_done: bool = False
     rank: int = 0
 
     @property

@@ -197,7 +197,7 @@ def resume(
         if step is None and not overrides and is_finished:
             if launch is not None:
                 Board(folder, launch).conclude(DONE)  # the exit code, for which later ranks wait
-            return EndedRun(folder.path, DONE, again=True)
+            return EndedRun(folder.path, DONE, already_done=True)
 
         require_libraries(loaded_recipe.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:

@@ -61,11 +61,11 @@ def sum_and_count(values: Tensor, present: Tensor) -> Tensor:
     return torch.stack([total, present.sum().to(values.dtype)])
 
 
-def extreme(values: Tensor, present: Tensor, *, least: bool = False) -> Tensor:
+def extreme(values: Tensor, present: Tensor, *, smallest: bool = False) -> Tensor:
     """[2], of a metric whose name ends in LARGEST or LEAST: the largest of the values where `present`, and 1."""
-    nothing = math.inf if least else -math.inf
+    nothing = math.inf if smallest else -math.inf
     values_or_nothing = torch.where(present, values.detach(), nothing)
-    result = values_or_nothing.min() if least else values_or_nothing.max()
+    result = values_or_nothing.min() if smallest else values_or_nothing.max()
     return torch.stack([result, torch.ones_like(result)])
 
 

@@ -48,7 +48,7 @@ class SamplingCorrection:
             is_counted_BT = _first_positions(batch)
         name = "sampling/importance_sampling_ratio"
         return {
-            f"{name}/min": extreme(ratios_BT, is_counted_BT, least=True),
+            f"{name}/min": extreme(ratios_BT, is_counted_BT, smallest=True),
             f"{name}/mean": sum_and_count(ratios_BT, is_counted_BT),
             f"{name}/max": extreme(ratios_BT, is_counted_BT),
         }

@@ -90,7 +90,7 @@ def read_history(run_dir: Path) -> History:
     tail = Tail(run_dir / "events.jsonl")
     recorded_steps = set[int]()
     end = None
-    for event in tail.read(whole=True):
+    for event in tail.read(is_complete=True):
         if isinstance(event, StepDone):
             recorded_steps.add(event.step)
         # Whatever comes after an end says that the run continued.

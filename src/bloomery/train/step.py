@@ -357,8 +357,10 @@ def extremes_of_all_ranks(extremes: Mapping[str, Tensor], mesh: Mesh) -> dict[st
     if not extremes:
         return {}
     signs = [-1.0 if name.endswith(LEAST) else 1.0 for name in extremes]
-    own = [sign * float(metric[0]) for sign, metric in zip(signs, extremes.values(), strict=True)]
-    largest = mesh.all_reduce_max(*own)
+    signed_extremes = [
+        sign * float(metric[0]) for sign, metric in zip(signs, extremes.values(), strict=True)
+    ]
+    largest = mesh.all_reduce_max(*signed_extremes)
     return {
         name: metric.new_tensor([sign * value, 1.0])
         for (name, metric), sign, value in zip(extremes.items(), signs, largest, strict=True)

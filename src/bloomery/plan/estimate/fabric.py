@@ -28,12 +28,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Nodes of `per_node` devices each. `inside`: the link of each device, `between`: of a whole node; None for one."""
+    """Nodes of `per_node` devices each.
+
+    `node_link`: of each device inside a node; `network`: of a whole node, None for one node.
+    """
 
     per_node: int
     nodes: int
-    inside: Link
-    between: Link | None
+    node_link: Link
+    network: Link | None
 
     @property
     def devices(self) -> int:
@@ -98,14 +101,14 @@ def fabric_of(link: str, *, per_node: int, nodes: int, sockets: bool = False) ->
 
     `sockets`: the collectives go through TCP sockets instead.
     """
-    between = None
+    network = None
     if nodes > 1 and sockets:
         reason = "assumed: no network plugin was loaded"
-        between = Link(name="TCP sockets", gbs=SOCKET_GBS, reason=reason)
+        network = Link(name="TCP sockets", gbs=SOCKET_GBS, reason=reason)
     elif nodes > 1:
-        between = _first_match(_NETWORKS, link)
+        network = _first_match(_NETWORKS, link)
     return Fabric(
-        per_node=per_node, nodes=nodes, inside=_first_match(_LINKS_INSIDE, link), between=between
+        per_node=per_node, nodes=nodes, node_link=_first_match(_LINKS_INSIDE, link), network=network
     )
 
 
@@ -126,7 +129,7 @@ def gather_seconds(
     nodes = fabric.nodes if nodes is None else nodes
     ranks = fabric.per_node * nodes
     within_nodes = (
-        amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
+        amount * (ranks - 1) / ranks / (fabric.node_link.gbs * 1e9) if fabric.per_node > 1 else 0.0
     )
     between_nodes = _network_seconds(amount, fabric, nodes)
     hop_seconds = (fabric.per_node - 1) * NODE_HOP_SECONDS + (nodes - 1) * NETWORK_HOP_SECONDS
@@ -135,9 +138,9 @@ def gather_seconds(
 
 def _network_seconds(amount: float, fabric: Fabric, nodes: int) -> float:
     """Seconds in which the bytes of an all-gather pass the network of each node, without its hops."""
-    if nodes == 1 or fabric.between is None:
+    if nodes == 1 or fabric.network is None:
         return 0.0
-    return amount * (nodes - 1) / nodes / (fabric.between.gbs * 1e9)
+    return amount * (nodes - 1) / nodes / (fabric.network.gbs * 1e9)
 
 
 def reduce_seconds(amount: float, fabric: Fabric) -> float:
@@ -172,11 +175,11 @@ def communication_seconds(
     if split.pipeline > 1:
         seconds["pipeline"] = passes * transfer_seconds(fabric, split, step)
         fabric = _inside_stages(fabric, split)
-        heaviest = max(
+        heaviest_stage = max(
             stage_models(step.model, split),
-            key=lambda model: model.whole.trainable_bytes(step.precision),
+            key=lambda stage: stage.model.trainable_bytes(step.precision),
         )
-        stage_step = replace(step, model=heaviest.whole)
+        stage_step = replace(step, model=heaviest_stage.model)
     gradients = stage_step.model.trainable_bytes(step.precision)
 
     # Shards gather their weights and scatter their gradients in every micro-batch; copies of shards reduce theirs once
@@ -216,11 +219,11 @@ def transfer_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float
     # last group none after it. A stage between the first and the last has all of its edges; of two stages, each lacks
     # one.
     edges = 2 * split.chunks - (1 if split.pipeline == 2 else 0)
-    rate = fabric.inside.gbs * 1e9
+    rate = fabric.node_link.gbs * 1e9
     hop_seconds = NODE_HOP_SECONDS
-    if fabric.between is not None:
+    if fabric.network is not None:
         # The ranks of a node may send at once, each to its own in the next node.
-        rate = min(rate, fabric.between.gbs * 1e9 / min(fabric.per_node, split.data_parallel))
+        rate = min(rate, fabric.network.gbs * 1e9 / min(fabric.per_node, split.data_parallel))
         hop_seconds = NETWORK_HOP_SECONDS
     return 2 * edges * (stream_bytes / rate + hop_seconds)
 
@@ -229,8 +232,8 @@ def _inside_stages(fabric: Fabric, split: MeshSplit) -> Fabric:
     """The devices of one stage: their ranks follow each other, so that they are in as few nodes as possible."""
     per_node = min(fabric.per_node, split.data_parallel)
     nodes = split.data_parallel // per_node
-    between = fabric.between if nodes > 1 else None
-    return Fabric(per_node=per_node, nodes=nodes, inside=fabric.inside, between=between)
+    network = fabric.network if nodes > 1 else None
+    return Fabric(per_node=per_node, nodes=nodes, node_link=fabric.node_link, network=network)
 
 
 def exposed_seconds(

@@ -45,9 +45,9 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class StageModel:
-    """What is trained on one stage: all of it, and each of its groups of layers with the ends that it has."""
+    """The layers and ends of one stage as a model of their own, and so each of its groups of layers."""
 
-    whole: TrainedModel
+    model: TrainedModel
     groups: tuple[TrainedModel, ...]
 
 
@@ -58,9 +58,9 @@ def stage_model(
 ) -> StageModel:
     """The stage of that index; `layers`: of all groups of the pipeline."""
     stage = stage_of(config, index, stages, layers)
-    whole = TrainedModel(config, mode, stage)
+    stage_alone = TrainedModel(config, mode, stage)
     if len(stage.groups) == 1:
-        return StageModel(whole, (whole,))
+        return StageModel(stage_alone, (stage_alone,))
     groups = []
     for number, group in enumerate(stage.groups):
         is_first = number == 0
@@ -72,7 +72,7 @@ def stage_model(
             has_head=stage.has_head and is_last,
         )
         groups.append(TrainedModel(config, mode, part))
-    return StageModel(whole, tuple(groups))
+    return StageModel(stage_alone, tuple(groups))
 
 
 def stage_models(model: TrainedModel, split: Stages) -> list[StageModel]:
@@ -87,11 +87,10 @@ def distinct_stages(model: TrainedModel, split: Stages) -> list[int]:
     """The first of all stages that have alike layers and the same ends: it holds the most micro-batches of them."""
     first_of_kind = dict[object, int]()
     for index, stage in enumerate(stage_models(model, split)):
-        whole = stage.whole
         layers = tuple(
-            (replace(layer.layer, name=""), layer.trainable_names) for layer in whole.layers
+            (replace(layer.layer, name=""), layer.trainable_names) for layer in stage.model.layers
         )
-        first_of_kind.setdefault((layers, whole.embeds, whole.has_head), index)
+        first_of_kind.setdefault((layers, stage.model.embeds, stage.model.has_head), index)
     return list(first_of_kind.values())
 
 
@@ -113,8 +112,8 @@ def stage_bytes(
     step: StepShape, split: Stages, index: int, micro_batches: int | None = None
 ) -> dict[str, float]:
     """Bytes by part at the peak of one stage; with so many micro-batches, or enough to fill every stage."""
-    model = stage_model(step.config, step.mode, index, split.pipeline, split.layers)
-    return _bytes_of(step, split, index, model, micro_batches)
+    stage = stage_model(step.config, step.mode, index, split.pipeline, split.layers)
+    return _bytes_of(step, split, index, stage, micro_batches)
 
 
 def most_layers(
@@ -124,7 +123,7 @@ def most_layers(
 
     They begin where the stage begins in `split`, so that they are of its kind where layers differ.
     """
-    stage = stage_model(step.config, step.mode, index, split.pipeline, split.layers).whole.stage
+    stage = stage_model(step.config, step.mode, index, split.pipeline, split.layers).model.stage
     assert stage is not None and len(stage.groups) == 1, "one group a stage"
     num_layers = step.config.num_layers
 
@@ -170,7 +169,7 @@ def end_model(step: StepShape, *, is_head: bool) -> TrainedModel:
 
 
 def _bytes_of(
-    step: StepShape, split: Stages, index: int, model: StageModel, micro_batches: int | None
+    step: StepShape, split: Stages, index: int, stage: StageModel, micro_batches: int | None
 ) -> dict[str, float]:
     # Once a pipeline is full, further micro-batches change nothing; of GPipe's each one is held.
     filling = 4 * split.pipeline * split.chunks
@@ -186,12 +185,12 @@ def _bytes_of(
         chunks=split.chunks,
     )
     peak = max(
-        _stage_moments(step, model, passes, shards=split.shard), key=lambda moment: moment.total
+        _stage_moments(step, stage, passes, shards=split.shard), key=lambda moment: moment.total
     )
     states = 0.0
     if not step.mode.offload:
-        states = model.whole.optimizer_bytes(step.optimizer, step.precision)
-    weights = model.whole.weight_bytes(step.precision) + model.whole.adapter_bytes
+        states = stage.model.optimizer_bytes(step.optimizer, step.precision)
+    weights = stage.model.weight_bytes(step.precision) + stage.model.adapter_bytes
     parts = {
         "weights": weights / split.shard,
         "gradients": peak.gradients,
@@ -205,7 +204,7 @@ def _bytes_of(
 
 
 def _stage_moments(
-    step: StepShape, model: StageModel, passes: tuple[PassInFlight, ...], *, shards: int
+    step: StepShape, stage: StageModel, passes: tuple[PassInFlight, ...], *, shards: int
 ) -> Iterator[StepMoment]:
     """The moments of the stage at which its memory can peak: those of the passes that most others wait for.
 
@@ -213,9 +212,9 @@ def _stage_moments(
     under autocast, the half-precision copies of its own forward. After the first backward all gradients of the
     stage exist.
     """
-    all_gradients = model.whole.trainable_bytes(step.precision) / shards
+    all_gradients = stage.model.trainable_bytes(step.precision) / shards
     for in_flight in passes:
-        group = model.groups[in_flight.chunk]
+        group = stage.groups[in_flight.chunk]
         accumulating = not in_flight.is_first
         group_step = replace(step, model=group, accumulating=accumulating)
         *pass_moments, update = _moments(group_step, shards)
@@ -226,7 +225,7 @@ def _stage_moments(
         waiting_activations = 0.0
         waiting_logits = 0.0
         waiting_copies = 0.0
-        for waiting_group, count in zip(model.groups, in_flight.waiting, strict=True):
+        for waiting_group, count in zip(stage.groups, in_flight.waiting, strict=True):
             waiting_step = replace(step, model=waiting_group)
             waiting_activations += count * (
                 activation_bytes(waiting_step) + end_bytes(waiting_step)
@@ -244,7 +243,7 @@ def _stage_moments(
                 copies=moment.copies + waiting_copies,
             )
 
-    *_, update = _moments(replace(step, model=model.whole, accumulating=True), shards)
+    *_, update = _moments(replace(step, model=stage.model, accumulating=True), shards)
     yield update
 
 
