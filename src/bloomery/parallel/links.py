@@ -24,13 +24,10 @@ from bloomery.parallel.pipeline import (
 from bloomery.plan.types import TrainPlan
 from bloomery.recipe.schema import PipelineTransport
 
-# Until a transfer has arrived; on GPUs the first one also begins a communicator.
-LINK_SECONDS = 60.0
-# float32 of a transfer
-CPU_NUMBERS = 2**18
+LINK_SECONDS = 60.0  # to wait for a transfer; on GPUs the first one also begins a communicator
+CPU_NUMBERS = 2**18  # float32 numbers of each transfer
 GPU_NUMBERS = 2**22
-# Each transfer is timed as often, and the fastest counts: the first one connects the ranks.
-ROUNDS = 3
+ROUNDS = 3  # in which each transfer is timed. The fastest counts: the first one connects the ranks
 FIXES: dict[PipelineTransport, str] = {
     "device": "set parallel.pipeline_link=host; `bloomery doctor --probe`; on AMD check that iommu=pt is set",
     "host": "`bloomery doctor --probe` on both hosts; check the network and the memory of these hosts",
@@ -40,7 +37,7 @@ FIXES: dict[PipelineTransport, str] = {
 @final
 @dataclass(frozen=True)
 class Transfer:
-    """Over one edge of a pipeline in one direction, between the ranks of one copy of the model."""
+    """A transfer over one edge of a pipeline in one direction, between two ranks of one copy of the model."""
 
     edge: int
     direction: int
@@ -48,7 +45,7 @@ class Transfer:
     receiver: int
 
     def numbers(self, count: int, device: str) -> Tensor:
-        """[count] whole float32 numbers, at each place others than in any other transfer."""
+        """[count] float32: whole numbers. At every index they differ from those of any other transfer."""
         key = (self.sender * 1024 + self.edge) * 2 + self.direction
         # An odd factor maps keys below 2^24 to different starts; float32 holds each number below 2^24.
         numbers = torch.arange(count, device=device) + key * 65_537
@@ -58,7 +55,7 @@ class Transfer:
 @final
 @dataclass(frozen=True)
 class LinkTrial:
-    """Every transfer of a pipeline arrived. `slowest`: of all copies, at `bytes_per_second`."""
+    """A trial in which every transfer arrived. `slowest`: the transfer that sets the pace of the pipeline."""
 
     transport: PipelineTransport
     slowest: Transfer
@@ -72,10 +69,11 @@ class LinkTrial:
 
 
 def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | None:
-    """The way between stages that the plan names; of "auto" the faster one. None without a pipeline.
+    """Tries the transport between stages that the plan names, for "auto" both. Returns the faster trial.
 
-    `hosts`: by rank. Raises UserError, with the same sentence on every rank, where a neighbor receives nothing or wrong
-    numbers; LinkFailed where only the GPUs' link fails and the plan leaves the choice to this trial.
+    None without a pipeline. `hosts`: the host of each rank. Raises UserError, with the same sentence on every rank, where
+    a neighbor receives nothing or wrong numbers; LinkFailed where only the GPUs' link fails and the plan leaves the
+    choice to this trial.
     """
     if mesh.stages == 1:
         return None
@@ -94,7 +92,7 @@ def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | 
                 raise
             raise LinkFailed(error.problem, where=error.where, fix=error.fix) from error
     assert trials, "the plan names a device link for GPUs alone"
-    # Every rank has the same figures, and so takes the same way.
+    # Every rank has the same figures, and so chooses the same transport.
     return max(trials, key=lambda trial: trial.bytes_per_second)
 
 
@@ -122,7 +120,7 @@ def try_edges(
                 problem = _exchange(mesh, transport, [transfer], [numbers], hosts)
             if mesh.rank == transfer.receiver:
                 best_seconds[index] = min(best_seconds[index], time.perf_counter() - start)
-            _agree(mesh, problem, name)
+            _raise_everywhere(mesh, problem, name)
 
     # 2. All at once, received in another order than sent: each edge and direction must have a queue of its own.
     own_transfers = [
@@ -130,7 +128,7 @@ def try_edges(
     ]
     numbers_of_transfers = [transfer.numbers(count, mesh.device) for transfer in own_transfers]
     problem = _exchange(mesh, transport, own_transfers, numbers_of_transfers, hosts)
-    _agree(mesh, problem, name)
+    _raise_everywhere(mesh, problem, name)
 
     # 3. The slowest edge of all copies sets the pace.
     seconds_by_rank = mesh.all_gather_floats(*best_seconds)
@@ -146,7 +144,7 @@ def try_edges(
 
 
 def _transfer(mesh: Mesh, edge: int, direction: int, data_rank: int | None = None) -> Transfer:
-    """In the copy of the model that this rank is in, or another."""
+    """The transfer in the copy of the model with the sequences of `data_rank`; None: of this rank."""
     if data_rank is None:
         data_rank = mesh.data_rank
     before, after = (
@@ -164,11 +162,11 @@ def _exchange(
     numbers: Sequence[Tensor],
     hosts: Sequence[str],
 ) -> str:
-    """Send and receive these transfers of this rank: the problem as a sentence, "" where all numbers are right.
+    """Sends and receives these transfers of this rank. Returns the problem as a sentence, "" where numbers are right.
 
-    `numbers`: of each transfer, those to send or to expect.
+    `numbers`: by transfer, what is sent and expected.
     """
-    under_way = dict[Transfer, Tensor]()
+    received_numbers = dict[Transfer, Tensor]()
     waits_for = transfers[0]
 
     def send_and_receive() -> None:
@@ -177,30 +175,31 @@ def _exchange(
             if transfer.sender == mesh.rank:
                 waits_for = transfer
                 transport.send(numbers_sent, transfer.receiver, transfer.edge, transfer.direction)
+        # In reverse: another order than that of sending.
         for transfer, expected in reversed(list(zip(transfers, numbers, strict=True))):
             if transfer.receiver == mesh.rank:
                 waits_for = transfer
                 buffer = torch.empty_like(expected)
-                under_way[transfer] = transport.receive(
+                received_numbers[transfer] = transport.receive(
                     buffer, transfer.sender, transfer.edge, transfer.direction
                 )
         transport.settle()
         if mesh.device == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    failure = _within(LINK_SECONDS, send_and_receive)
+    failure = _run_within(LINK_SECONDS, send_and_receive)
     if failure:
         neighbor = waits_for.sender if waits_for.receiver == mesh.rank else waits_for.receiver
         return f"{_rank(mesh.rank, hosts)} got no answer from {_rank(neighbor, hosts)}: {failure}"
     for transfer, expected in zip(transfers, numbers, strict=True):
-        if transfer.receiver == mesh.rank and not torch.equal(under_way[transfer], expected):
+        if transfer.receiver == mesh.rank and not torch.equal(received_numbers[transfer], expected):
             receiver = _rank(mesh.rank, hosts)
             return f"{receiver} received wrong numbers from {_rank(transfer.sender, hosts)}"
     return ""
 
 
-def _within(seconds: float, work: Callable[[], None]) -> str:
-    """Run `work` in a thread that may never end: why it did not succeed, "" where it did."""
+def _run_within(seconds: float, work: Callable[[], None]) -> str:
+    """Runs `work` in a thread that may never end. Returns why it did not succeed in `seconds`, "" where it did."""
     errors = list[Exception]()
     current_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -224,8 +223,8 @@ def _rank(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} on {hosts[rank]}"
 
 
-def _agree(mesh: Mesh, problem: str, name: PipelineTransport) -> None:
-    """Raises UserError on all ranks where one has a problem: that of the first."""
+def _raise_everywhere(mesh: Mesh, problem: str, name: PipelineTransport) -> None:
+    """Raises UserError on all ranks where any has a problem: that of the first such rank."""
     problems = [problem for problem in mesh.all_gather_str(problem) if problem]
     if problems:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline hold and the order in which they take micro-batches: pure data, for step and plan.
+"""What the stages of a pipeline hold and the order in which they take micro-batches: data that step and plan share.
 
 A pipeline of `stages` devices cuts the layers into `stages` x `chunks` groups. Device `stage` has the groups `stage`,
 `stage + stages`, ...: its chunks 0, 1, ... A micro-batch goes forward through all groups in turn, and backward through
@@ -28,7 +28,8 @@ class Action:
 def order(
     schedule: PipelineSchedule, *, stages: int, stage: int, micro_batches: int, chunks: int = 1
 ) -> list[Action]:
-    """What a device does in one step, in turn. One stage alternates forward and backward: gradient accumulation.
+    """The passes of a device in one step, in their order. One stage alone alternates forward and backward: that is
+    gradient accumulation.
 
     gpipe: every forward, then every backward (Huang et al., arXiv:1811.06965). 1f1b: as many forwards as stages
     follow, then forward and backward in turn, so that at most `stages` micro-batches are in memory; interleaved: the
@@ -59,17 +60,24 @@ def order(
         for number in round_
     ]
 
-    # Forwards before the first backward: until the first micro-batch is back from the stages that follow.
-    following = stages - stage - 1
-    ahead = following if chunks == 1 else 2 * following + (chunks - 1) * stages
-    ahead = min(ahead, len(forwards))
-    in_turn = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return forwards[:ahead] + in_turn + backwards[len(forwards) - ahead :]
+    # Forwards before the first backward, until the first micro-batch is back from the stages that follow. With several
+    # chunks the number is that of Megatron-LM: two for each following stage, and all stages for each further chunk.
+    following_stages = stages - stage - 1
+    num_warmup = following_stages
+    if chunks > 1:
+        num_warmup = 2 * following_stages + (chunks - 1) * stages
+    num_warmup = min(num_warmup, len(forwards))
+
+    # Then one forward and one backward in turn, and at the end the backwards that are left.
+    pairs = zip(forwards[num_warmup:], backwards, strict=False)
+    alternating = [action for pair in pairs for action in pair]
+    return forwards[:num_warmup] + alternating + backwards[len(forwards) - num_warmup :]
 
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A pass at the end of its forward, or in its backward. `waiting`: other passes that the device holds, by chunk.
+    """A pass at the end of its forward, or in its backward. `waiting`: by chunk, how many other passes the device keeps
+    in memory until their backward.
 
     `is_first`: no backward has run before it in this step, so that there are no gradients.
     """
@@ -83,9 +91,9 @@ class PassInFlight:
 def fullest_passes(
     schedule: PipelineSchedule, *, stages: int, stage: int, micro_batches: int, chunks: int = 1
 ) -> tuple[PassInFlight, ...]:
-    """Of the passes of each chunk, before and after the first backward: the one that most others wait for.
+    """The passes at which a device has most in memory: of each chunk one until the first backward, and one after it.
 
-    Found by going through the order of the device itself.
+    They are found by going through the device's order itself.
     """
     in_flight = [0] * chunks
     fullest = dict[tuple[int, bool], PassInFlight]()
@@ -123,7 +131,8 @@ def bubble(*, stages: int, micro_batches: int, chunks: int = 1) -> float:
 def stage_of(
     config: ModelConfig, index: int, stages: int, layers_by_group: Sequence[int] = ()
 ) -> Stage:
-    """The stage of that index. `layers_by_group`: of all groups, in the model's order; empty: one even group a stage.
+    """The stage `index`. `layers_by_group`: the number of layers of every group, in the model's order; empty: one group
+    per stage, all even.
 
     Group g is on stage g % stages. The last stage has the embedding, too, where the head is tied to it.
     """
@@ -140,7 +149,7 @@ def stage_of(
 
 
 def layer_names(stage: Stage) -> str:
-    """Such as "layers 0 to 3 and 8 to 11"."""
+    """The layers of a stage for people, such as "layers 0 to 3 and 8 to 11"."""
     spans = [
         f"{group[0]}" if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in stage.groups
     ]
@@ -149,7 +158,7 @@ def layer_names(stage: Stage) -> str:
 
 
 def rank_name(rank: int, plan: RunPlan) -> str:
-    """Such as "rank 1", and of a pipeline "rank 1 (layers 8 to 15)"."""
+    """A rank for people, such as "rank 1", and in a pipeline "rank 1 (layers 8 to 15)"."""
     train = plan.train
     if train.pipeline == 1:
         return f"rank {rank}"
@@ -160,7 +169,7 @@ def rank_name(rank: int, plan: RunPlan) -> str:
 
 
 def even_groups(num_layers: int, groups: int) -> tuple[int, ...]:
-    """The layers of each group: as many as any other has, or one more or less."""
+    """The number of layers of each group. Two groups differ by one at most."""
     ends = [index * num_layers // groups for index in range(groups + 1)]
     return tuple(end - first for first, end in pairwise(ends))
 
@@ -174,10 +183,11 @@ def balanced_groups(
     head_cost: float = 0.0,
     most_layers: Sequence[int] = (),
 ) -> tuple[int, ...] | None:
-    """The layers of each group such that the slowest stage is as fast as possible, then all as even as possible.
+    """The number of layers of each group such that the slowest stage is as fast as possible, and then all stages are as
+    even as possible.
 
-    The costs of a micro-batch: of each layer, of the embedding in the first group, of the head in the last one.
-    `most_layers`: of each stage, at most, with one group a stage. None where the stages cannot hold all layers.
+    Costs are those of one micro-batch: of each layer, of the embedding in the first group, of the head in the last.
+    `most_layers`: the limit of each stage, where it has one group. None where the stages cannot hold all layers.
     """
     num_layers = len(layer_costs)
     num_groups = stages * chunks
@@ -191,8 +201,9 @@ def balanced_groups(
             cost += head_cost
         return cost
 
-    # best[end]: (the most costly group, the sum of squares, the layers of each) of the groups so far over the first
-    # `end` layers. Every group has a layer, and leaves one for each that follows.
+    # Dynamic programming, group by group. best[end] is the best cut of the first `end` layers into the groups so far:
+    # its most costly group, the sum of squared costs (least where costs are even), the number of layers of each group.
+    # Every group has a layer and leaves one for each group that follows; the last group takes all that remain.
     Cut = tuple[float, float, tuple[int, ...]]
     best: dict[int, Cut] = {0: (0.0, 0.0, ())}
     for group in range(num_groups):
@@ -216,9 +227,10 @@ def balanced_groups(
 def _with_even_stages(
     groups: tuple[int, ...], stages: int, cost_of: Callable[[int, int, int], float]
 ) -> tuple[int, ...]:
-    """Even groups with layers moved between them as long as that makes the slowest stage faster, or stages more even.
+    """`groups` with layers moved between them, one at a time, as long as that makes the slowest stage faster, or all
+    stages more even.
 
-    A stage has several groups: when each of its groups is among the larger ones, it sets the pace.
+    Even groups do not make even stages: a stage whose groups are all among the larger ones would set the pace.
     """
 
     def figures(counts: tuple[int, ...]) -> tuple[float, float]:

@@ -21,16 +21,16 @@ from bloomery.plan.pipeline import balanced_groups
 from bloomery.plan.types import Estimate
 from bloomery.recipe.schema import Parallel, Recipe
 
-# Of a device that the table does not have: costs in FLOPs tell the stages apart.
+# The rate of a device that the GPU table does not have. Seconds are then FLOPs, which also tell slow stages from fast.
 ANY_RATE = Rate(peak=1.0, share=(1.0, 1.0, 1.0))
-# Micro-batches per stage with which a CPU waits little for the first and the last one: smaller ones compute slower.
+# On CPUs a pipeline takes this many micro-batches per stage: with fewer it waits, with more each one computes slower.
 CPU_MICRO_BATCHES = 4
 
 PartSeconds = dict[str, Estimate]
 
 
 def chunks_of(parallel: Parallel) -> int:
-    """Groups of layers of each stage."""
+    """The number of groups of layers that each stage has."""
     if parallel.pipeline_chunks != "auto":
         return parallel.pipeline_chunks
     return 2 if parallel.pipeline_schedule == "interleaved" else 1
@@ -42,10 +42,10 @@ def refuse_schedule(parallel: Parallel) -> None:
     schedule = parallel.pipeline_schedule
     if chunks == "auto" or (chunks > 1) == (schedule == "interleaved"):
         return
-    problem = f"the schedule {schedule} has one group of layers a stage, not {chunks}"
+    problem = f"the schedule {schedule} has one group of layers per stage, not {chunks}"
     fix = "set parallel.pipeline_schedule=interleaved, or parallel.pipeline_chunks=1"
     if schedule == "interleaved":
-        problem = "the schedule interleaved needs two groups of layers a stage at least"
+        problem = "the schedule interleaved needs at least two groups of layers per stage"
         fix = "set parallel.pipeline_chunks=2, or parallel.pipeline_schedule=1f1b"
     raise UserError(problem, where="parallel.pipeline_chunks", fix=fix, code=2)
 
@@ -71,7 +71,10 @@ def refuse_few_layers(num_layers: int, split: MeshSplit) -> None:
 
 
 def micro_batch_misfit(recipe: Recipe, split: MeshSplit, sequences: int) -> UserError | None:
-    """Why the `sequences` of a step that each copy of a pipeline takes do not make the micro-batches of the recipe."""
+    """Why the micro-batches that the recipe asks for cannot be made of `sequences`; None where they can.
+
+    `sequences`: those of a step that each copy of the pipeline takes.
+    """
     stages = split.pipeline
     is_interleaved = split.schedule == "interleaved"
     count = recipe.parallel.pipeline_microbatches
@@ -83,7 +86,7 @@ def micro_batch_misfit(recipe: Recipe, split: MeshSplit, sequences: int) -> User
     def misfit(problem: str, *, where: str, fix: str) -> UserError:
         return UserError(problem, where=where, fix=fix, code=2)
 
-    # A number of micro-batches that the recipe names.
+    # The recipe names the number of micro-batches.
     if count != "auto":
         where = "parallel.pipeline_microbatches"
         possible_counts = [
@@ -108,7 +111,7 @@ def micro_batch_misfit(recipe: Recipe, split: MeshSplit, sequences: int) -> User
             return misfit(problem, where=where, fix=fix)
         return None
 
-    # Rounds of interleaved stages, of a size that the recipe names or of any.
+    # It does not. Interleaved stages still take whole rounds: of any size, or of the size that the recipe names.
     if is_interleaved and sequences % stages:
         need = -(-sequences // stages) * stages * split.data_parallel
         problem = f"interleaved stages take micro-batches in rounds of {stages}, which do not divide {of_a_copy}"
@@ -131,25 +134,30 @@ def micro_batch_sizes(
 ) -> Iterator[int]:
     """Micro-batch sizes to try, smallest first: many small micro-batches fill a pipeline.
 
-    On a CPU one: that of so many micro-batches that stages wait little.
+    A CPU has one size: the largest that makes CPU_MICRO_BATCHES per stage.
     """
     count = recipe.parallel.pipeline_microbatches
     if count != "auto":
         yield sequences // count
         return
-    rounds = split.pipeline if split.schedule == "interleaved" else 1
-    # A plan that chooses the pipeline fills it.
-    fewest = 1 if recipe.parallel.pipeline != "auto" else split.pipeline
+    # Powers of two that divide the sequences. Interleaved stages take micro-batches in rounds of `round_size`; where
+    # the plan chooses the pipeline, there is a micro-batch for every stage at least.
+    round_size = split.pipeline if split.schedule == "interleaved" else 1
+    fewest_micro_batches = 1 if recipe.parallel.pipeline != "auto" else split.pipeline
     sizes = []
     size = 1
-    while size * fewest <= sequences and sequences % size == 0 and sequences // size % rounds == 0:
+    while (
+        size * fewest_micro_batches <= sequences
+        and sequences % size == 0
+        and sequences // size % round_size == 0
+    ):
         sizes.append(size)
         size *= 2
     if step.on_gpu:
         yield from sizes
         return
-    filling = [size for size in sizes if sequences // size >= CPU_MICRO_BATCHES * split.pipeline]
-    yield max(filling, default=sizes[0])
+    enough = CPU_MICRO_BATCHES * split.pipeline
+    yield max((size for size in sizes if sequences // size >= enough), default=sizes[0])
 
 
 def cut(
@@ -174,9 +182,9 @@ def cut(
     embedding_cost, head_cost = (
         _seconds(step, end_model(step, is_head=is_head), rate) for is_head in (False, True)
     )
-    # Costs that differ by less than a thousandth are alike, so that they have been cut before.
-    unit = max(layer_costs) / 1000
-    costs = tuple(round(cost / unit) for cost in (*layer_costs, embedding_cost, head_cost))
+    # In thousandths of the largest: whole numbers, so that `_balanced` finds costs that are nearly alike in its cache.
+    cost_unit = max(layer_costs) / 1000
+    costs = tuple(round(cost / cost_unit) for cost in (*layer_costs, embedding_cost, head_cost))
     groups = _balanced(costs, split.pipeline, split.chunks)
     assert groups is not None, "there are as many layers as groups"
     fastest = replace(split, layers=groups)
@@ -209,7 +217,7 @@ def cut(
 
 
 def _state_bytes(step: StepShape) -> float:
-    """What a copy of the model holds at least, over all of its stages."""
+    """Bytes of weights and optimizer states of a copy of the model, over all of its stages: the least that it needs."""
     model = step.model
     states = 0.0 if step.mode.offload else model.optimizer_bytes(step.optimizer, step.precision)
     return model.weight_bytes(step.precision) + states
@@ -231,7 +239,7 @@ def _balanced(
 
 
 def _seconds(step: StepShape, model: TrainedModel, rate: Rate | None) -> float:
-    """Forward and backward of a micro-batch through a part of the model."""
+    """Seconds of forward and backward of a micro-batch through `model`, a part of the step's model."""
     part_step = replace(step, model=model)
     work = work_of(part_step, tokens=step.tokens_per_micro_batch)
     return total(_without_optimizer(step_parts(work, rate or ANY_RATE))).value
@@ -244,7 +252,7 @@ def _without_optimizer(parts: PartSeconds) -> PartSeconds:
 def pipeline_parts(
     step: StepShape, split: MeshSplit, rate: Rate, sequences: int
 ) -> tuple[PartSeconds, tuple[float, ...]]:
-    """Seconds of a step by operation, and those in which each stage computes.
+    """Seconds of a step by operation, and by stage the seconds in which it computes.
 
     The slowest stage sets the pace: its forward and backward of all M micro-batches, and while the first and the last
     micro-batch pass through the other stages it waits. With t_s the seconds of a micro-batch on stage s and C chunks
