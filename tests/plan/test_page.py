@@ -220,6 +220,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "mfu",
         "max_length",
         "mesh",
+        "rollout",
     }
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}

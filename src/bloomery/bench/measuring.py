@@ -519,7 +519,7 @@ def planned_rate(plan: RunPlan) -> Estimate | None:
     """The planned tokens per second; None where the table does not know the device."""
     if plan.step_seconds is None:
         return None
-    return plan.step_seconds.inverse(plan.train.tokens_per_step)
+    return plan.step_seconds.inverse(plan.trained_tokens_per_step)
 
 
 def largest_lines(largest: Largest, plan: RunPlan) -> Iterator[str]:

@@ -28,7 +28,14 @@ from bloomery.runs.folder import find_run
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Estimate, MemoryEstimate, ParallelPlan, PlanReport, RunPlan
+    from bloomery.plan.types import (
+        Estimate,
+        MemoryEstimate,
+        ParallelPlan,
+        PlanReport,
+        RolloutPlan,
+        RunPlan,
+    )
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.simulate.run import SimulationResult
 
@@ -275,7 +282,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     plan = report.plan
     tokens_per_second = None
     if plan.step_seconds is not None:
-        tokens_per_second = plan.step_seconds.inverse(plan.train.tokens_per_step)
+        tokens_per_second = plan.step_seconds.inverse(plan.trained_tokens_per_step)
     return {
         "fits": plan.fits,
         "tokens": plan.total_tokens,
@@ -295,6 +302,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "mfu": _utilization(plan, machine),
         "max_length": report.max_length,
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
+        "rollout": None if plan.rollout is None else _rollout(plan.rollout),
     }
 
 
@@ -317,6 +325,25 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
         "parts": {name: part_bytes / GIB for name, part_bytes in memory.parts.items()},
         "total": total,
         "limit": memory.limit / GIB,
+    }
+
+
+def _rollout(rollout: "RolloutPlan") -> dict[str, Any]:
+    """How completions are sampled. `seconds`: of one step by part; `memory`: while sampling, and in a step."""
+    return {
+        "prompts": rollout.num_prompts,
+        "completions": rollout.num_completions,
+        "steps": rollout.num_steps,
+        "slots": rollout.slots,
+        "slot_tokens": rollout.slot_tokens,
+        "prompt_tokens": rollout.prompt_tokens,
+        "completion_tokens": estimate(rollout.completion_tokens),
+        "micro_batches": rollout.micro_batches,
+        "seconds": {name: estimate(part) for name, part in rollout.seconds.items()},
+        "memory": {
+            "sampling": _memory(rollout.memory),
+            "step": _memory(rollout.training_memory),
+        },
     }
 
 

@@ -389,6 +389,9 @@ def _check(loaded_recipe: "LoadedRecipe", folder: Path, manifest: "Manifest") ->
         return
     sequences = f"{dataset.sequences_per_epoch:,} sequences per epoch"
     tokens = f"{plan.train.tokens_per_step:,} tokens per step"
+    if plan.rollout is not None:
+        sequences = f"{dataset.prompts:,} prompts"
+        tokens = f"{plan.train.sequences_per_step:,} completions per step"
     echo(f"epochs     {in_epochs(plan) or 'unknown'}: {sequences}, {tokens}")
     if (warning := too_many_epochs(plan)) is not None:
         echo(f"warning    {warning}")

@@ -202,7 +202,7 @@ def _events_after(runner: Runner, send_request: Callable[[], None]) -> Iterator[
     yield from follow(events, lambda: not runner.working, start=size)
 
 
-_COLUMNS = ("run", "state", "step", "loss", "val bpb", "on disk")
+_COLUMNS = ("run", "state", "step", "loss", "val bpb", "reward", "on disk")
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ class RunLine:
     steps: int | None
     loss: float | None
     bits_per_byte: float | None
+    reward: float | None  # of held-out prompts, else of the newest rollouts
     bytes: int
     command: str | None
 
@@ -243,6 +244,9 @@ def command(context: click.Context, as_json: bool) -> None:
 
     # A narrow terminal shows fewer columns, but always the run, its state and its step.
     rows = [_COLUMNS, *(_cells(line) for line in lines)]
+    if all(line.reward is None for line in lines):  # nothing here was trained with rewards
+        reward_column = _COLUMNS.index("reward")
+        rows = [row[:reward_column] + row[reward_column + 1 :] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     max_width = get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
     while sum(widths) + 2 * (len(widths) - 1) > max_width and len(widths) > 3:
@@ -286,6 +290,9 @@ def describe(folder: Path) -> RunLine:
         steps=summary.steps,
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
+        reward=(summary.evaluation.metrics if summary.evaluation else {}).get(
+            "reward", summary.smoothed_reward
+        ),
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=command,
     )
@@ -298,6 +305,7 @@ def _cells(line: RunLine) -> tuple[str, ...]:
         f"{line.step:,}" + (f"/{line.steps:,}" if line.steps else ""),
         "" if line.loss is None else f"{line.loss:.3f}",
         "" if line.bits_per_byte is None else f"{line.bits_per_byte:.3f}",
+        "" if line.reward is None else f"{line.reward:.3f}",
         format_bytes(line.bytes),
     )
 

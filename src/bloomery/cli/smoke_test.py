@@ -350,6 +350,9 @@ def report_event(result: SmokeTest, event: Event, status: Status) -> None:
         case StepDone(step=1):
             sequences = f"{train.accumulation} x {train.micro_batch_size} sequences"
             text = f"{train.tokens_per_step:,} tokens: {sequences}, with compilation and allocation"
+            if result.plan.rollout is not None:
+                completions = f"{train.sequences_per_step:,} completions"
+                text = f"{completions}, {event.tokens:,} tokens, drawn and trained on"
             report("first step", text, event.step_seconds)
         case StepDone():
             status.update(literal(progress_text(event)))

@@ -17,6 +17,9 @@ from bloomery.model.config import ModelConfig
 # passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
 CPU_TILE = 4096
 
+# Completions of a rollout that a rank decodes at once: more of them need more KV cache and are hardly faster on a CPU.
+ROLLOUT_SLOTS = 64
+
 # Blockwise attention computes tiles of so many queries and keys.
 ATTENTION_BLOCK = 256
 # Scores of such tiles that exist at once: as many as a CPU's caches hold, or enough to fill a GPU.

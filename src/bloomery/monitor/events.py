@@ -45,6 +45,9 @@ class RunStarted(Event):
     loss_unit: str = "token"  # the loss is nats per loss token, or per label, pair or response
     epochs: str = ""  # of the dataset, as text
     build_seconds: float = 0.0  # to compile C++ for this machine, which happens once
+    steps_per_rollout: int | None = (
+        None  # that train on the same completions; None: none are sampled
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class StepDone(Event):
 
     @property
     def update_seconds(self) -> float:
-        """The step without drawing completions and their rewards."""
+        """The step without sampling completions and their rewards."""
         return self.step_seconds - (self.rollout_seconds or 0.0) - (self.reward_seconds or 0.0)
 
 
@@ -111,7 +114,8 @@ class StepHealth(Event):
 class EvalDone(Event):
     """One evaluation on the validation set."""
 
-    loss: float | None  # nats per token, or per pair or response; None when not finite
+    # Nats per token, or per pair or response; minus the reward of completions; None when not finite.
+    loss: float | None
     perplexity: float | None  # None for objectives without a next-token loss
     bits_per_byte: float | None  # None for objectives without a next-token loss
     tokens: int  # evaluated
@@ -165,7 +169,7 @@ class Saved(Event):
     path: str
     bytes: int
     seconds: float
-    best: bool = False  # has the lowest validation loss so far
+    best: bool = False  # has the lowest validation loss, or the highest reward, so far
     # The best weights, of a step without a checkpoint: nothing resumes from them.
     weights_only: bool = False
 

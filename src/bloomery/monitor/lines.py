@@ -43,6 +43,8 @@ _BARS = 11
 _SAMPLE_LINES = 6
 _REDRAWS_PER_SECOND = 2
 _PHASE_SECONDS = 10.0  # between two lines of one phase
+_STEP_PHASES = ("rollout", "reward")  # parts of every step, told where they take long
+_STEP_PHASE_SECONDS = 60.0
 _PHASE_TEXTS = {
     "stopping": "a checkpoint is saved after this step, then the run stops",
     "paused": "training waits",
@@ -60,9 +62,12 @@ def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
     """Titles and widths."""
     names = {"token": "val bpb", "label": "val loss", "completion": "val reward"}
     name = names.get(loss_unit, "val loss, acc")
+    # The loss of completions stays near 0 while their reward rises.
+    rewards = {"reward": 9} if loss_unit == "completion" else {}
     widths = {
         "step": 6,
         "tokens": 11,
+        **rewards,
         "loss": 9,
         name: 10 if len(name) < 10 else 16,
         "tokens/s": 11,
@@ -209,7 +214,9 @@ class PlainView:
         self._summary = summary or RunSummary(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
-        self._curve: list[float] = []
+        self._curve: list[float] = []  # of losses, or of rewards
+        self._loss: float | None = None
+        self._reward: float | None = None
         self._headed = False
         self._phase: tuple[str, float] = ("", 0.0)
         self._last_step = 0  # in the table
@@ -222,8 +229,10 @@ class PlainView:
         match event:
             case Phase(name="length") if self._summary.announced == announced:
                 pass
-            case StepHealth() | DeviceStats():
+            case StepHealth() | DeviceStats() | Phase(name="evaluation"):
                 pass  # for the diagnosis and the live view
+            case Phase() if not self._is_due(event):
+                pass
             case StepDone():
                 if line is not None and line.step != event.step:
                     self._flush()
@@ -293,14 +302,24 @@ class PlainView:
                 else:
                     self.note(event.step, news)
 
-    def _print_phase(self, event: Phase) -> None:
+    def _is_due(self, event: Phase) -> bool:
+        """Whether this progress is printed: not again within seconds, and at the end of the phase."""
+        if event.name in _STEP_PHASES and self._summary.last is not None:
+            # A rollout that is over soon has no line: the seconds count from the step before.
+            printed_at = max(self._phase[1], self._summary.last.time)
+            return event.time - printed_at >= _STEP_PHASE_SECONDS
         name, printed_at = self._phase
         is_complete = 0 < event.total <= event.done
-        if event.name == name and not is_complete and event.time - printed_at < _PHASE_SECONDS:
-            return
+        return event.name != name or is_complete or event.time - printed_at >= _PHASE_SECONDS
+
+    def _print_phase(self, event: Phase) -> None:
+        is_complete = 0 < event.total <= event.done
         self._phase = ("" if is_complete else event.name, event.time)
         if event.name == "length":
             text = f"{event.total:,.0f} steps fit in train.max_time"
+        elif event.name in _STEP_PHASES:
+            done = f"{event.done:,.0f} of {event.total:,.0f} completions"
+            text = f"of step {self._summary.step + 1:,}: {done}"
         elif event.total:
             text = f"{min(event.done / event.total, 1):>4.0%}"
         else:
@@ -323,13 +342,20 @@ class PlainView:
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
         speed = tokens / seconds if seconds else self._summary.tokens_per_second
         seconds_left = self._summary.eta_seconds
-        if losses:
-            self._curve.append(fmean(losses))
-        skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
+        # The mean since the previous line, or the last one of a line without steps.
+        self._loss = fmean(losses) if losses else self._loss
+        rewards = [event.metrics["reward"] for event in steps if "reward" in event.metrics]
+        self._reward = fmean(rewards) if rewards else self._reward
+        if self._summary.scores_completions:
+            self._curve += [self._reward] if rewards and self._reward is not None else []
+        elif losses and self._loss is not None:
+            self._curve.append(self._loss)
+        skipped = self._loss is None or (bool(steps) and steps[-1].loss is None)
         cells = {
             "step": str(step),
             "tokens": in_millions(self._summary.tokens),
-            "loss": "skipped" if skipped else f"{self._curve[-1]:.2f}",
+            "reward": "" if self._reward is None else f"{self._reward:.3f}",
+            "loss": "skipped" if skipped else f"{self._loss:.2f}",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
             "ETA": ""
             if seconds_left is None

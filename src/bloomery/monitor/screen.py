@@ -167,6 +167,7 @@ class WatchedRun:
 
     summary: RunSummary = field(default_factory=RunSummary)
     curve: list[Point] = field(default_factory=list)  # losses
+    rewards: list[Point] = field(default_factory=list)
     rates: list[Point] = field(default_factory=list)
     speeds: list[Point] = field(default_factory=list)
     incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -185,16 +186,19 @@ class WatchedRun:
         match event:
             case StepDone():
                 self._open = True
-                figures = (event.loss, event.learning_rate, event.tokens_per_second)
-                for points, value in zip(
-                    (self.curve, self.rates, self.speeds), figures, strict=True
-                ):
+                figures = (
+                    event.loss,
+                    event.metrics.get("reward"),
+                    event.learning_rate,
+                    event.tokens_per_second,
+                )
+                for points, value in zip(self._curves, figures, strict=True):
                     if value is not None:
                         points.append((float(event.step), value))
                     if len(points) > _POINTS:
                         del points[1::2]
             case Resumed() | Recovered():  # later steps are discarded
-                for points in (self.curve, self.rates, self.speeds):
+                for points in self._curves:
                     points[:] = [point for point in points if point[0] <= event.step]
                 # Of an error that the run has left behind, the first line is enough.
                 self.incidents = deque(
@@ -210,6 +214,10 @@ class WatchedRun:
         text = incident_text(event)
         if text is not None and not isinstance(event, Saved):
             self.incidents.append((event, text))
+
+    @property
+    def _curves(self) -> tuple[list[Point], ...]:
+        return self.curve, self.rewards, self.rates, self.speeds
 
     def restart(self) -> None:
         """A new process resumes the run: the end of the previous one is no longer its state."""
@@ -301,7 +309,11 @@ def _head(
     steps = summary.steps or facts.steps
     phase = summary.phase
     works = state in ("starting", "running")
-    doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
+    doing = ""
+    if phase is not None and works and phase.name != "length":
+        doing = f" · {phase.name}"
+        if summary.last is not None and phase.total:  # before the first step the bar shows it
+            doing += f" {min(phase.done / phase.total, 1.0):.0%}"
     progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
     full_title = f"{facts.name} · {progress}" if facts.name else progress
 
@@ -333,15 +345,17 @@ def _head(
 
 
 def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
+    is_scored = run.summary.scores_completions
+    curve = run.rewards if is_scored else run.curve
     evals = [
-        (float(step), e.loss)
+        (float(step), value)
         for step, e in sorted(run.summary.evaluations.items())
-        if e.loss is not None
+        if (value := e.metrics.get("reward") if is_scored else e.loss) is not None
     ]
-    top = settled_top(run.curve)
+    top = None if is_scored else settled_top(curve)
     strip_curves = {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
     drawn = plot(
-        run.curve,
+        curve,
         evals,
         strip_curves,
         width=screen.width,
@@ -351,7 +365,9 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
     )
     legend = f"training loss, {run.summary.unit}"
     legend += "   o validation loss" if evals else ""
-    legend += f"   (first: {run.curve[0][1]:.4g})" if top is not None else ""
+    legend += f"   (first: {curve[0][1]:.4g})" if top is not None else ""
+    if is_scored:
+        legend = "reward of completions" + ("   o of held-out prompts" if evals else "")
     return [legend, *drawn] if drawn else []
 
 
@@ -375,6 +391,7 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
         + (f", {energy_per_token:.3g} J/token" if energy_per_token is not None else "")
     )
     pairs = [
+        *_reward_figures(summary),
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         (
             "speed",
@@ -382,7 +399,11 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
             + (f", MFU {utilization:.1%}" if utilization is not None else ""),
         ),
         (
-            "val loss" if latest is None or latest.bits_per_byte is None else "val bpb",
+            "val reward"
+            if summary.scores_completions
+            else "val loss"
+            if latest is None or latest.bits_per_byte is None
+            else "val bpb",
             "none yet" if latest is None else f"{eval_text(latest)} at step {latest.step:,}",
         ),
         (
@@ -406,6 +427,30 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
         else:
             rows.append(cell)
     return rows
+
+
+def _reward_figures(summary: RunSummary) -> list[tuple[str, str]]:
+    """The reward and the completions of the newest rollout, and the share of time that sampling takes."""
+    rollouts = [step for step in summary.recent if "reward" in step.metrics]
+    if not summary.scores_completions or not rollouts or summary.reward is None:
+        return []
+    metrics = rollouts[-1].metrics
+    reward = f"{summary.reward:.4f}"
+    if summary.smoothed_reward is not None:
+        reward += f", smoothed {summary.smoothed_reward:.4f}"
+    mean_length = metrics.get("completions/mean_length")
+    clipped = metrics.get("completions/clipped_ratio")
+    length = "" if mean_length is None else f"{mean_length:,.0f} tokens"
+    if length and clipped is not None:
+        length += f", {clipped:.0%} not ended"
+    share = summary.sampling_share
+    entropy = summary.last.metrics.get("entropy") if summary.last is not None else None
+    return [
+        ("reward", reward),
+        ("length", length),
+        ("entropy", "" if entropy is None else f"{entropy:.3f} nats per token"),
+        ("rollouts", "" if share is None else f"{share:.0%} of step time"),
+    ]
 
 
 def _samples(run: WatchedRun, width: int, num_lines: int) -> list[str]:

@@ -605,6 +605,8 @@ def metrics_of(summary: RunSummary) -> dict[str, Any]:
         "tokens": summary.tokens,
         "loss": last_step.loss if last_step else None,
         "smoothed_loss": summary.smoothed,
+        "reward": summary.reward,
+        "smoothed_reward": summary.smoothed_reward,
         "eval": asdict(summary.evaluation) if summary.evaluation else None,
         "best_eval": asdict(summary.best) if summary.best else None,
         "tokens_per_second": summary.tokens_per_second,

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
@@ -25,6 +25,8 @@ from bloomery.monitor.events import (
 
 # Loss tokens of an evaluation: with fewer, a mean of losses that vary by 1 to 2 nats is off by more than 0.03.
 MEASURABLE_TOKENS = 2000
+# Held-out prompts: with fewer, a mean of rewards of 0 or 1 is off by more than 0.1.
+MEASURABLE_PROMPTS = 25
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 BARS = "▁▂▃▄▅▆▇█"
 NEWS = 0.1  # relative change of the number of steps that is printed
@@ -169,6 +171,22 @@ class Elapsed:
 
 
 @dataclass
+class MovingAverage:
+    """Mutable: an exponential average, bias-corrected as Adam's first moment is."""
+
+    _mean: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * value
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+
+    @property
+    def value(self) -> float | None:
+        return self._mean / self._weight if self._weight else None
+
+
+@dataclass
 class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
@@ -183,6 +201,8 @@ class RunSummary:
     best_saved: int | None = None  # the step of best.json, where a folder is read
     ended: RunEnded | None = None
     loss_unit: str = "token"  # the loss is per one of these
+    steps_per_rollout: int | None = None
+    reward: float | None = None  # of the newest rollout
     stopping: bool = False  # on request, after the current step and its checkpoint
     began: float | None = None
     latest: float | None = None
@@ -194,7 +214,8 @@ class RunSummary:
     # Seconds from a process's start to its restored state.
     resume_seconds: list[float] = field(default_factory=list)
     preparation_seconds: float = 0.0  # of the dataset, before training
-    smoothed: float | None = None
+    loss_average: MovingAverage = field(default_factory=MovingAverage)
+    reward_average: MovingAverage = field(default_factory=MovingAverage)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     warnings: list[str] = field(default_factory=list)
     skipped: int = 0
@@ -204,8 +225,6 @@ class RunSummary:
     peak_gib: float = 0.0
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=_RECENT))
     devices: Devices = field(default_factory=Devices)
-    _mean: float = 0.0
-    _weight: float = 0.0
 
     def add(self, event: Event) -> None:
         """Events in the order of the file."""
@@ -217,12 +236,15 @@ class RunSummary:
                 self._add_step(event)
             case EvalDone():
                 self.evaluations[event.step] = event
+                if self.phase is not None and self.phase.name == "evaluation":
+                    self.phase = None
             case RunStarted():
                 self.steps = event.steps or self.steps
                 self.ended = None
                 self.stopping = False
                 self.announced = event.steps or None
                 self.loss_unit = event.loss_unit
+                self.steps_per_rollout = event.steps_per_rollout
                 self.recent.clear()
             case Phase(name="stopping"):
                 self.stopping = True
@@ -244,9 +266,9 @@ class RunSummary:
                 self.ended = None
                 self.resume_seconds.append(event.seconds)
                 if not event.step:  # it starts over: no earlier loss belongs to it
-                    self._mean = 0.0
-                    self._weight = 0.0
-                    self.smoothed = None
+                    self.loss_average = MovingAverage()
+                    self.reward_average = MovingAverage()
+                    self.reward = None
                     self.losses.clear()
                 self.evaluations = {
                     step: e for step, e in self.evaluations.items() if step <= event.step
@@ -287,13 +309,35 @@ class RunSummary:
         self.steps_run += 1
         self.peak_gib = max(self.peak_gib, event.memory_gib)
         self.recent.append(event)
+        if (reward := event.metrics.get("reward")) is not None:
+            self.reward = reward
+            self.reward_average.add(reward)
         if event.loss is None:
             self.skipped += 1
             return
         self.losses.append(event.loss)
-        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * event.loss
-        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
-        self.smoothed = self._mean / self._weight
+        self.loss_average.add(event.loss)
+
+    @property
+    def smoothed(self) -> float | None:
+        """The moving average of the loss."""
+        return self.loss_average.value
+
+    @property
+    def smoothed_reward(self) -> float | None:
+        return self.reward_average.value
+
+    @property
+    def scores_completions(self) -> bool:
+        """Whether the run is judged by rewards of generated completions: its loss stays near 0."""
+        return self.loss_unit == "completion"
+
+    @property
+    def sampling_share(self) -> float | None:
+        """Of the recent steps' time, the share in which completions were sampled and rewarded."""
+        seconds = sum(step.step_seconds for step in self.recent)
+        sampling = sum(step.step_seconds - step.update_seconds for step in self.recent)
+        return sampling / seconds if seconds and self.scores_completions else None
 
     @property
     def evaluation(self) -> EvalDone | None:
@@ -338,6 +382,8 @@ class RunSummary:
     @property
     def eta_seconds(self) -> float | None:
         """From the wall clock of the recent steps, evaluations and checkpoints included, slow first steps excluded."""
+        if self.steps and self.steps_per_rollout is not None and self.recent:
+            return self._seconds_of_rollouts(max(self.steps - self.step, 0))
         if not self.steps or len(self.recent) < 2:
             return None
         slow_seconds = 3 * statistics.median(step.step_seconds for step in self.recent)
@@ -352,6 +398,32 @@ class RunSummary:
         steps_left = max(self.steps - self.step, 0)
         steps_counted = max(counted[-1].step - counted[0].step, 1)
         return steps_left * clock.seconds / steps_counted
+
+    def _seconds_of_rollouts(self, steps_left: int) -> float | None:
+        """Of so many steps, some of which begin with a rollout; known once one rollout is.
+
+        Rollouts, updates and what lies between steps (evaluations, checkpoints) have means of their own.
+        """
+        assert self.steps_per_rollout is not None
+        rollouts = [step for step in self.recent if step.rollout_seconds is not None]
+        if not rollouts:
+            return None
+        sampling = _usual([step.step_seconds - step.update_seconds for step in rollouts])
+        update = _usual([step.update_seconds for step in self.recent])
+
+        # The wall clock without the steps themselves.
+        clock = Elapsed()
+        for step in self.recent:
+            clock.add(step)
+        later_steps = list(self.recent)[1:]
+        between = clock.seconds - sum(step.step_seconds for step in later_steps)
+        between_steps = max(0.0, between / len(later_steps)) if later_steps else 0.0
+
+        # The rest of the newest rollout is sampled already.
+        drawn_steps = self.steps_per_rollout - 1 - (self.step - rollouts[-1].step)
+        undrawn_steps = max(0, steps_left - max(0, drawn_steps))
+        rollouts_left = -(-undrawn_steps // self.steps_per_rollout)
+        return rollouts_left * sampling + steps_left * (update + between_steps)
 
     @property
     def joules_per_token(self) -> float | None:
@@ -368,6 +440,13 @@ class RunSummary:
     def training_seconds(self) -> float:
         """`seconds` without the preparation of the dataset."""
         return self.seconds - self.preparation_seconds
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """The mean without the first ones, where these took three times the median: they compile and allocate."""
+    slow_seconds = 3 * statistics.median(seconds)
+    settled = list(itertools.dropwhile(lambda value: value > slow_seconds, seconds))
+    return statistics.fmean(settled)
 
 
 def summary_of(events: Iterable[Event]) -> RunSummary:

@@ -73,6 +73,8 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
             f" {event.done / event.total:.0%}" if event.total else ""
         )
     loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
+    if (reward := event.metrics.get("reward")) is not None:
+        loss = f" · reward {reward:.3f}"
     of_steps = f" of {steps:,}" if steps else ""
     return f"step {event.step:,}{of_steps}{loss} · {event.tokens_per_second:,.0f} tokens/s"
 

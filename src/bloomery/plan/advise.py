@@ -47,7 +47,7 @@ from bloomery.plan.types import (
     Verdict,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Claims, Lora, Recipe
+from bloomery.recipe.schema import Claims, Lora, Recipe, Rollouts
 from bloomery.recipe.values import ClaimedRange
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
@@ -187,8 +187,11 @@ def _tokens(claimed: ClaimedRange, plan: RunPlan) -> KnownRange:
     assert plan.total_tokens is not None
     tokens = plan.total_tokens
     length = plan.data.sequence_length
-    tokens_per_step = plan.train.tokens_per_step
-    product = f"{plan.train.steps:,} x {tokens_per_step // length:,} x {length:,} = {format_count(tokens)}"
+    tokens_per_step = round(plan.trained_tokens_per_step)
+    factors = f"{tokens_per_step // length:,} x {length:,}"
+    if plan.rollout is not None:
+        factors = f"about {tokens_per_step:,}"
+    product = f"{plan.train.steps:,} x {factors} = {format_count(tokens)}"
     steps = -(-int(claimed[0]) // tokens_per_step)
     remark = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
     if plan.step_seconds is not None:
@@ -217,7 +220,7 @@ def _epochs(
 def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
     if plan.step_seconds is None:
         return "the speed of this device is unknown"
-    rate = plan.step_seconds.inverse(plan.train.tokens_per_step)
+    rate = plan.step_seconds.inverse(plan.trained_tokens_per_step)
     planned = f"{two_digits(rate.low)} to {two_digits(rate.high)} tokens/s"
 
     def otherwise(verdict: str) -> str:
@@ -264,6 +267,7 @@ WORTH = 0.9  # of the time: an edit that saves less than a tenth is not suggeste
 LITTLE = 0.05
 NO_DROPOUT = "model.dropout=0"
 SHORTEST = 256  # tokens of a sequence that a plan suggests
+SHORTEST_COMPLETION = 16
 
 
 def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
@@ -299,7 +303,7 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
         warnings=tuple(warnings(recipe, plan, facts, verdicts)),
         suggestions=suggestions,
         max_length=_longest(step, measure) if profile.accelerator else None,
-        step_parts=parts or {},
+        step_parts=(parts or {}) if plan.rollout is None else plan.rollout.seconds,
         disk=_disk_bytes(recipe, plan, step),
         energy_kwh=energy_kwh(plan, profile),
     )
@@ -526,6 +530,7 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
             "adapter.kind=lora",
             "changes the training: only adapters are trainable, the weights are frozen",
         )
+    yield from _smaller_rollouts(recipe)
     # With a fused backward a step is one micro-batch: a smaller step, or gradient accumulation.
     if optimizer.fused_backward and not settings.auto_batch:
         tokens = train.tokens_per_step
@@ -551,6 +556,32 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield (
             f"data.sequence_length={length}",
             f"changes the training: no sequence is longer than {length:,} tokens",
+        )
+
+
+def _smaller_rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Edits that need fewer or shorter slots while completions are sampled."""
+    objective = recipe.objective
+    if not isinstance(objective, Rollouts):
+        return
+    length = objective.max_completion_length
+    while length > SHORTEST_COMPLETION:
+        length //= 2
+        yield (
+            f"objective.max_completion_length={length}",
+            f"changes the training: completions are cut after {length:,} tokens",
+        )
+    group = objective.num_generations
+    completions = recipe.train.batch_size or 0
+    while completions % (2 * group) == 0 and completions > group:
+        completions //= 2
+        yield f"train.batch_size={completions}", "changes the training: fewer prompts per step"
+    while completions == group and group % 2 == 0 and group > 2:
+        group //= 2
+        completions //= 2
+        yield (
+            f"objective.num_generations={group} train.batch_size={completions}",
+            "changes the training: fewer completions to compare with",
         )
 
 

@@ -62,6 +62,25 @@ def choose_tokens_per_step(
     return Choice(tokens_per_step, ASKED)
 
 
+def of_whole_groups(
+    tokens: Choice[int], sequence_length: int, *, num_generations: int
+) -> Choice[int]:
+    """A step of completions has all of each prompt: rounded down, to one prompt at least. Raises UserError."""
+    completions = tokens.value // sequence_length
+    if completions % num_generations == 0:
+        return tokens
+    whole = max(1, completions // num_generations) * num_generations
+    if tokens.reason == ASKED:
+        raise UserError(
+            f"a step has {completions:,} completions, which is no multiple of the {num_generations:,} of a prompt",
+            where="train.tokens_per_step",
+            fix=f"set train.batch_size={whole} and leave out train.tokens_per_step",
+            code=2,
+        )
+    reason = f"{tokens.reason}; whole groups of {num_generations} completions"
+    return Choice(whole * sequence_length, reason)
+
+
 def _within_an_epoch(
     best: Choice[int], sequence_length: int, sequences_per_epoch: int | None
 ) -> Choice[int]:

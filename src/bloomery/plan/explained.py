@@ -47,7 +47,10 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     stats: DatasetStats | None = None
     with suppress(UserError, OSError):
         stats = read_stats(plan.data.prepared)
+    # A step is compared with its plan without the sampling of completions, whose length nobody knows before.
     estimate = plan.step_seconds
+    if plan.rollout is not None:
+        estimate = plan.rollout.seconds.get("update")
     aim = plan.objective.spec
     nats = aim.loss_unit == "token"
     return PlanFacts(
@@ -55,7 +58,8 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         fresh=plan.model.source is None and nats,  # other losses begin and fall otherwise
         falls=aim.falls,
         steps=train.steps,
-        tokens_per_step=train.tokens_per_step,
+        # Completions are packed: a step has fewer tokens than its sequences have room for.
+        tokens_per_step=train.tokens_per_step if plan.rollout is None else 0,
         sequence_length=plan.data.sequence_length,
         layout=plan.data.layout,
         optimizer=optimizer.kind,

@@ -20,7 +20,8 @@ from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refu
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
-from bloomery.data.shards import Manifest, Texts
+from bloomery.data.prompts import row_json
+from bloomery.data.shards import Manifest, Texts, open_split
 from bloomery.data.sources.documents import (
     Dataset,
     Document,
@@ -268,6 +269,7 @@ def counted(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
     rows = [
         count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)
     ]
+    has_prompts = manifest.kind == "prompts"
     return DatasetFacts(
         sequences_per_epoch=sum(map(round, rows)) * sequences_per_row(recipe),
         left_out=sum(source.dropped_units + source.all_masked_units for source in laid.packed),
@@ -276,12 +278,20 @@ def counted(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
         texts=manifest.texts,
         tokens=tokens,
         loss_share=1.0 if learned is None or not tokens else learned / tokens,
+        prompts=sum(map(round, rows)) if has_prompts else 0,
+        longest_prompt=longest_document(prepared, manifest) if has_prompts else 0,
         vocab_size=manifest.vocab_size,
         bos_id=manifest.bos_id,
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
         digest=manifest.tokens_digest,
     )
+
+
+def longest_document(prepared: Path, manifest: Manifest) -> int:
+    """In tokens, of the training split."""
+    bounds = open_split(prepared, "train", manifest).bounds
+    return int(max(bounds[1:] - bounds[:-1], default=0))
 
 
 def sequences_per_row(recipe: Recipe) -> int:
@@ -328,15 +338,50 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         for corpus in open_datasets(data, recipe.objective.spec.data_kind)
     )
     tokens = round(size / BYTES_PER_TOKEN)
+    rows = max(1, int(tokens * kept_share) // data.sequence_length)
+    longest_prompt = 0
+    if recipe.objective.spec.data_kind == "prompts":
+        rows, tokens, longest_prompt = _guessed_prompts(recipe)
     return DatasetFacts(
-        sequences_per_epoch=max(1, int(tokens * kept_share) // data.sequence_length)
-        * sequences_per_row(recipe),
+        sequences_per_epoch=rows * sequences_per_row(recipe),
         tokens=tokens,
+        prompts=rows if longest_prompt else 0,
+        longest_prompt=longest_prompt,
         vocab_size=planned_vocabulary(recipe),
         spread=SPREAD + (1 - kept_share) / 2,  # the first rows are a small sample
         template=template,
         texts=texts,
     )
+
+
+def _guessed_prompts(recipe: Recipe) -> tuple[int, int, int]:
+    """How many prompts the files have, their tokens, and those of the longest one among the first rows."""
+    objective = recipe.objective
+    assert isinstance(objective, Rollouts)
+    num_prompts = 0.0
+    tokens = 0.0
+    longest = 0.0
+    for corpus in open_datasets(recipe.data, "prompts"):
+        documents = _first_documents(corpus, recipe.data.on_error, ROWS)
+        examples = [document.example for document in documents if document.example is not None]
+        if not examples:
+            continue
+        # A file has as many rows as rows of the first ones' size.
+        row_bytes = sum(len(row_json(prompt_text(one), one.columns)) for one in examples)
+        lengths = [len(prompt_text(one).encode()) / BYTES_PER_TOKEN for one in examples]
+        rows = corpus.text_bytes * corpus.weight * len(examples) / row_bytes
+        num_prompts += rows
+        tokens += rows * sum(lengths) / len(lengths)
+        longest = max(longest, *lengths)
+    longest = min(longest, recipe.data.sequence_length - objective.max_completion_length)
+    return max(1, round(num_prompts)), max(1, round(tokens)), max(1, round(longest))
+
+
+def prompt_text(example: Example) -> str:
+    """Of messages, their contents one after the other."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(message.content for message in example.prompt)
 
 
 class _TooManyBadRows(Exception):

@@ -30,9 +30,17 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import LayoutPlan, ParallelPlan, PlanReport, RunPlan, Verdict
+from bloomery.plan.types import (
+    LayoutPlan,
+    ParallelPlan,
+    PlanReport,
+    RolloutPlan,
+    RunPlan,
+    Verdict,
+)
 from bloomery.plan.unsupported import untrained
 from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Grpo, Rloo
 
 WIDTH = 100
 LABEL = 10
@@ -254,6 +262,8 @@ def model_line(plan: RunPlan) -> str:
 def batch_lines(plan: RunPlan) -> list[str]:
     train = plan.train
     length = plan.data.sequence_length
+    if plan.rollout is not None:
+        return rollout_lines(plan, plan.rollout)
     cut = f"micro-batch {train.micro_batch_size}, "
     cut += (
         f"gradient accumulation {train.accumulation}"
@@ -264,6 +274,26 @@ def batch_lines(plan: RunPlan) -> list[str]:
     plural = "s" if sequences > 1 else ""
     step = f"{train.tokens_per_step:,} tokens = {sequences:,} sequence{plural} x {length:,} ({cut})"
     return joined([step, *filter(None, (_steps(plan), in_epochs(plan)))])
+
+
+def rollout_lines(plan: RunPlan, rollout: RolloutPlan) -> list[str]:
+    """The completions of a step, how they are packed, and the rollout that they come from."""
+    train = plan.train
+    objective = plan.objective
+    assert isinstance(objective, Grpo | Rloo)
+    completions = train.tokens_per_step // plan.data.sequence_length
+    step = f"{completions:,} completions of at most {objective.max_completion_length:,} tokens"
+    packed = f"packed into about {counted(rollout.micro_batches, 'micro-batches')}"
+    packed += f" of {train.micro_batch_size} x {plan.data.sequence_length:,}"
+    rollout_text = (
+        f"{counted(rollout.num_prompts, 'prompts')} x {objective.num_generations} per rollout"
+    )
+    rollout_text += f", {rollout.slots} at once"
+    if rollout.num_steps > 1:
+        rollout_text += f", trained on for {rollout.num_steps} steps"
+    facts = joined([step, packed])
+    facts += joined([rollout_text, *filter(None, (_steps(plan), in_epochs(plan)))])
+    return facts
 
 
 def _steps(plan: RunPlan) -> str:
@@ -319,6 +349,11 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     for (name, value), remark in zip(parts[:3], (*limit, band), strict=False):
         amount_text = f"{value / size:.{digits if value < 100 * size else 0}f}"  # four columns
         yield f"{name:<15}{amount_text:>4}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
+    if plan.rollout is not None:
+        sampling = plan.rollout.memory.total / size
+        training = plan.rollout.training_memory.total / size
+        parts_in_words = f"sampling completions {sampling:.{digits}f}, a step {training:.{digits}f}"
+        yield from joined([f"the larger of two moments: {parts_in_words} {unit}"])
     smallest_part = 0.5 / 10**digits  # parts that round to 0 are left out
     yield from joined(
         [
@@ -357,7 +392,7 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
         return [
             "unknown: this device is not in the table, and no similar device's figures are used"
         ]
-    rate = step.inverse(plan.train.tokens_per_step)
+    rate = step.inverse(plan.trained_tokens_per_step)
     ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}"
     # Only a GPU has a peak to compare with: a CPU's table holds measured rates.
     if gpu is not None and (peak := gpu.peak_flops(dtype_of(plan))):
@@ -397,6 +432,8 @@ def part_lines(report: PlanReport, profile: Profile) -> list[str]:
     plan = report.plan
     step = report.plan.step_seconds
     gpu = profile.gpu
+    if step is not None and plan.rollout is not None:
+        return rollout_part_lines(plan.rollout, step.value)
     if step is None or gpu is None:
         return []
     shares = sorted(
@@ -423,13 +460,28 @@ def part_lines(report: PlanReport, profile: Profile) -> list[str]:
     return [*joined([f"of which {spent[0]}", *spent[1:]]), *joined(mfu)]
 
 
+def rollout_part_lines(rollout: RolloutPlan, step_seconds: float) -> list[str]:
+    """The parts of a step with its share of a rollout, and what they depend on."""
+    spent = [
+        f"{name} {part.value / step_seconds:.0%}"
+        for name, part in sorted(rollout.seconds.items(), key=lambda item: -item[1].value)
+        if part.value >= 0.005 * step_seconds
+    ]
+    tokens = rollout.completion_tokens
+    assumed = f"assumes completions of {tokens.value:,.0f} tokens ({tokens.low:,.0f} to {tokens.high:,.0f})"
+    return [
+        *joined([f"of which {spent[0]}", *spent[1:]]),
+        *joined([assumed, "the run corrects its ETA after its first rollout"]),
+    ]
+
+
 def reached_flops(plan: RunPlan, step_seconds: float | None = None) -> float:
     """FLOP/s of one device by the usual count: matmuls and all T x T scores, without recomputation."""
     assert plan.step_seconds is not None
     config = plan.model.config
     counted = (
         useful_flops(TrainedModel.of(plan, config), plan.data.sequence_length)
-        * plan.train.tokens_per_step
+        * plan.trained_tokens_per_step
     )
     return (
         counted
@@ -661,7 +713,7 @@ class GpuPlan:
         """Tokens/s: typical, low, high."""
         if self.plan is None or self.plan.step_seconds is None:
             return None
-        rate = self.plan.step_seconds.inverse(self.plan.train.tokens_per_step)
+        rate = self.plan.step_seconds.inverse(self.plan.trained_tokens_per_step)
         return rate.value, rate.low, rate.high
 
     def document(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from bloomery.hardware.profile import Profile, local_caches, with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer, dequantizer
-from bloomery.plan import batch, lengths, mesh, unsupported
+from bloomery.plan import batch, lengths, mesh, rollouts, unsupported
 from bloomery.plan.choices import (
     ASKED,
     arithmetic_choices,
@@ -48,16 +48,25 @@ from bloomery.plan.types import (
     EvalPlan,
     Lengths,
     LoggingPlan,
+    MemoryEstimate,
     ModelPlan,
     OptimizerPlan,
     ParallelPlan,
+    RolloutPlan,
     RunPlan,
     SamplePlan,
     TrainPlan,
 )
 from bloomery.plan.unsupported import refuse_mesh
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import IF_INSTALLED, Command, PipelineTransport, Recipe, Wsd
+from bloomery.recipe.schema import (
+    IF_INSTALLED,
+    Command,
+    PipelineTransport,
+    Recipe,
+    Rollouts,
+    Wsd,
+)
 
 # Libraries of matmuls sum in the same order in every run only with these variables.
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
@@ -171,14 +180,15 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         quantize=recipe.quantize,
         quantized_by=step.dequantizer.value,
         torch=facts.machine.software.torch or "",
-        memory=micro_batching.memory,
+        memory=step.memory,
         step_seconds=step.seconds,
-        total_tokens=None if steps is None else steps * step.tokens.value,
+        total_tokens=None if steps is None else round(steps * step.trained_tokens),
         choices=_decisions(recipe, facts, step),
         lengths=_lengths(recipe),
         dataset=facts.dataset,
         environment=profile.environment.value,
         parallel=step.parallel,
+        rollout=step.rollout,
     )
 
 
@@ -199,6 +209,20 @@ class _Step:
     micro_batching: batch.MicroBatching
     seconds: Estimate | None
     parallel: ParallelPlan | None
+    rollout: RolloutPlan | None
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Of the moment that needs most: a step, or the sampling of completions."""
+        if self.rollout is None:
+            return self.micro_batching.memory
+        return max(
+            self.rollout.training_memory, self.rollout.memory, key=lambda memory: memory.total
+        )
+
+    @property
+    def trained_tokens(self) -> float:
+        return self.tokens.value if self.rollout is None else self.rollout.tokens_per_step
 
 
 def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
@@ -220,6 +244,10 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )
+    if isinstance(recipe.objective, Rollouts):
+        tokens = batch.of_whole_groups(
+            tokens, length, num_generations=recipe.objective.num_generations
+        )
 
     # What one step computes. Compilation needs the length of the run, which needs the batch.
     precision = set_or(profile.dtype, train.precision)
@@ -269,6 +297,12 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         tokens = Choice(micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
         micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
+    rollout = None
+    if isinstance(recipe.objective, Rollouts):
+        rollout = rollouts.plan_rollout(
+            recipe, facts, estimator, micro_batching, parallel, scale.sequences_per_step
+        )
+        seconds = speed.total(rollout.seconds) if rollout.seconds else None
 
     # A run of a wall time has about as many steps as the estimate says; without an estimate they stay unknown.
     step_seconds = seconds.value if seconds else None
@@ -291,6 +325,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         micro_batching=micro_batching,
         seconds=seconds,
         parallel=parallel,
+        rollout=rollout,
     )
 
 

@@ -96,6 +96,8 @@ class DatasetFacts(PlanPart):
     pad_id: int | None = None
     spread: float = 0.0
     loss_share: float = 1.0  # loss tokens over all tokens
+    prompts: int = 0  # of an epoch, where the dataset has prompts
+    longest_prompt: int = 0  # in tokens
     left_out: int = 0
     cut_short: int = 0
     template: str = ""  # a description of the chat template
@@ -318,6 +320,33 @@ class ParallelPlan(PlanPart):
         return ""
 
 
+class RolloutPlan(PlanPart):
+    """How the completions of a rollout are sampled, with what that needs in addition to the steps that train on them.
+
+    `slots`, `memory` and `micro_batches`, those of a step as packed, are of one rank. `seconds`: of one step by part,
+    with a share of the rollout's; empty where the device is unknown.
+    """
+
+    num_prompts: PositiveInt
+    num_completions: PositiveInt
+    num_steps: PositiveInt  # that train on a rollout
+    steps_per_pass: PositiveInt  # each of them trains on a part of the completions
+    slots: PositiveInt  # completions that are decoded at once
+    slot_tokens: PositiveInt  # that a slot has room for
+    prompt_tokens: float  # on average
+    completion_tokens: Estimate  # on average
+    micro_batches: PositiveInt
+    memory: MemoryEstimate  # while completions are sampled
+    training_memory: MemoryEstimate  # of a step
+    seconds: dict[str, Estimate]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of the samples that a step trains on, all ranks together."""
+        samples = self.num_completions / self.steps_per_pass
+        return samples * (self.prompt_tokens + self.completion_tokens.value)
+
+
 class RunPlan(PlanPart):
     """Everything a run executes. Stored as `plan.json`; `PlanReport` adds the figures of its page."""
 
@@ -347,6 +376,12 @@ class RunPlan(PlanPart):
     # Keys that a fallback changed so that numbers differ, one entry for each time.
     recovered: tuple[str, ...] = ()
     parallel: ParallelPlan | None = None  # None: one device
+    rollout: RolloutPlan | None = None  # None: steps read the dataset
+
+    @property
+    def trained_tokens_per_step(self) -> float:
+        """Tokens that count as trained on: a step's with its padding, or those of its completions and prompts."""
+        return self.train.tokens_per_step if self.rollout is None else self.rollout.tokens_per_step
 
     @property
     def seconds(self) -> Estimate | None:

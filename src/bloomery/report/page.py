@@ -451,7 +451,7 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
         ),
         (
             "tokens per second",
-            plan.train.tokens_per_step / step if step else None,
+            plan.trained_tokens_per_step / step if step else None,
             record.tokens_per_second,
         ),
         ("training time, s", planned_seconds, summary.training_seconds),

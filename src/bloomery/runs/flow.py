@@ -154,7 +154,7 @@ class Flow:
             return {}
         plan = read_plan(self.folder.plan)
         rate = (
-            plan.step_seconds.inverse(plan.train.tokens_per_step).value
+            plan.step_seconds.inverse(plan.trained_tokens_per_step).value
             if plan.step_seconds is not None
             else None
         )

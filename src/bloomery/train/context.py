@@ -384,6 +384,7 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
             loss_unit=context.objective.loss_unit,
             epochs=in_epochs(plan),
             build_seconds=build_seconds,
+            steps_per_rollout=None if plan.rollout is None else plan.rollout.num_steps,
             reasons={
                 decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices
             },

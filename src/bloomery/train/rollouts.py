@@ -48,7 +48,6 @@ from bloomery.train.sampler import Sampler
 from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
-SLOTS = 64  # completions that are decoded at once
 REPORT_SECONDS = 1.0
 HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
 
@@ -71,9 +70,10 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class HeldOutReward:
-    """The mean reward of the completions of held-out prompts, and how many tokens these have."""
+    """The mean reward of one completion of each held-out prompt, and how many tokens these have."""
 
     reward: float
+    prompts: int
     tokens: int
     seconds: float
 
@@ -162,12 +162,14 @@ class RolloutSource:
             prompts,
             1,
             lambda place, number, position: mix(plan.train.seed, HELD_OUT, place, number, position),
+            phase="evaluation",
         )
         totals = [total for total in self._scored(prompts, completions).totals if total == total]
         if not totals:
             return None
         return HeldOutReward(
             sum(totals) / len(totals),
+            len(totals),
             sum(len(text.ids) for text in completions),
             time.perf_counter() - start_time,
         )
@@ -198,7 +200,8 @@ class RolloutSource:
         # 2. Rewards, and by how much each completion is better than the others of its prompt.
         start_time = time.perf_counter()
         if self._rewards_are_slow:
-            self._emit(Phase(name="reward", done=0, total=num_completions))
+            step = self._state.progress.step
+            self._emit(Phase(step=step, name="reward", done=0, total=num_completions))
         scored = self._scored(prompts, completions)
         reward_seconds = time.perf_counter() - start_time
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS

@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -17,6 +18,7 @@ from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
 from bloomery.model.group_decoding import Completion, GroupSampling, draw_completions
 from bloomery.model.io.parameters import full
+from bloomery.model.limits import ROLLOUT_SLOTS
 from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import Emit, Phase, Recovered
 from bloomery.parallel.mesh import Mesh
@@ -26,7 +28,6 @@ from bloomery.train.process import out_of_memory
 from bloomery.train.run import OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.state import TrainState, empty_model
 
-SLOTS = 64  # completions that are decoded at once
 FORWARDS_PER_CHECK = 16  # of one of several ranks, from one agreement to the next
 REPORT_SECONDS = 1.0
 
@@ -44,12 +45,14 @@ class Agreement:
         mesh: Mesh,
         *,
         total: int,
+        phase: Phase,
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
     ) -> None:
         self._mesh = mesh
         self._total = total
+        self._phase = phase
         self._emit = emit
         self._stop = stop
         self._time_is_up = time_is_up
@@ -78,7 +81,8 @@ class Agreement:
             raise TimeIsUp
         if time.monotonic() - self._last_report > REPORT_SECONDS:
             self._last_report = time.monotonic()
-            self._emit(Phase(name="rollout", done=done_of_all, total=self._total))
+            phase = replace(self._phase, done=done_of_all, total=self._total, time=time.time())
+            self._emit(phase)
         return num_waiting == self._mesh.world
 
 
@@ -98,7 +102,7 @@ class Sampler:
         self._sampling = sampling
         self._emit = emit
         self._stop = stop
-        self._slots = SLOTS
+        self._slots = ROLLOUT_SLOTS
 
     @property
     def _mesh(self) -> Mesh:
@@ -112,10 +116,12 @@ class Sampler:
         key: Callable[[int, int, int], int],
         *,
         time_is_up: Callable[[], bool] = lambda: False,
+        phase: str = "rollout",
     ) -> list[Completion]:
         """`num_generations` of each prompt, in order, on every rank; all completions of a prompt are of one rank.
 
         `key`: of a random number, by place of prompt, completion and token. `time_is_up`: asked on the first rank.
+        `phase`: the name of its progress.
         Raises Stopped, TimeIsUp, NotFinite and OutOfMemory.
         """
         mesh = self._mesh
@@ -123,6 +129,7 @@ class Sampler:
         agreement = Agreement(
             mesh,
             total=len(prompts) * num_generations,
+            phase=Phase(step=self._state.progress.step, name=phase),
             emit=self._emit,
             stop=self._stop,
             time_is_up=time_is_up,

@@ -10,12 +10,13 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from bloomery.core.units import counted
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, Warned
-from bloomery.monitor.summary import MEASURABLE_TOKENS
+from bloomery.monitor.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.types import EvalPlan
@@ -41,6 +42,7 @@ class EvalResult:
     bytes: int | None
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
+    prompts: int = 0  # of which completions were rewarded
 
     @classmethod
     def of_reward(cls, held_out: HeldOutReward) -> "EvalResult":
@@ -51,6 +53,7 @@ class EvalResult:
             bytes=None,
             seconds=held_out.seconds,
             metrics={"reward": held_out.reward},
+            prompts=held_out.prompts,
         )
 
     @property
@@ -200,15 +203,18 @@ def warn_of_few_tokens(context: RunContext, result: EvalResult, *, is_first: boo
     """Report an early stop, and at the first evaluation and at an early stop, that too few tokens decide."""
     progress = context.state.progress
     shortage = ""
-    if result.tokens < MEASURABLE_TOKENS:
+    if result.prompts:
+        if result.prompts < MEASURABLE_PROMPTS:
+            held_out = counted(result.prompts, "held-out prompts")
+            shortage = f"an evaluation has {held_out}, fewer than {MEASURABLE_PROMPTS}"
+    elif result.tokens < MEASURABLE_TOKENS:
         shortage = (
             f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
         )
 
     if context.stops_early:
-        reason = (
-            f"early stopping: {progress.evaluations_since_best} evaluations without a lower loss"
-        )
+        better = "a higher reward" if result.prompts else "a lower loss"
+        reason = f"early stopping: {progress.evaluations_since_best} evaluations without {better}"
         if progress.best_step is not None:
             reason += f" than that of step {progress.best_step:,}"
         if shortage:

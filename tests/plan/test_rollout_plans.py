@@ -1,0 +1,215 @@
+"""Plans of runs that train on their own completions. Oracles: the tensors of a real rollout, `pack`, and arithmetic."""
+
+import pytest
+import torch
+from plan_help import gpu_machine, loaded, machine, planned, reported
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.model.cache import Cache
+from bloomery.model.limits import ROLLOUT_SLOTS
+from bloomery.plan.advise import edited
+from bloomery.plan.page import page
+from bloomery.plan.types import DatasetFacts
+from bloomery.recipe.load import load_recipe
+from bloomery.train.rollout import Sample, pack
+
+VERIFIER = {"verifier": "exact_match", "column": "answer"}
+LARGE = {
+    "family": "llama",
+    "hidden_size": 1024,
+    "num_layers": 16,
+    "num_heads": 16,
+    "max_positions": 4096,
+    "vocab_size": 32_000,
+}
+
+
+def rl(*, objective=None, train=None, data=None, **sections):
+    """A small run with rewards: 8 completions of each of 4 prompts in a step, of 32 tokens at most."""
+    kind = {"kind": "grpo", "max_completion_length": 32, **(objective or {})}
+    return loaded(
+        objective=kind,
+        rewards=[VERIFIER],
+        data={"sequence_length": 128, "builtin": None, "path": "prompts.jsonl", **(data or {})},
+        train={"batch_size": 32, "tokens_per_step": "auto", "max_steps": 10, **(train or {})},
+        **sections,
+    )
+
+
+def prompts(count=100, *, tokens=20, longest=40):
+    return DatasetFacts(
+        sequences_per_epoch=count * 8,
+        tokens=count * tokens,
+        vocab_size=None,
+        prompts=count,
+        longest_prompt=longest,
+    )
+
+
+def test_a_plan_says_what_a_rollout_is():
+    plan = planned(rl(), machine(), dataset=prompts())
+    rollout = plan.rollout
+    assert (rollout.num_prompts, rollout.num_completions, rollout.slots) == (4, 32, 32)
+    assert rollout.slot_tokens == 40 + 32
+    assert (rollout.num_steps, rollout.prompt_tokens) == (1, 20)
+    assert plan.epochs == pytest.approx(10 * 4 / 100)
+    several = {"num_iterations": 2, "steps_per_generation": 4}
+    later = planned(rl(objective=several), machine(), dataset=prompts()).rollout
+    assert (later.num_prompts, later.num_completions, later.num_steps) == (16, 128, 8)
+    assert later.slots == ROLLOUT_SLOTS
+
+
+def test_the_cache_has_the_bytes_of_the_one_that_samples():
+    plan = planned(rl(), machine(), dataset=prompts())
+    rollout = plan.rollout
+    config = plan.model.config
+    cache = Cache(config, rollout.slot_tokens, rollout.slots)
+    for layer in cache.layers:
+        layer.memory(config.num_kv_heads, config.head_dim, torch.zeros(1))
+    counted = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert rollout.memory.parts["KV cache"] == counted
+
+
+@pytest.mark.parametrize("prompt_tokens", [10, 31, 70])
+def test_micro_batches_are_those_of_completions_packed(prompt_tokens):
+    facts = prompts(tokens=prompt_tokens, longest=prompt_tokens)
+    plan = planned(rl(train={"micro_batch_size": 2}), machine(), dataset=facts)
+    sample = Sample(tuple(range(prompt_tokens)), tuple(range(32)), (0.0,) * 32)
+    batches, _ = pack([sample] * 32, length=128, rows=2)
+    expected = plan.rollout.completion_tokens.value
+    assert expected == pytest.approx(30, abs=1)  # of 256 tokens one ends a completion
+    assert plan.rollout.micro_batches == len(batches)
+
+
+def test_seconds_have_parts_that_add_up():
+    plan = planned(rl(), machine(), dataset=prompts())
+    seconds = plan.rollout.seconds
+    assert seconds.keys() == {"generation", "rewards", "update"}
+    assert plan.step_seconds.value == pytest.approx(sum(part.value for part in seconds.values()))
+    assert plan.step_seconds.low < plan.step_seconds.value < plan.step_seconds.high
+    assert plan.seconds.value == pytest.approx(10 * plan.step_seconds.value)
+
+    # A rollout for two steps is paid once, and needs its log-probabilities before the first.
+    twice = planned(rl(objective={"num_iterations": 2}), machine(), dataset=prompts()).rollout
+    assert twice.seconds["generation"].value == pytest.approx(seconds["generation"].value / 2)
+    assert twice.seconds["update"].value == pytest.approx(seconds["update"].value)
+    passes = twice.seconds["log-probabilities"].value
+    assert passes == pytest.approx(twice.seconds["update"].value / 3 / 2)
+
+    # RLOO with a penalty: the old model's and the reference model's.
+    adapter = {"kind": "lora", "target_modules": ["q_proj", "v_proj"]}
+    rloo = rl(objective={"kind": "rloo"}, train={"batch_size": 32}, adapter=adapter)
+    both = planned(rloo, machine(), dataset=prompts()).rollout.seconds
+    assert both["log-probabilities"].value == pytest.approx(2 * both["update"].value / 2)
+
+
+def test_longer_completions_take_longer_and_need_more():
+    short = planned(rl(), machine(), dataset=prompts()).rollout
+    long = planned(rl(objective={"max_completion_length": 64}), machine(), dataset=prompts())
+    assert long.rollout.seconds["generation"].value > 1.5 * short.seconds["generation"].value
+    assert long.rollout.memory.parts["KV cache"] > short.memory.parts["KV cache"]
+
+
+@pytest.mark.parametrize("gpu", ["RX 6700 XT", "MI300X"])
+def test_a_gpu_reads_every_weight_for_each_forward(gpu):
+    plan = planned(rl(model=LARGE), gpu_machine(gpu), dataset=prompts())
+    seconds = plan.rollout.seconds["generation"]
+    assert 0 < seconds.low < seconds.value < seconds.high
+    assert "rollout" not in plan.memory.parts  # which the host keeps
+    assert plan.rollout.memory.parts["context"] > 0
+
+
+def test_ranks_share_out_the_prompts():
+    alone = planned(rl(), machine(), dataset=prompts()).rollout
+    both = planned(
+        rl(parallel={"replicate": 2, "shard": 1}), machine(), dataset=prompts(), gpus=2
+    ).rollout
+    assert (both.num_completions, both.slots) == (32, alone.slots // 2)
+    assert both.memory.parts["KV cache"] == alone.memory.parts["KV cache"] / 2
+    # Two ranks of one CPU have half of its cores each.
+    assert both.seconds["generation"].value == pytest.approx(
+        alone.seconds["generation"].value, rel=0.3
+    )
+
+
+def test_edits_of_a_run_that_does_not_fit_make_its_rollouts_smaller():
+    """The cache of 64 slots of 3,000 tokens: 25 GiB in float32."""
+    wide = rl(
+        model=LARGE,
+        objective={"max_completion_length": 3000},
+        data={"sequence_length": 4096},
+        train={"batch_size": 64, "micro_batch_size": 1},
+    )
+    facts = prompts(tokens=60, longest=80)
+    report = reported(wide, machine(free_gib=12), dataset=facts)
+    plan = report.plan
+    assert not plan.fits
+    assert plan.memory == plan.rollout.memory
+    keys = {suggestion.edit.partition("=")[0] for suggestion in report.suggestions}
+    assert "objective.max_completion_length" in keys
+    assert "train.batch_size" in keys
+    for suggestion in report.suggestions:
+        again = planned(edited(wide, suggestion.edit), machine(free_gib=12), dataset=facts)
+        assert again.fits == (", fits; " in suggestion.saves)
+        assert again.memory.total < plan.memory.total
+
+
+def test_a_step_of_one_prompt_has_fewer_generations_to_save():
+    wide = rl(
+        model=LARGE,
+        objective={"max_completion_length": 3000, "num_generations": 32},
+        data={"sequence_length": 4096},
+        train={"batch_size": 32, "micro_batch_size": 1},
+    )
+    report = reported(wide, machine(free_gib=10), dataset=prompts(tokens=60, longest=80))
+    edits = [suggestion.edit for suggestion in report.suggestions]
+    assert any(edit.startswith("objective.num_generations=") for edit in edits)
+
+
+def test_the_page_has_the_rollout(tmp_path):
+    where = machine(free_gib=20)
+    report = reported(rl(), where, dataset=prompts())
+    lines = page(report, where, source="rl.yaml", commands=["train"])
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 100
+    assert "32 completions of at most 32 tokens" in text
+    assert "4 prompts x 8 per rollout, 32 at once" in text
+    assert "of which generation" in text
+    assert "4,096 tokens = 32 sequences" not in text
+
+
+def test_a_batch_that_the_recipe_leaves_open_holds_whole_groups():
+    plan = planned(
+        rl(objective={"num_generations": 6}, train={"batch_size": None}), machine(), dataset=None
+    )
+    assert plan.train.sequences_per_step % 6 == 0
+    with pytest.raises(UserError, match="no multiple"):
+        planned(
+            rl(
+                objective={"num_generations": 6},
+                train={"batch_size": None, "tokens_per_step": 128 * 8},
+            ),
+            machine(),
+        )
+
+
+def test_prompts_of_files_are_counted_by_their_rows(tmp_path, monkeypatch):
+    """Before `prepare`; their other columns are no part of the prompts."""
+    from bloomery.plan.gather import guessed
+
+    monkeypatch.chdir(tmp_path)
+    row = '{"prompt": "What is 12 + 13?", "answer": "25", "notes": "%s"}\n' % ("x" * 400)
+    (tmp_path / "prompts.jsonl").write_text(row * 200)
+    recipe = rl(tokenizer={"train": {"vocab_size": 300}}).recipe
+    facts = guessed(recipe)
+    assert facts.prompts == pytest.approx(200, rel=0.1)
+    assert facts.tokens / facts.prompts == pytest.approx(16 / 3.4, rel=0.2)
+    assert facts.sequences_per_epoch == facts.prompts * 8
+
+
+def test_a_packaged_plan_without_rollouts_has_none():
+    plan = planned(load_recipe("go-coder-125m"), machine(free_gib=20))
+    assert plan.rollout is None
+    assert plan.trained_tokens_per_step == plan.train.tokens_per_step
+    assert plan.memory.total < 20 * GIB
