@@ -36,11 +36,11 @@ KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
 # `bloomery serve` listens, for it is a server: on 127.0.0.1, elsewhere only with a token (tests/serve).
 # The script that mines functions evaluates arguments that it spells out itself.
-# graded.py is the program of two processes inside the sandbox of `eval --run-code` (tests/runs/tasks/test_sandbox.py).
+# graded.py is the program of two processes inside the sandbox of `eval --run-code` (tests/core/test_sandbox.py).
 ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
     "src/bloomery/core/ports.py": ["listener.bind", "listener.bind"],
-    "src/bloomery/runs/tasks/graded.py": [
+    "src/bloomery/core/sandbox/graded.py": [
         "compile",
         "exec",
         "compile",

@@ -7,6 +7,7 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.train import rewards as rewards_module
 from bloomery.train.rewards import Rewards, RewardSource
+from bloomery.train.run import Stopped
 from bloomery.train.verifiers import verifier_of
 
 GOOD = """
@@ -182,6 +183,107 @@ def test_verifiers_by_hand(name, settings, completion, expected, reward):
     column = {} if expected is None else {"column": "answer"}
     verify = verifier_of(name, settings | column)
     columns = {} if expected is None else {"answer": [expected]}
-    assert verify(completions=[completion], **columns) == [reward]
+    assert verify(prompts=["?"], completions=[completion], **columns) == [reward]
     message = [{"role": "assistant", "content": completion}]
-    assert verify(completions=[message], **columns) == [reward]
+    assert verify(prompts=["?"], completions=[message], **columns) == [reward]
+
+
+def verified(verifier, *, on_error="stop", completions, columns, prompts=None, **settings):
+    job = {"verifier": verifier, "settings": {"column": "answer"} | settings}
+    with Rewards([RewardSource(name="v", job=job)], on_error=on_error) as rewards:
+        return rewards.score(
+            prompts or ["?"] * len(completions), completions, [[0]] * len(completions), columns
+        )
+
+
+def test_a_schema_of_each_row_judges_its_completions():
+    schemas = [{"type": "integer"}, '{"type": "string"}', None, {"type": "integer"}]
+    completions = ["3", '"x"', "3", "[]"]
+    scored = verified("json_schema", completions=completions, columns={"answer": schemas})
+    assert scored.by_name["v"] == [1.0, 1.0, None, 0.0]
+    one = verified(
+        "json_schema",
+        completions=['{"b": 1, "a": 2}', "{}"],
+        columns={},
+        column=None,
+        json_schema={"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]},
+    )
+    assert one.by_name["v"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "words"),
+    [
+        ("json_schema", "{", "no JSON schema"),
+        ("json_schema", {"not": {}}, "not supported"),
+        ("json_schema", 3, "an object"),
+        ("unit_tests", "assert (", "no Python"),
+        ("length", "many", "'many'"),
+    ],
+)
+def test_a_row_that_cannot_be_judged_stops_or_is_skipped(verifier, answer, words):
+    good = {"json_schema": {"type": "integer"}, "unit_tests": None, "length": 5}[verifier]
+    case = dict(
+        completions=["3", "3"],
+        columns={"answer": [good, answer]},
+        prompts=["fine", "the bad one"],
+        program_seconds=1.0,
+        program_memory=2**28,
+    )
+    with pytest.raises(UserError) as refusal:
+        verified(verifier, **case)
+    assert "cannot judge the prompt 'the bad one'" in refusal.value.problem
+    assert words in refusal.value.problem
+    assert "data.on_error=skip" in refusal.value.fix
+    if good is not None:
+        scored = verified(verifier, on_error="skip", **case)
+        assert scored.by_name["v"] == [1.0, None]
+        assert len(scored.skipped) == 1 and "'the bad one'" in scored.skipped[0]
+
+
+def test_a_column_that_the_dataset_lacks_is_said_before_anything_is_drawn(source):
+    for reward in (
+        source("score"),
+        RewardSource(name="v", job={"verifier": "math", "settings": {"column": "answer"}}),
+    ):
+        with Rewards([reward], columns=["question"]) as rewards:
+            with pytest.raises(UserError, match="no column answer") as refusal:
+                rewards.start()
+            assert "question" in refusal.value.fix
+    with Rewards([source("score"), source("raises")], columns=["answer"]) as rewards:
+        rewards.start()
+
+
+def test_workers_run_at_the_same_time(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import time\ndef f(prompts, **_):\n    time.sleep(1.5)\n    return [1.0] * len(prompts)\n"
+    )
+    sources = [
+        RewardSource(name=name, job={"file": str(file), "function": "f"}) for name in ("a", "b")
+    ]
+    with Rewards(sources) as rewards:
+        rewards.start()
+        start_time = time.monotonic()
+        rewards.score(["?"], [""], [[0]], {})
+        assert time.monotonic() - start_time < 2.9
+
+
+def test_a_copy_that_forked_answers_nothing(tmp_path):
+    """Both processes return from the function; the second answer would be taken for that of the next call."""
+    file = tmp_path / "forking.py"
+    file.write_text(
+        "import os\ndef f(prompts, **_):\n    return [float(prompts[0]) + (100 if os.fork() == 0 else 0)]\n"
+    )
+    with Rewards([RewardSource(name="f", job={"file": str(file), "function": "f"})]) as rewards:
+        for number in range(5):
+            assert rewards.score([str(number)], [""], [[0]], {}).totals == (float(number),)
+            time.sleep(0.05)
+
+
+def test_a_stop_does_not_wait_for_a_reward(source):
+    with Rewards([source("hangs")], stop=lambda: True) as rewards:
+        start_time = time.monotonic()
+        with pytest.raises(Stopped):
+            rewards.score(["?"], [""], [[0]], {})
+        assert time.monotonic() - start_time < 30

@@ -123,6 +123,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             layout=recipe.data.layout,
             pin_memory=set_or(profile.pin_memory, recipe.data.pin_memory).value,
             prefetch=set_or(profile.prefetch, recipe.data.prefetch).value,
+            on_error=recipe.data.on_error,
         ),
         optimizer=_optimizer(recipe, scale, fused=_fused(recipe, facts).value),
         train=TrainPlan(

@@ -4,6 +4,7 @@ The matrix: every feature by every axis of the mesh, tested or refused with a re
 LoRA; PEFT is not imported.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -277,19 +278,24 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
 
 
 def _refuse_verifier(reward: VerifierReward) -> None:
-    """Raises UserError for a verifier without what it compares with."""
-    if reward.verifier in ("json_schema", "unit_tests"):
-        raise UserError(
-            f"not supported yet: the verifier {reward.verifier}",
-            where="rewards",
-            fix="write it as a Python reward: rewards=[{python: my_rewards.py:score}]",
-            code=2,
-        )
+    """Raises UserError for a verifier without what it compares with, or with a pattern that is none."""
+    if reward.pattern is not None:
+        try:
+            re.compile(reward.pattern)
+        except re.error as error:
+            raise UserError(
+                f"the pattern of the reward {reward_name(reward)} is no regular expression: {error}",
+                where="rewards",
+                fix=r"write one such as '<answer>(.*)</answer>'",
+                code=2,
+            ) from error
     needed_keys = {
         "exact_match": ("column",),
         "math": ("column",),
         "regex": ("pattern",),
         "length": ("max_characters", "column"),
+        "json_schema": ("column", "json_schema"),
+        "unit_tests": ("column",),
     }[reward.verifier]
     if all(getattr(reward, key) is None for key in needed_keys):
         raise UserError(

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from bloomery.core.units import Duration, Unit
+from bloomery.core.units import GIB, MIB, Duration, Unit
 from bloomery.recipe.values import (
     Auto,
     Checkpointing,
@@ -32,6 +32,7 @@ from bloomery.recipe.values import (
     FilePath,
     Length,
     LengthOrNothing,
+    Memory,
     OneOrMore,
     PositiveOrNone,
     Precision,
@@ -569,6 +570,7 @@ class PythonReward(RewardSource):
         examples=["my_rewards.py:score"],
     )
     timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
+    memory: Memory = key(4 * GIB, "Address space of its process.", "4GiB")
 
 
 class VerifierReward(RewardSource):
@@ -586,6 +588,14 @@ class VerifierReward(RewardSource):
     max_characters: PositiveInt | None = key(
         None, "length: characters up to which a completion has the whole reward.", 400
     )
+    json_schema: dict[str, Any] | None = key(
+        None, "json_schema: the schema of every row, in place of a column.", {"type": "object"}
+    )
+    program_timeout: WallTime = key(
+        Duration(5.0, "seconds"),
+        "unit_tests: longest CPU time of one program; after twice as long it is ended.",
+    )
+    program_memory: Memory = key(256 * MIB, "unit_tests: memory of one program.", "256MiB")
     timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
 
 
@@ -920,10 +930,17 @@ class Recipe(Section):
         [],
         "grpo and rloo: what scores the completions.",
         [
-            {"python": "my_rewards.py:score", "timeout": "60s"},
+            {"python": "my_rewards.py:score", "timeout": "60s", "memory": "4GiB"},
             {"verifier": "exact_match", "column": "answer"},
             {"verifier": "regex", "column": "answer", "pattern": "<answer>(.*)</answer>"},
             {"verifier": "length", "max_characters": 400},
+            {"verifier": "json_schema", "json_schema": {"type": "object"}},
+            {
+                "verifier": "unit_tests",
+                "column": "test",
+                "program_timeout": "5s",
+                "program_memory": "256MiB",
+            },
         ],
     )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")

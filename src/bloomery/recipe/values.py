@@ -166,6 +166,14 @@ def _wall_time(text: str | float) -> Duration:
     return duration
 
 
+def _memory(value: object) -> int:
+    num_bytes = parse_bytes(_word(value, "4GiB"))
+    if not 0 < num_bytes <= _MOST:
+        raise ValueError(f"{str(value)[:40]} is not a size; write 4GiB or 500MB")
+    return round(num_bytes)
+
+
+Memory = Annotated[int, BeforeValidator(_memory, json_schema_input_type=str | int)]
 ClaimedNumber = Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]
 ClaimedTime = Annotated[ClaimedRange, claimed(_wall_time, "8h or 5 to 7 days")]
 ClaimedBytes = Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")]

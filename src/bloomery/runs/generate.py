@@ -35,7 +35,7 @@ from bloomery.model.decoding import (
     known_ids,
     sample_tokens,
 )
-from bloomery.runs.grammar_trial import GrammarTrials, unsupported_schema
+from bloomery.model.grammar_trial import GrammarTrials, unsupported_schema
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 

@@ -6,54 +6,102 @@ waited for no longer than its timeout, and every answer is checked; what is wron
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
-from bloomery.core.child import Child
+from bloomery.core.child import Child, Message
 from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.train.run import Stopped
 
 WORKER = "bloomery.train.rewards_worker"
 START_SECONDS = 60.0  # of a worker, beside the imports of the user's file
-MEMORY_BYTES = 4 * 2**30  # of a worker: a reward that floods memory fails, and not the run
+MEMORY_BYTES = 4 * GIB  # of a worker: a reward that floods memory fails, and not the run
+POLL_SECONDS = 0.2  # between two looks whether the run is to stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSource:
-    """One reward. `job`: what the worker runs; `timeout` in seconds, for all completions of a rollout."""
+    """One reward. `job`: what the worker runs.
+
+    `timeout` in seconds, for all completions of a rollout; `seconds_of` adds to it by how many completions there are.
+    """
 
     name: str
     job: Mapping[str, Any]
     weight: float = 1.0
     timeout: float = 60.0
+    seconds_of: Callable[[int], float] = lambda _: 0.0
+    memory: int = MEMORY_BYTES
 
 
 @dataclass(frozen=True)
 class ScoredCompletions:
     """`by_name`: of every reward, one number a completion, None where it abstained. `totals`: their weighted sums; NaN
-    where every reward abstained.
+    where every reward abstained. `skipped`: why verifiers could not judge some.
     """
 
     by_name: Mapping[str, Sequence[float | None]]
     totals: tuple[float, ...]
+    skipped: tuple[str, ...] = ()
 
 
 @final
 class Rewards:
-    """The rewards of a run; used as a context, which ends the workers."""
+    """The rewards of a run; used as a context, which ends the workers.
 
-    def __init__(self, sources: Sequence[RewardSource]) -> None:
+    `columns`: those that the dataset has for rewards, None if unknown. `on_error`: at a row that a verifier cannot
+    judge, stop or skip it. `stop`: whether the run is to stop, also while a reward is waited for.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RewardSource],
+        *,
+        columns: Sequence[str] | None = None,
+        on_error: Literal["stop", "skip"] = "stop",
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._sources = list(sources)
-        self._stack = ExitStack()
+        self._columns = None if columns is None else list(columns)
+        self._on_error = on_error
+        self._stop = stop
         self._children = dict[str, Child]()
 
     def __enter__(self) -> "Rewards":
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        self._children.clear()
-        self._stack.close()
+        while self._children:
+            self._children.popitem()[1].close()
+
+    def start(self) -> None:
+        """Starts the workers that do not run yet, all at once. Raises UserError for one that cannot be loaded."""
+        new_sources = [source for source in self._sources if source.name not in self._children]
+        for source in new_sources:
+            job = {
+                **source.job,
+                "name": source.name,
+                "memory": source.memory,
+                "columns": self._columns,
+                "on_error": self._on_error,
+            }
+            self._children[source.name] = Child(WORKER, job, environment=os.environ).start()
+        for source in new_sources:
+            answer = self._children[source.name].next(START_SECONDS)
+            if answer == "silent":
+                problem = f"the reward {source.name} did not load within {START_SECONDS:g} s"
+                raise self._failed(source, problem, "move slow work out of the file's top level")
+            if answer == "ended":
+                ending = self._children[source.name].ending()
+                raise self._failed(
+                    source, f"the reward {source.name} did not load: {ending}", "correct its file"
+                )
+            assert isinstance(answer, dict)
+            if "error" in answer:
+                raise self._failed(source, answer["error"], answer["fix"])
 
     def score(
         self,
@@ -61,16 +109,36 @@ class Rewards:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
+        others: Mapping[str, tuple[float, Sequence[float | None]]] | None = None,
     ) -> ScoredCompletions:
-        """Calls each reward once, with one entry a completion. Raises UserError for one that fails."""
+        """Calls each reward once, with one entry a completion. `others`: weights and numbers of further rewards.
+
+        Raises UserError for one that fails, Stopped where the run is to stop meanwhile.
+        """
         request = {
             "prompts": list(prompts),
             "completions": list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "columns": {name: list(values) for name, values in columns.items()},
         }
-        by_name = {source.name: self._answer(source, request) for source in self._sources}
+
+        # All workers are asked before the first is waited for: they run at the same time.
+        self.start()
+        start_time = time.monotonic()
+        for source in self._sources:
+            self._children[source.name].send(request, seconds=source.timeout)
+        by_name: dict[str, Sequence[float | None]] = {}
+        skipped: list[str] = []
+        for source in self._sources:
+            answer = self._answer(source, start_time, len(completions))
+            by_name[source.name] = answer["rewards"]
+            skipped += answer["skipped"]
+
+        # The weighted sum of those that did not abstain.
         weights = {source.name: source.weight for source in self._sources}
+        for name, (weight, rewards) in (others or {}).items():
+            by_name[name] = rewards
+            weights[name] = weight
         totals = []
         for index in range(len(completions)):
             weighted = [
@@ -79,19 +147,24 @@ class Rewards:
                 if (reward := rewards[index]) is not None
             ]
             totals.append(sum(weighted) if weighted else math.nan)
-        return ScoredCompletions(by_name, tuple(totals))
+        return ScoredCompletions(by_name, tuple(totals), tuple(skipped))
 
-    def _answer(self, source: RewardSource, request: Mapping[str, Any]) -> list[float | None]:
-        """The checked numbers of one reward."""
-        where = f"rewards, {source.name}"
-        child = self._worker(source)
-        answer = child.ask(request, seconds=source.timeout)
+    def _answer(self, source: RewardSource, start_time: float, count: int) -> Message:
+        """The checked numbers of one reward, which was asked at `start_time`."""
+        child = self._children[source.name]
+        timeout = source.timeout + source.seconds_of(count)
+        deadline = start_time + timeout
+        answer = child.next(min(POLL_SECONDS, timeout))
+        while answer == "silent" and time.monotonic() < deadline:
+            if self._stop():
+                raise Stopped
+            answer = child.next(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         if answer == "silent":
             raise self._failed(
                 source,
-                f"the reward {source.name} did not answer within {source.timeout:g} s for"
-                f" {len(request['prompts']):,} completions",
-                f"make it faster, or set a longer timeout in rewards ({where})",
+                f"the reward {source.name} did not answer within {timeout:g} s for"
+                f" {count:,} completions",
+                f"make it faster, or set a longer timeout in rewards (rewards, {source.name})",
             )
         if answer == "ended":
             problem = f"the reward {source.name} ended its process: {child.ending()}"
@@ -99,28 +172,7 @@ class Rewards:
         assert isinstance(answer, dict)
         if "error" in answer:
             raise self._failed(source, answer["error"], answer["fix"])
-        rewards: list[float | None] = answer["rewards"]
-        return rewards
-
-    def _worker(self, source: RewardSource) -> Child:
-        """The running worker of the reward; it has loaded its function."""
-        child = self._children.get(source.name)
-        if child is not None:
-            return child
-        job = {**source.job, "name": source.name, "memory": MEMORY_BYTES}
-        child = self._stack.enter_context(Child(WORKER, job, environment=os.environ))
-        answer = child.next(START_SECONDS)
-        if answer == "silent":
-            problem = f"the reward {source.name} did not load within {START_SECONDS:g} s"
-            raise self._failed(source, problem, "move slow work out of the file's top level")
-        if answer == "ended":
-            problem = f"the reward {source.name} did not load: {child.ending()}"
-            raise self._failed(source, problem, "correct its file")
-        assert isinstance(answer, dict)
-        if "error" in answer:
-            raise self._failed(source, answer["error"], answer["fix"])
-        self._children[source.name] = child
-        return child
+        return answer
 
     def _failed(self, source: RewardSource, problem: str, fix: str) -> UserError:
         """The error; the worker is of no more use."""

@@ -6,6 +6,7 @@ Does not import torch. What the function prints goes to the parent's log of this
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.child import accept, reply, requests
-from bloomery.train.verifiers import verifier_of
+from bloomery.core.errors import UserError
+from bloomery.train.verifiers import Unjudged, verifier_of
 
 Reward = Callable[..., Any]
+SHOWN = 80  # characters of a prompt in a message
 
 
 class Unusable(Exception):
@@ -34,15 +37,21 @@ def main() -> None:
     name = job["name"]
     try:
         function = loaded(job)
+        refuse_missing_columns(function, job)
     except Unusable as error:
         reply(job, {"error": error.problem, "fix": error.fix})
         return
     reply(job, {"loaded": True})
+    worker = os.getpid()
     for request in requests(job):
         try:
-            reply(job, {"rewards": answered(function, request, name)})
+            rewards, skipped = answered(function, request, name, skip=job["on_error"] == "skip")
+            answer = {"rewards": rewards, "skipped": skipped}
         except Unusable as error:
-            reply(job, {"error": error.problem, "fix": error.fix})
+            answer = {"error": error.problem, "fix": error.fix}
+        if os.getpid() != worker:  # the function forked: its copies have no answer of their own
+            os._exit(0)
+        reply(job, answer)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -91,8 +100,35 @@ def loaded(job: Mapping[str, Any]) -> Reward:
     return reward
 
 
-def answered(function: Reward, request: Mapping[str, Any], name: str) -> list[float | None]:
-    """One number or None a completion. Raises Unusable."""
+def refuse_missing_columns(function: Reward, job: Mapping[str, Any]) -> None:
+    """Raises Unusable where the reward needs a column that the dataset lacks. `job["columns"]`: None if unknown."""
+    columns = job["columns"]
+    if columns is None:
+        return
+    given = {"prompts", "completions", "completion_ids", *columns}
+    needed = [job.get("settings", {}).get("column")]
+    if "verifier" not in job:
+        parameters = inspect.signature(function).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is inspect.Parameter.empty and parameter.kind in kinds
+        ]
+    missing = [column for column in needed if column is not None and column not in given]
+    if missing:
+        raise Unusable(
+            f"the dataset has no column {missing[0]}, which the reward {job['name']} needs",
+            f"its columns for rewards are: {', '.join(columns) or 'none'}",
+        )
+
+
+def answered(
+    function: Reward, request: Mapping[str, Any], name: str, *, skip: bool
+) -> tuple[list[float | None], list[str]]:
+    """One number or None a completion, and why some were skipped: at a row that a verifier cannot judge it abstains
+    where `skip` is set. Raises Unusable.
+    """
     count = len(request["completions"])
     try:
         answer = function(
@@ -101,20 +137,42 @@ def answered(function: Reward, request: Mapping[str, Any], name: str) -> list[fl
             completion_ids=request["completion_ids"],
             **request["columns"],
         )
-    except KeyError as error:
+    except UserError as error:  # of a verifier
+        raise Unusable(error.problem, error.fix) from error
+    except Exception as error:
         columns = ", ".join(request["columns"]) or "none"
         raise Unusable(
-            f"the reward {name} failed: no column {error}",
-            f"the dataset's other columns are: {columns}",
-        ) from error
-    except Exception as error:
-        first_prompt = str(request["prompts"][0])[:80]
-        raise Unusable(
-            f"the reward {name} failed: {described(error)}; the first prompt was {first_prompt!r}",
+            f"the reward {name} failed: {described(error)}; the first prompt was"
+            f" {shown(request, 0)}",
             "correct the function; it takes prompts, completions, completion_ids and the columns"
-            " of the dataset, each a list",
+            f" of the dataset, each a list; the columns are: {columns}",
         ) from error
-    return checked(answer, count, name)
+
+    # What a verifier cannot judge is a mistake in the dataset, with its prompt.
+    unjudged = [
+        (index, value.problem)
+        for index, value in enumerate(answer if isinstance(answer, list) else ())
+        if isinstance(value, Unjudged)
+    ]
+    for index, problem in unjudged:
+        if not skip:
+            raise Unusable(
+                f"the reward {name} cannot judge the prompt {shown(request, index)}: {problem}",
+                "correct the row, or set data.on_error=skip",
+            )
+        answer[index] = None
+    skipped = [
+        f"the reward {name} cannot judge the prompt {shown(request, index)}: {problem}"
+        for index, problem in unjudged
+    ]
+    return checked(answer, count, name), skipped
+
+
+def shown(request: Mapping[str, Any], index: int) -> str:
+    """The beginning of a prompt; of messages, of the last one."""
+    prompt = request["prompts"][index]
+    text = prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
+    return repr(str(text)[:SHOWN])
 
 
 def checked(answer: Any, count: int, name: str) -> list[float | None]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -24,7 +25,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoding import known_ids
 from bloomery.model.group_decoding import Completion, GroupSampling
-from bloomery.monitor.events import Emit, Phase
+from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import (
@@ -42,6 +43,7 @@ from bloomery.train.policy_loss import (
     leave_one_out_advantages,
     share_without_variance,
 )
+from bloomery.train.program_answers import longest_seconds
 from bloomery.train.rewards import Rewards, RewardSource, ScoredCompletions
 from bloomery.train.rollout import Place, Rollout, Sample, completion_span, empty_batch, pack
 from bloomery.train.sampler import Sampler
@@ -49,6 +51,7 @@ from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
+SAMPLED_PROMPTS = 200  # whose columns are looked at
 HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
 
 
@@ -127,6 +130,8 @@ class RolloutSource:
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
         with self._rewards:
+            if self._mesh.first_rank:  # a mistake in a reward is told before a rollout is drawn
+                self._rewards.start()
             yield self._steps(plan)
 
     def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
@@ -203,6 +208,10 @@ class RolloutSource:
             step = self._state.progress.step
             self._emit(Phase(step=step, name="reward", done=0, total=num_completions))
         scored = self._scored(prompts, completions)
+        for reason in scored.skipped[:1]:
+            others = len(scored.skipped) - 1
+            more = f" (and {others:,} more completions)" if others else ""
+            self._emit(Warned(step=self._state.progress.step, reason=f"skipped: {reason}{more}"))
         reward_seconds = time.perf_counter() - start_time
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
         metrics = self._metrics(completions, scored)
@@ -257,10 +266,13 @@ class RolloutSource:
             answer = [
                 {name: list(rewards) for name, rewards in scored.by_name.items()},
                 [None if total != total else total for total in scored.totals],
+                list(scored.skipped),
             ]
-        by_name, totals = self._mesh.all_gather_json(answer)[0]
+        by_name, totals, skipped = self._mesh.all_gather_json(answer)[0]
         return ScoredCompletions(
-            by_name, tuple(float("nan") if total is None else total for total in totals)
+            by_name,
+            tuple(float("nan") if total is None else total for total in totals),
+            tuple(skipped),
         )
 
     def _divergences(
@@ -439,14 +451,23 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     scoring = Scoring(
         plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
     )
+    prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
+    is_alone = inputs.state.model_and_optimizer.mesh.world == 1
+    rewards = Rewards(
+        [source_of_reward(reward) for reward in plan.rewards],
+        columns=columns_of(prompts),
+        on_error=plan.data.on_error,
+        # Several ranks agree on a stop after the rewards, which the first rank alone waits for.
+        stop=inputs.stop if is_alone else lambda: False,
+    )
     return RolloutSource(
         inputs.state,
         settings=settings_of(
             plan, known_ids(inputs.tokenizer.eos_id, plan.model.config.eos_token_id)
         ),
-        prompts=Prompts(plan.data.prepared, seed=plan.train.seed),
+        prompts=prompts,
         held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
-        rewards=Rewards([source_of_reward(reward) for reward in plan.rewards]),
+        rewards=rewards,
         scoring=policy_scoring(objective, scoring),
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
@@ -490,8 +511,10 @@ def source_of_reward(reward: PythonReward | VerifierReward | ModelReward) -> Rew
             job={"file": file, "function": function},
             weight=reward.weight,
             timeout=reward.timeout.amount,
+            memory=reward.memory,
         )
     assert isinstance(reward, VerifierReward), "the plan refuses reward models"
+    program_seconds = reward.program_timeout.amount
     return RewardSource(
         name=reward_name(reward),
         job={
@@ -500,11 +523,24 @@ def source_of_reward(reward: PythonReward | VerifierReward | ModelReward) -> Rew
                 "column": reward.column,
                 "pattern": reward.pattern,
                 "max_characters": reward.max_characters,
+                "json_schema": reward.json_schema,
+                "program_seconds": program_seconds,
+                "program_memory": reward.program_memory,
             },
         },
         weight=reward.weight,
         timeout=reward.timeout.amount,
+        # A program that never ends is a wrong answer: the reward waits as long as all programs may take.
+        seconds_of=partial(longest_seconds, cpu_seconds=program_seconds)
+        if reward.verifier == "unit_tests"
+        else lambda _: 0.0,
     )
+
+
+def columns_of(prompts: Prompts) -> list[str]:
+    """The columns for rewards, by the first prompts: not every row must have all."""
+    first_prompts = (prompts[number] for number in range(min(len(prompts), SAMPLED_PROMPTS)))
+    return list(dict.fromkeys(name for prompt in first_prompts for name in prompt.columns))
 
 
 def score_completions(

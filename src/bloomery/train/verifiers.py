@@ -1,11 +1,19 @@
 """Rewards that need no code of the user's: whether a completion has the right answer or form. Does not import torch."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
-Verifier = Callable[..., list[float | None]]
+from bloomery.core.errors import UserError
+from bloomery.model.grammar_trial import BYTES, GrammarTrials
+from bloomery.train.json_answers import follow_schema
+from bloomery.train.program_answers import ProgramTest, passing, program_test
+
+Verifier = Callable[..., "list[Judgement]"]
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 
@@ -68,18 +76,122 @@ VERIFIERS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], float]] = {
 }
 
 
+@dataclass(frozen=True)
+class Unjudged:
+    """In place of a number: why a completion was not judged."""
+
+    problem: str
+
+
+Judgement = float | None | Unjudged
+
+
 def verifier_of(name: str, settings: Mapping[str, Any]) -> Verifier:
     """A reward function. `settings["column"]`: the dataset's column with what is expected; a row without it, None."""
-    verify = VERIFIERS[name]
+    judge = {"json_schema": _judge_json, "unit_tests": _judge_programs}.get(name)
     column = settings.get("column")
 
-    def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        if column is None:
-            return [verify(text_of(completion), None, settings) for completion in completions]
-        expected_values = columns[column]
-        return [
-            None if expected is None else verify(text_of(completion), expected, settings)
-            for completion, expected in zip(completions, expected_values, strict=True)
+    def reward(
+        *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[Judgement]:
+        texts = [text_of(completion) for completion in completions]
+        expected = [None] * len(texts) if column is None else columns[column]
+
+        # Only rows that say what is right are judged.
+        judgements: list[Judgement] = [None] * len(texts)
+        places = [
+            place for place, value in enumerate(expected) if column is None or value is not None
         ]
+        if judge is None:
+            for place in places:
+                judgements[place] = _judge(VERIFIERS[name], texts[place], expected[place], settings)
+            return judgements
+        rows = [{key: values[place] for key, values in columns.items()} for place in places]
+        answers = judge(
+            [prompts[place] for place in places],
+            [texts[place] for place in places],
+            [expected[place] for place in places],
+            rows,
+            settings,
+        )
+        for place, answer in zip(places, answers, strict=True):
+            judgements[place] = answer
+        return judgements
 
     return reward
+
+
+def _judge(
+    verify: Callable[[str, Any, Mapping[str, Any]], float],
+    text: str,
+    expected: Any,
+    settings: Mapping[str, Any],
+) -> Judgement:
+    try:
+        return verify(text, expected, settings)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        return Unjudged(f"{settings['column']} is {str(expected)[:80]!r}: {error}")
+
+
+def _judge_json(
+    _prompts: Sequence[Any],
+    texts: Sequence[str],
+    expected: Sequence[Any],
+    _rows: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> list[Judgement]:
+    """1 where the completion is JSON that follows the schema: that of the row, or of the settings."""
+    schemas = [settings["json_schema"] if value is None else value for value in expected]
+    places_of = dict[str, list[int]]()
+    for place, schema in enumerate(schemas):
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        places_of.setdefault(text, []).append(place)
+    judgements: list[Judgement] = [None] * len(texts)
+    for schema_text, places in places_of.items():
+        try:
+            schema = json.loads(schema_text)
+            if not isinstance(schema, dict):
+                raise ValueError("a JSON schema is an object")
+            follow = follow_schema(_grammars(), schema, [texts[place] for place in places])
+        except (ValueError, RecursionError) as error:
+            follow = None
+            problem = f"no JSON schema: {error}"
+        except UserError as error:
+            follow = None
+            problem = error.problem
+        for number, place in enumerate(places):
+            judgements[place] = Unjudged(problem) if follow is None else float(follow[number])
+    return judgements
+
+
+@cache
+def _grammars() -> GrammarTrials:
+    """Of this process; its child ends with it."""
+    return GrammarTrials(BYTES)
+
+
+def _judge_programs(
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    expected: Sequence[Any],
+    rows: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> list[Judgement]:
+    """1 where the program of the completion passes the row's test."""
+    judgements: list[Judgement] = []
+    tests = dict[int, ProgramTest]()
+    for place, (prompt, test, row) in enumerate(zip(prompts, expected, rows, strict=True)):
+        try:
+            tests[place] = program_test(prompt, test, row)
+            judgements.append(None)
+        except ValueError as error:
+            judgements.append(Unjudged(str(error)))
+    passed = passing(
+        [texts[place] for place in tests],
+        list(tests.values()),
+        cpu_seconds=settings["program_seconds"],
+        memory=settings["program_memory"],
+    )
+    for place, has_passed in zip(tests, passed, strict=True):
+        judgements[place] = float(has_passed)
+    return judgements

@@ -11,19 +11,21 @@ from click.testing import CliRunner
 
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
+from bloomery.core.sandbox.programs import (
+    Limits,
+    program_of,
+    refuse_without_sandbox,
+    run_program,
+)
 from bloomery.runs.tasks import items
 from bloomery.runs.tasks.items import (
     PACKAGED,
     Item,
-    Limits,
     Settings,
     Task,
     passes,
-    program_of,
     read_task,
     refuse_settings,
-    refuse_without_sandbox,
-    run_program,
     scores_of,
     solve,
 )
@@ -101,7 +103,8 @@ ITEM = Item("f", "import math\ndef f(x):\n    '''Twice x.'''\n", "", entry_point
     ],
 )
 def test_a_program_is_the_prompt_and_its_completion_or_a_code_block(completion, chat, right):
-    tested = f"{program_of(ITEM, completion, chat=chat)}\n{CHECK}\ncheck(f)\n"
+    program = program_of(completion, prompt=ITEM.prompt, entry_point=ITEM.entry_point, chat=chat)
+    tested = f"{program}\n{CHECK}\ncheck(f)\n"
     if not right:
         with pytest.raises((AssertionError, SyntaxError)):
             exec(tested, {})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.errors import UserError
+from bloomery.core.sandbox.programs import refuse_without_sandbox
 from bloomery.core.units import counted
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
@@ -29,7 +30,6 @@ from bloomery.runs.tasks.items import (
     compiled,
     read_task,
     refuse_settings,
-    refuse_without_sandbox,
     solve,
 )
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare

@@ -1,4 +1,4 @@
-"""The sandbox of generated code: `python -I -S sandboxed.py`, started by items.py. Standard library only.
+"""The sandbox of generated code: `python -I -S sandboxed.py`, started by programs.py. Standard library only.
 
 Four processes. This one waits with a deadline. Its child is process 1 of namespaces of its own: no network, no other
 processes, and a file system of Python's library, read-only, and an empty /tmp in memory. That one gives up its rights

@@ -10,16 +10,16 @@ import resource
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from bloomery.core.child import Child, accept, reply, requests
+from bloomery.core.child import Child, Message, accept, reply, requests
 from bloomery.core.errors import UserError
 
-MODULE = "bloomery.runs.grammar_trial"
+MODULE = "bloomery.model.grammar_trial"
 MOST_BYTES = 256 * 1024  # of a grammar
-CPU_SECONDS = 1  # most schemas need a hundredth of it
+BYTES = "byte"  # in place of a tokenizer: each token is a byte
+CPU_SECONDS = 1  # most schemas need a hundredth of it; also of each text
 WALL_SECONDS = 3.0  # on a machine that is busy
 START_SECONDS = 60.0  # until the child has read a tokenizer of many tokens
 MEMORY_BYTES = 2**29
@@ -41,7 +41,9 @@ def unsupported_schema(reason: str) -> UserError:
 class GrammarTrials:
     """`ends`: tokens that end a text; `vocab_size`: of the logits. The child starts with the first grammar."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int | None = None, ends: Sequence[int] = ()
+    ) -> None:
         self._job = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "ends": list(ends)}
         self._child: Child | None = None
         # Why a grammar is refused, by its digest; "" where it is not.
@@ -61,12 +63,31 @@ class GrammarTrials:
         if self._reasons[digest]:
             raise unsupported_schema(self._reasons[digest])
 
+    def accepted(self, grammar: str, texts: Sequence[str]) -> list[bool]:
+        """Whether each text is one of the grammar; the tokenizer is BYTES. Raises UserError for a grammar that is wrong
+        or does not compile within the limits.
+        """
+        self.refuse_too_complex(grammar)
+        answer = self._ask(grammar, texts)
+        reason = answer if isinstance(answer, str) else answer["error"]
+        if reason:
+            raise unsupported_schema(reason)
+        assert not isinstance(answer, str)
+        of_texts: list[bool] = answer["accepted"]
+        return of_texts
+
     def _try(self, grammar: str) -> str:
         """Why the grammar is refused; "" where it is not. Raises UserError if the machine may be too busy for it."""
+        answer = self._ask(grammar, ())
+        return answer if isinstance(answer, str) else ""
+
+    def _ask(self, grammar: str, texts: Sequence[str]) -> Message | str:
+        """The child's answer, or why the grammar is too complex. Raises UserError if the machine may be too busy."""
         child = self._child or self._start()
-        answer = child.ask({"grammar": grammar}, seconds=WALL_SECONDS)
+        message = {"grammar": grammar, "texts": list(texts)}
+        answer = child.ask(message, seconds=WALL_SECONDS * (1 + len(texts)))
         if not isinstance(answer, str):
-            return ""
+            return answer
         out_of_time = answer == "ended" and child.code == -signal.SIGPROF
         self.close()
         if answer == "silent":
@@ -94,7 +115,7 @@ def _serve() -> None:
     job = accept()
     from llguidance import LLMatcher, LLTokenizer
 
-    tokens = LLTokenizer(job["tokenizer"], n_vocab=job["vocab_size"], eos_token=job["ends"])
+    tokens = LLTokenizer(job["tokenizer"], n_vocab=job["vocab_size"], eos_token=job["ends"] or None)
     sizes = Path("/proc/self/statm")
     if sizes.exists():  # elsewhere the limit would have no effect
         used_bytes = int(sizes.read_text().split()[0]) * resource.getpagesize()
@@ -102,13 +123,24 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reply(job, {"ready": True})
     for request in requests(job):
+        answer: Message = {"compiled": True, "error": "", "accepted": []}
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends this process
-        with suppress(ValueError):  # the parent reports what is wrong
+        try:
             matcher = LLMatcher(tokens, request["grammar"], log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()
+            if matcher.is_error():
+                answer["error"] = matcher.get_error()
+        except ValueError as error:
+            answer["error"] = str(error)
+        for text in () if answer["error"] else request["texts"]:
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            content = list(text.encode(errors="replace"))
+            matcher.reset()
+            is_whole = matcher.try_consume_tokens(content) == len(content)
+            answer["accepted"].append(is_whole and matcher.is_accepting())
         signal.setitimer(signal.ITIMER_PROF, 0)
-        reply(job, {"compiled": True})
+        reply(job, answer)
 
 
 if __name__ == "__main__":

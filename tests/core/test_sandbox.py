@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.core.sandbox import graded, programs, sandboxed
+from bloomery.core.sandbox.programs import Limits, refuse_without_sandbox, run_program
 from bloomery.core.units import MIB
-from bloomery.runs.tasks import graded, items, sandboxed
-from bloomery.runs.tasks.items import Limits, refuse_without_sandbox, run_program
 
 SHORT = Limits(seconds=1.5, cpu_seconds=1)
 DONE = "\ndef done():\n    return 'done'\n"
@@ -257,7 +257,7 @@ def test_a_daemon_ends_with_its_program():
 
 def test_the_sandbox_ends_with_the_process_that_asked(tmp_path):
     code = (
-        "from bloomery.runs.tasks.items import Limits, run_program\n"
+        "from bloomery.core.sandbox.programs import Limits, run_program\n"
         'run_program(\'import time, sys\\nimport os\\nos.execv(sys.executable, [sys.executable, "-I", "-S", "-c", '
         "\"import time; time.sleep(600) # bloomery-orphan\"])', test='', entry_point='f', limits=Limits(seconds=500))"
     )
@@ -287,7 +287,7 @@ def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
         Path(sandboxed.__file__).read_text().replace("_libc.unshare(", "_libc.unshare(-1 + 0 * ", 1)
     )
     (tmp_path / "sandboxed.py").write_text(text)
-    monkeypatch.setattr(items, "__file__", str(tmp_path / "items.py"))
+    monkeypatch.setattr(programs, "__file__", str(tmp_path / "programs.py"))
     with pytest.raises(UserError, match="no sandbox") as caught:
         run("x = 1")
     assert caught.value.where == "--run-code" and "Invalid argument" in caught.value.problem
