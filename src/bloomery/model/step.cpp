@@ -16,14 +16,21 @@
 #include <immintrin.h>
 #endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int64_t Long;
-constexpr Long LANES = 16, BLOCK = 64, ROWS = 4, TEXTS = 8;  // rows of a matrix and texts that share registers
-constexpr Long LINE = 64, AHEAD = 8192;                      // bytes
+// The numbers of a register, and how many rows of a matrix and texts have their sums in registers at once: more sums, or
+// vectors wider than the CPU's, would pass through memory at every addition.
+#ifdef __AVX512F__
+constexpr Long LANES = 16, TEXTS = 8;
+#else
+constexpr Long LANES = 8, TEXTS = 3;
+#endif
+constexpr Long BLOCK = 64, ROWS = 4;
+constexpr Long LINE = 64, AHEAD = 8192;  // bytes
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 struct Half { uint16_t bits; };  // bfloat16
 enum Kind { FLOAT32, BFLOAT16, INT8 };
@@ -56,6 +63,8 @@ static inline void store(float *into, Floats x) { memcpy(into, &x, sizeof x); }
 static inline Floats load(const Half *from) {
 #if defined __AVX512F__
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined __AVX2__
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
 #else
     Halves halves; memcpy(&halves, from, sizeof halves);
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
@@ -65,12 +74,7 @@ static inline Floats load(const int8_t *from) {
 #if defined __AVX512F__
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif defined __AVX2__
-    Floats x;
-    for (Long i = 0; i < LANES; i += 8) {
-        __m256 some = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + i))));
-        memcpy((char *)&x + i * sizeof(float), &some, sizeof some);
-    }
-    return x;
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
     Bytes bytes; memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
@@ -79,10 +83,26 @@ static inline Floats load(const int8_t *from) {
 static inline float sum(Floats x) {
 #if defined __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined __AVX2__
+    __m256 pairs = _mm256_hadd_ps((__m256)x, (__m256)x), fours = _mm256_hadd_ps(pairs, pairs);
+    return _mm256_cvtss_f32(fours) + _mm_cvtss_f32(_mm256_extractf128_ps(fours, 1));
 #else
     for (Long size = LANES / 2; size; size /= 2) for (Long i = 0; i < size; i++) x[i] += x[i + size];
     return x[0];
 #endif
+}
+// Of R rows and one text: the sums of the rows, each added in the order of `sum`.
+template <Long R, Long N>
+static inline void sum_rows(const Floats (&total)[R][N], Long n, float *into) {
+#if defined __AVX2__ && !defined __AVX512F__
+    if constexpr (R == 4) {
+        __m256 first = _mm256_hadd_ps((__m256)total[0][n], (__m256)total[1][n]);
+        __m256 fours = _mm256_hadd_ps(first, _mm256_hadd_ps((__m256)total[2][n], (__m256)total[3][n]));
+        _mm_storeu_ps(into, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
+        return;
+    }
+#endif
+    for (Long r = 0; r < R; r++) into[r] = sum(total[r][n]);
 }
 static inline Half rounded(float x) {
     uint32_t bits; memcpy(&bits, &x, sizeof bits);
@@ -151,8 +171,11 @@ static inline void block(const Matrix &m, Long row, const float *x, float *y) {
     Floats total[R][N];
     const float *scales = m.scales ? m.scales + row * m.inputs / BLOCK : nullptr;
     dots<T, R, N>((const T *)m.weight + row * m.inputs, scales, m.inputs, x, total);
-    for (Long r = 0; r < R; r++) for (Long n = 0; n < N; n++)
-        y[n * m.outputs + row + r] = sum(total[r][n]) + (m.bias ? m.bias[row + r] : 0.0f);
+    for (Long n = 0; n < N; n++) {
+        float *into = y + n * m.outputs + row;
+        sum_rows(total, n, into);
+        if (m.bias) for (Long r = 0; r < R; r++) into[r] += m.bias[row + r];
+    }
 }
 
 template <class T>
@@ -160,13 +183,12 @@ static inline void rows(const Matrix &m, Long row, const float *x, Long count, f
     for (Long n = 0; n < count;) {
         const float *from = x + n * m.inputs;
         float *into = y + n * m.outputs;
-        switch (std::min(count - n, TEXTS)) {
-            case 8: for (Long r = 0; r < ROWS; r += 2) block<T, 2, 8>(m, row + r, from, into); n += 8; break;
-            case 1: block<T, ROWS, 1>(m, row, from, into); n += 1; break;
-            case 2: block<T, ROWS, 2>(m, row, from, into); n += 2; break;
-            case 3: block<T, ROWS, 3>(m, row, from, into); n += 3; break;
-            default: block<T, ROWS, 4>(m, row, from, into); n += 4;
-        }
+        Long left = std::min(count - n, TEXTS);
+        if (left == 8) { for (Long r = 0; r < ROWS; r += 2) block<T, 2, 8>(m, row + r, from, into); n += 8; }
+        else if (left >= 4) { block<T, ROWS, 4>(m, row, from, into); n += 4; }
+        else if (left == 3) { block<T, ROWS, 3>(m, row, from, into); n += 3; }
+        else if (left == 2) { block<T, ROWS, 2>(m, row, from, into); n += 2; }
+        else { block<T, ROWS, 1>(m, row, from, into); n += 1; }
     }
 }
 
@@ -238,14 +260,37 @@ static void turned(const float *x, Long width, Long half, const float *cos, cons
         }
 }
 
+// The products of a query with R keys in a row.
+template <class T, Long R>
+static inline void score(const T *keys, Long width, const float *q, float *into) {
+    Floats total[R][1] = {};
+    for (Long i = 0; i < width; i += LANES) {
+        Floats asked = load(q + i);
+#pragma GCC unroll 8
+        for (Long r = 0; r < R; r++) total[r][0] += asked * load(keys + r * width + i);
+    }
+    sum_rows(total, 0, into);
+}
+
+// The weighted sum of all values, R registers of each.
+template <class T, Long R>
+static inline void mix(const T *values, Long width, Long seen, const float *shares, float whole, float *y) {
+    Floats mixed[R] = {};
+    for (Long s = 0; s < seen; s++) {
+#pragma GCC unroll 8
+        for (Long r = 0; r < R; r++) mixed[r] += shares[s] * load(values + s * width + r * LANES);
+    }
+    for (Long r = 0; r < R; r++) store(y + r * LANES, mixed[r] / whole);
+}
+
 template <class T>
 static void attend(const Model &model, const T *keys, const T *values, Long seen, const float *q, float *scores, float *y) {
-    Long width = model.width;
+    Long width = model.width, at = 0;
+    for (; at + ROWS <= seen; at += ROWS) score<T, ROWS>(keys + at * width, width, q, scores + at);
+    for (; at < seen; at++) score<T, 1>(keys + at * width, width, q, scores + at);
     float most = -INFINITY;
     for (Long s = 0; s < seen; s++) {
-        Floats total = {};
-        for (Long i = 0; i < width; i += LANES) total += load(q + i) * load(keys + s * width + i);
-        float score = sum(total) * model.scale;
+        float score = scores[s] * model.scale;
         scores[s] = model.softcap ? model.softcap * std::tanh(score / model.softcap) : score;
         most = std::max(most, scores[s]);
     }
@@ -258,11 +303,9 @@ static void attend(const Model &model, const T *keys, const T *values, Long seen
         store(scores + s, share);
     }
     float whole = sum(total);
-    for (Long i = 0; i < width; i += LANES) {
-        Floats mixed = {};
-        for (Long s = 0; s < seen; s++) mixed += scores[s] * load(values + s * width + i);
-        store(y + i, mixed / whole);
-    }
+    Long i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) mix<T, 4>(values + i, width, seen, scores, whole, y + i);
+    for (; i < width; i += LANES) mix<T, 1>(values + i, width, seen, scores, whole, y + i);
 }
 
 template <class T>
