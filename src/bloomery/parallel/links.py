@@ -71,9 +71,9 @@ class LinkTrial:
 def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | None:
     """Tries the transport between stages that the plan names, for "auto" both. Returns the faster trial.
 
-    None without a pipeline. `hosts`: the host of each rank. Raises UserError, with the same sentence on every rank, where
-    a neighbor receives nothing or wrong numbers; LinkFailed where only the GPUs' link fails and the plan leaves the
-    choice to this trial.
+    None without a pipeline. `hosts`: the host of each rank. Raises UserError, with the same sentence on every rank,
+    where a neighbor receives nothing or wrong numbers; LinkFailed where only the GPUs' link fails and the plan leaves
+    the choice to this trial.
     """
     if mesh.stages == 1:
         return None

@@ -25,14 +25,16 @@ class SamplingCorrection:
 
     The two compute with other kernels, and often in another precision: the tokens are from a slightly other
     distribution than the one that is trained. `mode`: the ratio is that of a token or of the whole completion; above
-    `clip_max` it is clamped (truncate), or 0 (mask). As TRL's vllm_importance_sampling_*.
+    `clip_max` it is clamped (truncate) or set to 0 (mask). TRL has the same as `vllm_importance_sampling_*`.
     """
 
     mode: CorrectionMode = "sequence_mask"
     clip_max: float = 3.0
 
     def ratios(self, gaps_BT: Tensor, batch: Batch) -> Tensor:
-        """[B, T]. `gaps_BT`: the log-probability in training less that in generation, 0 outside of the loss."""
+        """[B, T]: the weight of each token. `gaps_BT`: the log-probability in training less that in generation; 0 for
+        positions without loss.
+        """
         if self.mode in ("sequence_mask", "sequence_truncate"):
             sequences_BT = _sequences(batch)
             gaps_BT = sequence_sums(gaps_BT, sequences_BT)[sequences_BT.clamp(min=0)]
@@ -42,7 +44,7 @@ class SamplingCorrection:
         return torch.where(ratios_BT > self.clip_max, 0.0, ratios_BT)
 
     def metrics(self, ratios_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Over tokens, or over completions where these have one ratio."""
+        """The least, mean and largest ratio: over tokens, or over completions where a completion has one ratio."""
         is_counted_BT = batch.loss_mask != 0
         if self.mode in ("sequence_mask", "sequence_truncate"):
             is_counted_BT = _first_positions(batch)
@@ -75,15 +77,17 @@ class PolicyLoss:
     correction: SamplingCorrection | None = None
 
     def count(self, batch: Batch) -> float:
-        """What a step divides the sum by: tokens, or completions."""
+        """The number of tokens or of completions by which a step divides the sum of the losses."""
         if self.type in ("dapo", "cispo"):
             return float(batch.loss_mask.sum())
         return float(_completions(batch).sum())
 
     def __call__(self, scores_BT: Tensor, entropies_BT: Tensor, batch: Batch) -> LossParts:
-        """Of the log-probabilities of the completions' tokens under the model, at the temperature of their drawing.
+        """The summed loss of a micro-batch, its count and its metrics.
 
-        Without `old_logps` the model is the one that drew them: every ratio is 1, and has a gradient.
+        `scores_BT`: the log-probabilities of the completions' tokens under the model that trains, at the temperature at
+        which they were drawn. Without `old_logps` in the batch that is still the model that drew them: every ratio is
+        1, and has a gradient.
         """
         mask_BT = batch.loss_mask
         is_token_BT = mask_BT != 0
@@ -91,10 +95,12 @@ class PolicyLoss:
         old_logps_BT = batch.extras.get("old_logps", scores_BT.detach())
 
         metrics = {"entropy": sum_and_count(entropies_BT, is_token_BT)}
-        gaps_BT = (old_logps_BT.detach() - batch.extras["drawn_logps"]) * mask_BT
+
+        # How much training and generation disagree about the same tokens under the same weights.
+        sampling_gaps_BT = (old_logps_BT.detach() - batch.extras["drawn_logps"]) * mask_BT
         gap_name = "sampling/sampling_logp_difference"
-        metrics[f"{gap_name}/mean"] = sum_and_count(gaps_BT.abs(), is_token_BT)
-        metrics[f"{gap_name}/max"] = extreme(gaps_BT.abs(), is_token_BT)
+        metrics[f"{gap_name}/mean"] = sum_and_count(sampling_gaps_BT.abs(), is_token_BT)
+        metrics[f"{gap_name}/max"] = extreme(sampling_gaps_BT.abs(), is_token_BT)
 
         # How much more likely a token, or the whole completion, has become since it was drawn.
         log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
@@ -105,7 +111,7 @@ class PolicyLoss:
             log_ratio_BT = _means_of_sequences(log_ratio_BT, batch) * mask_BT
         ratio_BT = log_ratio_BT.exp()
 
-        # A token that has moved further than the clip range in the wanted direction has no gradient.
+        # A token whose ratio has left the clip range in the direction of its advantage has no gradient.
         low = 1 - self.epsilon
         high = 1 + self.epsilon_high
         if self.type == "cispo":
@@ -116,15 +122,15 @@ class PolicyLoss:
         metrics |= self._clip_metrics(ratio_BT, advantages_BT, batch)
 
         if self.correction is not None:
-            correction_BT = self.correction.ratios(gaps_BT, batch)
+            correction_BT = self.correction.ratios(sampling_gaps_BT, batch)
             losses_BT = losses_BT * correction_BT
             metrics |= self.correction.metrics(correction_BT, batch)
 
         # The k3 estimator of the KL divergence (Schulman, "Approximating KL Divergence", 2020), times the ratio: its
         # gradient is then that of the divergence of the policy that trains.
         if self.beta:
-            gap_BT = (batch.extras["reference"] - scores_BT) * mask_BT
-            divergence_BT = (gap_BT.exp() - gap_BT - 1) * ratio_BT
+            reference_gap_BT = (batch.extras["reference"] - scores_BT) * mask_BT
+            divergence_BT = (reference_gap_BT.exp() - reference_gap_BT - 1) * ratio_BT
             losses_BT = losses_BT + self.beta * divergence_BT
             metrics["kl"] = sum_and_count(divergence_BT, is_token_BT)
 
@@ -135,10 +141,10 @@ class PolicyLoss:
     def _whole_completions(
         self, log_ratio_BT: Tensor, advantages_BT: Tensor, batch: Batch
     ) -> LossParts:
-        """RLOO: the ratio of a completion is the product of those of its tokens."""
+        """The loss of RLOO, in which a completion has one ratio: the product of those of its tokens."""
         present_S = _completions(batch)
         ratio_S = sequence_sums(log_ratio_BT, _sequences(batch)).exp()
-        # Every token of a completion has its advantage, also where none has a loss.
+        # Every token of a completion has the completion's advantage, with or without loss: their mean gives it back.
         num_advantages_S = sequence_sums((advantages_BT != 0).to(ratio_S.dtype), _sequences(batch))
         advantages_S = sequence_sums(advantages_BT, _sequences(batch)) / num_advantages_S.clamp(
             min=1
@@ -156,7 +162,7 @@ class PolicyLoss:
         return LossParts(torch.where(present_S, losses_S, 0).sum(), present_S.sum(), metrics)
 
     def _weights(self, batch: Batch) -> Tensor | float:
-        """What a token counts in the sum over the step."""
+        """The weight of each token in the sum over the step."""
         if self.type == "grpo":
             lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
             return 1 / lengths_S.clamp(min=1)[_sequences(batch).clamp(min=0)]
@@ -165,7 +171,7 @@ class PolicyLoss:
     def _clip_metrics(
         self, ratio_BT: Tensor, advantages_BT: Tensor, batch: Batch
     ) -> dict[str, Tensor]:
-        """The shares of tokens whose ratio left the clip range; of completions where a completion has one ratio."""
+        """The share of tokens whose ratio has left the clip range: below, above, and either."""
         if self.type == "cispo":
             is_clipped_BT = (ratio_BT > self.epsilon_high) & (advantages_BT > 0)
             return {"cispo_clip_ratio": self._share(is_clipped_BT, batch)}
@@ -178,6 +184,7 @@ class PolicyLoss:
         }
 
     def _share(self, condition_BT: Tensor, batch: Batch) -> Tensor:
+        """The share of tokens with that condition, as a metric: over all tokens, or as a mean over completions."""
         share_BT = condition_BT.to(torch.float32)
         if self.level == "token":
             return sum_and_count(share_BT, batch.loss_mask != 0)
@@ -189,10 +196,10 @@ class PolicyLoss:
 def group_advantages(
     rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]
 ) -> Tensor:
-    """[N]: by how much the reward of each completion exceeds the mean of its group, `num_generations` in a row.
+    """[N]: by how much the reward of each completion exceeds the mean of its group: of `num_generations` in a row.
 
-    Divided by the deviation of the group's rewards, or of all, or not at all. NaN, of a completion without any reward,
-    counts in no mean and has the advantage 0.
+    `scale`: the difference is divided by the standard deviation of the group's rewards, of all rewards ("batch"), or
+    not at all. A reward of NaN (a completion without any reward) counts in no mean and has the advantage 0.
     """
     rewards_GN = rewards.view(-1, num_generations)
     advantages_GN = rewards_GN - rewards_GN.nanmean(1, keepdim=True)
@@ -206,17 +213,17 @@ def group_advantages(
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """[N]: the reward of each completion less the mean of the others of its group (RLOO, arXiv:2402.14740).
 
-    NaN, of a completion without any reward, counts in no mean; its advantage is 0, as is that of a completion without
-    others.
+    A reward of NaN (a completion without any reward) counts in no mean. Its advantage is 0, and so is that of a
+    completion that is alone in its group.
     """
     rewards_GN = rewards.view(-1, num_generations)
     num_others_GN = rewards_GN.isfinite().sum(1, keepdim=True) - 1
-    others_GN = (rewards_GN.nansum(1, keepdim=True) - rewards_GN) / num_others_GN
-    return (rewards_GN - others_GN).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten()
+    mean_of_others_GN = (rewards_GN.nansum(1, keepdim=True) - rewards_GN) / num_others_GN
+    return (rewards_GN - mean_of_others_GN).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten()
 
 
 def _deviation(rewards_GN: Tensor) -> Tensor:
-    """[G, 1]: the unbiased standard deviation of each row, without its NaN; 0 of a single number."""
+    """[G, 1]: the unbiased standard deviation of each row without its NaN; 0 for a row of a single number."""
     mean_G1 = rewards_GN.nanmean(1, keepdim=True)
     count_G1 = rewards_GN.isfinite().sum(1, keepdim=True)
     squares_G1 = (rewards_GN - mean_G1).square().nansum(1, keepdim=True)
@@ -230,19 +237,19 @@ def share_without_variance(rewards: Sequence[float], num_generations: int) -> fl
 
 
 def _means_of_sequences(values_BT: Tensor, batch: Batch) -> Tensor:
-    """[B, T]: on each token the mean over its completion."""
+    """[B, T]: at each token the mean over its completion."""
     sums_S = sequence_sums(values_BT, _sequences(batch))
     lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
     return (sums_S / lengths_S.clamp(min=1))[_sequences(batch).clamp(min=0)]
 
 
 def _completions(batch: Batch) -> Tensor:
-    """bool [S]: the slots that hold a completion, also one without loss."""
+    """bool [S]: whether a slot holds a completion, with or without loss."""
     return sequence_sums(torch.ones_like(batch.loss_mask), _sequences(batch)) > 0
 
 
 def _first_positions(batch: Batch) -> Tensor:
-    """bool [B, T]: one position of each completion."""
+    """bool [B, T]: whether a position is the first one of its completion."""
     slots = _sequences(batch).flatten()
     positions = torch.arange(len(slots), device=slots.device)
     first_S = torch.full_like(slots, len(slots)).scatter_reduce(
