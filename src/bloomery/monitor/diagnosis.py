@@ -8,6 +8,7 @@ from typing import final
 
 from bloomery.monitor.events import EvalDone, Event, StepDone, Warned
 from bloomery.monitor.history import FEW, Diagnosis, PlanFacts, RunHistory, history_of, middle
+from bloomery.monitor.reward_rules import why_rewards_do_not_rise
 
 __all__ = ["Diagnoser", "Diagnosis", "PlanFacts", "diagnose", "why_not_learning", "why_slow"]
 Rule = Callable[[RunHistory, PlanFacts], Iterable[Diagnosis]]
@@ -123,6 +124,7 @@ def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         or median(samples) >= ORDER
         or history.step < ENOUGH
         or loss is None
+        or history.first_rollouts  # generated text may repeat itself or be noise
     ):
         return
     if floor is not None and loss < 0.95 * floor:
@@ -593,7 +595,8 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
                 Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
             ]
         diagnoses += _apply("plateau, too", history, facts)
-    return [*diagnoses, *_apply("overfit", history, facts)]
+    rewarded = why_rewards_do_not_rise(history, facts)
+    return [*diagnoses, *rewarded, *_apply("overfit", history, facts)]
 
 
 def why_slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:

@@ -21,6 +21,7 @@ from bloomery.monitor.events import (
 
 RECENT = 200  # steps and samples that are kept
 FEW = 20  # steps that a mean of the loss is taken over
+FEW_ROLLOUTS = 10  # that a mean of their metrics is taken over
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,13 @@ class PlanFacts:
     compiled: bool = False
     saves_in_background: bool = True
     memory_limit_gib: float | None = None
-    step_seconds: tuple[float, float] | None = None  # the plan's range
+    step_seconds: tuple[float, float] | None = (
+        None  # the plan's range, without sampling completions
+    )
+    # Of a run with rewards.
+    highest_reward: float | None = None  # that a completion can have, where that is known
+    max_completion_length: int = 0
+    kl_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,8 @@ class RunHistory:
     began_at: int = 0  # the step at which this process started
     began: StepDone | None = None  # its first step
     compiled_graphs: int | None = None  # early in this process
+    num_rollouts: int = 0
+    first_rollouts: list[StepDone] = field(default_factory=list)  # the steps that began with one
 
     def add(self, event: Event) -> None:
         """Events in the order of the file."""
@@ -131,6 +140,10 @@ class RunHistory:
         if event.step == 1:
             self.first = event
         self.recent.append(event)
+        if "reward" in event.metrics:
+            self.num_rollouts += 1
+            if len(self.first_rollouts) < FEW_ROLLOUTS:
+                self.first_rollouts.append(event)
         self.steps_seconds += event.step_seconds
         self.peak_rate = max(self.peak_rate, event.learning_rate)
         self.peak_gib = max(self.peak_gib, event.memory_gib)
@@ -159,6 +172,9 @@ class RunHistory:
         del self.losses[num_kept:], self.loss_steps[num_kept:]
         past = [moved for moved in self.moved if moved.step <= step] or [Moved()]
         self.moved = deque(past, maxlen=RECENT)
+        self.num_rollouts -= sum(
+            step_done.step > step and "reward" in step_done.metrics for step_done in self.recent
+        )
         self.recent = deque(
             (step_done for step_done in self.recent if step_done.step <= step), maxlen=RECENT
         )
@@ -172,7 +188,14 @@ class RunHistory:
             eval_step: loss for eval_step, loss in self.evaluations.items() if eval_step <= step
         }
         self.first = self.first if step else None
+        self.first_rollouts = [rollout for rollout in self.first_rollouts if rollout.step <= step]
         self.step = step
+
+    @property
+    def newest_rollouts(self) -> list[StepDone]:
+        """The newest steps that began with a rollout."""
+        rollouts = [step_done for step_done in self.recent if "reward" in step_done.metrics]
+        return rollouts[-FEW_ROLLOUTS:]
 
     @property
     def path(self) -> float:

@@ -12,6 +12,7 @@ from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Grpo, Rloo, VerifierReward
 
 
 def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
@@ -51,7 +52,8 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     estimate = plan.step_seconds
     if plan.rollout is not None:
         estimate = plan.rollout.seconds.get("update")
-    aim = plan.objective.spec
+    objective = plan.objective
+    aim = objective.spec
     nats = aim.loss_unit == "token"
     return PlanFacts(
         vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone
@@ -82,4 +84,16 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         saves_in_background=plan.checkpoint.async_save,
         memory_limit_gib=plan.memory.limit / GIB,
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
+        highest_reward=_highest_reward(plan),
+        max_completion_length=objective.max_completion_length
+        if isinstance(objective, Grpo | Rloo)
+        else 0,
+        kl_weight=objective.beta if isinstance(objective, Grpo | Rloo) else None,
     )
+
+
+def _highest_reward(plan: RunPlan) -> float | None:
+    """The weights of verifiers, each of which gives 1 at most; None where the user's code gives rewards."""
+    if not plan.rewards or not all(isinstance(one, VerifierReward) for one in plan.rewards):
+        return None
+    return sum(max(0.0, reward.weight) for reward in plan.rewards)
