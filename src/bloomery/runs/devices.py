@@ -67,8 +67,7 @@ def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) ->
 def device_count(
     recipe: Recipe, machine: Machine, count: int, *, user_named: bool = True, started_by: str = ""
 ) -> tuple[Machine, int]:
-    """The machine and how many of its `count` devices the recipe trains on. `named`: the user chose them.
-
+    """The machine and how many of its `count` devices the recipe trains on. `user_named`: the user chose them.
     `started_by`: the launcher that started one process for each.
 
     Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.

@@ -128,7 +128,7 @@ def propose_folder(recipe_name: str) -> Path:
 
 
 def refuse_little_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises UserError where not even the first checkpoint, of `needed` bytes, fits. Later ones make room."""
+    """Raises UserError where not even the first checkpoint, of `needed_bytes`, fits. Later ones make room."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise UserError(

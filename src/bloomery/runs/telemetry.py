@@ -49,7 +49,7 @@ class Guard:
     _last_reading: float = 0.0  # the time of its last temperature
 
     def check(self, readings: Sequence[SensorReading], time_now: float) -> Change | None:
-        """`now`: seconds of any clock."""
+        """The change that these readings cause, such as a pause; None without one. `time_now`: seconds of any clock."""
         known_readings = [
             (r, r.temperature, limit)
             for r in readings
@@ -118,7 +118,7 @@ def _name(reading: SensorReading) -> str:
 class Waiting:
     """In the training process: waits between two steps while the file exists, or until a stop is requested.
 
-    `most`: the largest of each number over all ranks: all of them wait, and none inside a collective.
+    `all_reduce_max`: the largest of each number over all ranks: all of them wait, and none inside a collective.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Waiting:
         self._pause = pause
         self._emit = emit
         self._step = 0
-        self._most = all_reduce_max
+        self._all_reduce_max = all_reduce_max
 
     def emit(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step
@@ -138,12 +138,12 @@ class Waiting:
 
     def until(self, should_stop: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
         """Waits until the pause ends; returns whether a stop was requested."""
-        stop, pause = self._most(should_stop(), self._pause.exists())
+        stop, pause = self._all_reduce_max(should_stop(), self._pause.exists())
         if pause and not stop:
             self._emit(Phase(step=self._step, name="paused"))
         while pause and not stop:
             time.sleep(poll_seconds)
-            stop, pause = self._most(should_stop(), self._pause.exists())
+            stop, pause = self._all_reduce_max(should_stop(), self._pause.exists())
         return bool(stop)
 
 

@@ -70,7 +70,7 @@ class EndedError(BaseException):
 
 
 def packed(value: Any, pack_other: Callable[[Any], Any]) -> Any:
-    """JSON of a value; `other` gives that of values that are not plain data."""
+    """JSON of a value; `pack_other` gives that of values that are not plain data."""
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):
@@ -103,7 +103,7 @@ def packed(value: Any, pack_other: Callable[[Any], Any]) -> Any:
 
 
 def unpacked(content_sent: Any, unpack_other: Callable[[str, Any], Any]) -> Any:
-    """The value of JSON; `other` makes those that the other process named."""
+    """The value of JSON; `unpack_other` makes those that the other process named."""
     if isinstance(content_sent, list):
         return [unpacked(entry, unpack_other) for entry in content_sent]
     if not isinstance(content_sent, dict):
@@ -383,7 +383,7 @@ def grade(job: Message, talk: Talk) -> None:
 
 
 def run_grader(talk: Talk, verdict_pipe: int) -> NoReturn:
-    """Reads the job from stdin and writes the verdict to `out`."""
+    """Reads the job from stdin and writes the verdict to `verdict_pipe`."""
     job = json.loads(sys.stdin.buffer.read())
     try:
         import ctypes

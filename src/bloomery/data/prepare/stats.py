@@ -175,7 +175,7 @@ def check_dataset(
     layout: Layout,
     missing_tokens: list[str] | None = None,
 ) -> DatasetCheck:
-    """Read the shards of the train split once. `missing`: markup of the chat template that is no token."""
+    """Read the shards of the train split once. `missing_tokens`: markup of the chat template that is no token."""
     split = Split(folder, manifest, "train")
     bounds: Lengths = np.asarray(split.bounds).astype(np.int64)[:: DOCUMENTS_PER_UNIT[split.kind]]
     lengths: Lengths = bounds[1:] - bounds[:-1]

@@ -261,7 +261,7 @@ def _reader(
     columns: list[str] | None,
     where: str,
 ) -> tuple[_Read, list[str] | None]:
-    """The reader of rows such as `first`, and the columns that it needs; `columns`: those of examples."""
+    """The reader of rows such as `first_row`, and the columns that it needs; `columns`: those of examples."""
     choice = _format_of(first_row, dataset, types)
     if choice is not None:
         format, columns_by_role = choice
@@ -299,7 +299,7 @@ def _reader(
 def _format_of(
     first_row: Value | BadRow | None, dataset: Dataset, types: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
-    """The format of the examples in rows such as `first`, and their columns; None for text and tokens."""
+    """The format of the examples in rows such as `first_row`, and their columns; None for text and tokens."""
     if dataset.format in FORMATS:
         return dataset.format, dataset.columns
     if (
@@ -479,7 +479,7 @@ def describe_rows(source: Source, required_format: RequiredFormat) -> str | None
 
 
 def _chosen_columns(first_row: Value, dataset: Dataset) -> list[str]:
-    """The columns that are read of rows such as `first`, unless the recipe names them all."""
+    """The columns that are read of rows such as `first_row`, unless the recipe names them all."""
     types = _types(first_row.content)
     choice = _format_of(first_row, dataset, types)
     if choice is not None:

@@ -245,7 +245,7 @@ class Row:
     unparsed: Mapping[str, Any]
 
     def cell(self, role: str, *, required: bool = True) -> tuple[Any, str]:
-        """The value for a role, and its place. Raises BadRow without that column, if it is `needed` or in `named`."""
+        """The value for a role, and its place. Raises BadRow without that column, if it is `required` or in `named`."""
         name = self.named.get(role, role)
         if name in self.cells or not (required or role in self.named):
             return self.cells.get(name), f"{self.where}, {name}"

@@ -80,7 +80,7 @@ def divide(
     names: Sequence[str], *, texts: Collection[str], where: str, by_glob: bool = False
 ) -> Division:
     """The splits among data files of one dataset. `texts`: those that are plain texts, whose names count only where one
-    of them is called train. `chosen`: a glob named these files.
+    of them is called train. `by_glob`: a glob named these files.
 
     Names alone never empty a dataset: files of one evaluation split, without others, are trained on, as they were
     asked for. Raises UserError for several evaluation splits alone, and for several splits of which none is train.

@@ -56,7 +56,7 @@ class _Merged(dict[str, bytes]):
 
 @final
 class WordEncoder:
-    """Encodes ASCII with `pattern` and its words (byte-level) with `merge`; other text with `whole`."""
+    """Encodes ASCII with `pattern` and its words (byte-level) with `merge`; other text with `encode`."""
 
     def __init__(
         self, pattern: str, added: list[str], encode: Encode, merge: Encode, dtype: str
@@ -70,7 +70,7 @@ class WordEncoder:
             if added
             else None
         )
-        self._whole = encode
+        self._encode = encode
         self._dtype = dtype
         self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
 
@@ -117,7 +117,7 @@ class WordEncoder:
 
     def _library(self, text: str) -> bytes:
         refuse_long(len(text.encode()))
-        return np.array(self._whole(text), dtype=self._dtype).tobytes()
+        return np.array(self._encode(text), dtype=self._dtype).tobytes()
 
 
 def refuse_long(size: int, limit: int | None = None) -> None:
