@@ -239,7 +239,10 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
 
 
 def _may_be_data(name: str, read_names: list[str], *, rows: bool) -> bool:
-    """Whether a file that is not in `read_names` may be data. Tables next to code are mostly settings; texts have no rows."""
+    """Whether a file that is not in `read_names` may be data. Tables next to code are mostly settings.
+
+    `rows`: of a dataset of rows, which texts do not have.
+    """
     if not read_names or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
         return False
     split = split_of(name)

@@ -396,7 +396,8 @@ def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
 
 def find_delimiter(head: Sequence[str], usual_delimiter: str = ",", *, cut: bool = False) -> str:
     """The delimiter of a table by its first lines: of those that split the header, the one with which most rows have as
-    many fields as it. It is `usual_delimiter`, unless another does better. `cut`: the last of these rows may be incomplete.
+    many fields as it. It is `usual_delimiter`, unless another does better. `cut`: the last of these rows may be
+    incomplete.
     """
     best = usual_delimiter
     best_score = 0.0

@@ -70,7 +70,7 @@ class WordEncoder:
             if added
             else None
         )
-        self._encode = encode
+        self._encode_text = encode
         self._dtype = dtype
         self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
 
@@ -117,7 +117,7 @@ class WordEncoder:
 
     def _library(self, text: str) -> bytes:
         refuse_long(len(text.encode()))
-        return np.array(self._encode(text), dtype=self._dtype).tobytes()
+        return np.array(self._encode_text(text), dtype=self._dtype).tobytes()
 
 
 def refuse_long(size: int, limit: int | None = None) -> None:
