@@ -1,60 +1,21 @@
 """Runs that train on their own completions: resume, ranks, and that rewards rise. Oracle: the uninterrupted run."""
 
-import json
-from pathlib import Path
-
 import pytest
+from rollouts_for_tests import (
+    STEPS,
+    assert_same_training,
+    completions,
+    metrics,
+    plan_of,
+    write_recipe,
+)
 
-from bloomery.data.prepare.prepare import prepare
-from bloomery.hardware.detect import detect
-from bloomery.plan.gather import gather
-from bloomery.plan.resolve import resolve
-from bloomery.recipe.load import load_recipe
 from ranks import fields, losses, on_ranks, train
-
-STEPS = 6
-REWARDS = """
-def spaces(completions, **_):
-    return [text.count("e") / max(1, len(text)) for text in completions]
-"""
-RECIPE = """
-extends: demo
-name: rl
-model: {hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 32}
-tokenizer: {train: {kind: bpe, vocab_size: 300}}
-data: {path: prompts.jsonl, sequence_length: 48, validation: 0.1}
-objective: {kind: grpo, num_generations: 4, max_completion_length: 8}
-rewards: [{python: "my_rewards.py:spaces"}]
-sample: {prompts: []}
-train: {max_steps: 6, batch_size: 16, micro_batch_size: 2, precision: float32}
-optimizer: {kind: adamw, learning_rate: 1e-3, warmup: 1 steps}
-eval: {every: 3 steps}
-checkpoint: {every: 3 steps}
-"""
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rl")
-    rows = [{"prompt": f"def f{number}(x): return", "answer": number} for number in range(60)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my_rewards.py").write_text(REWARDS)
-    (folder / "rl.yaml").write_text(RECIPE)
-    prepare(load_recipe(str(folder / "rl.yaml")), folder / "prepared")
-    return folder
-
-
-def plan_of(folder, *edits):
-    loaded = load_recipe(str(folder / "rl.yaml"), [*edits, "train.compile=false"])
-    facts = gather(loaded, detect(), prepared=folder / "prepared")
-    return resolve(loaded, facts)
-
-
-def completions(folder: Path) -> dict[str, list[dict]]:
-    return {
-        path.name: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted((folder / "completions").iterdir())
-    }
+    return write_recipe(tmp_path_factory.mktemp("rl"))
 
 
 CASES = {
@@ -75,15 +36,51 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path
     checkpoint = folder / "checkpoints" / f"step-{stop_after:08d}"
     rest = train(plan, folder, resume_from=checkpoint)
     assert losses(whole).keys() == set(range(1, STEPS + 1))
-    assert losses(first) | losses(rest) == losses(whole)
-    assert completions(folder) == completions(tmp_path / "whole")
-    metrics = [
-        {event["step"]: event["metrics"] for event in fields(events, "StepDone")}
-        for events in (whole, [*first, *rest])
-    ]
-    assert metrics[0] == metrics[1]
+    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
     rewards = [event["metrics"]["reward"] for event in fields(whole, "EvalDone")]
     assert len(rewards) == 2
+
+
+LORA = "adapter={kind: lora, rank: 4, dropout: 0.1}"
+# By name: edits, and how far the log-probabilities of generation and training may be apart.
+NUMBERS = {
+    "lora": ([LORA], 1e-5),
+    "lora and norms": (["adapter={kind: lora, rank: 4, modules_to_save: [norms]}"], 1e-5),
+    "dora": (["adapter={kind: dora, rank: 4, dropout: 0.1}"], 1e-5),
+    "nf4": ([LORA, "quantize.kind=nf4"], 1e-5),
+    "int8": ([LORA, "quantize.kind=int8"], 2e-2),
+    "int8, bfloat16": ([LORA, "quantize.kind=int8", "train.precision=bfloat16"], 2e-2),
+    "bfloat16": (["train.precision=bfloat16"], 2e-2),
+    "lora, bfloat16": (["train.precision=bfloat16", LORA], 2e-2),
+    "bfloat16-pure": (["train.precision=bfloat16-pure"], 2e-2),
+    "float16": (["train.precision=float16"], 2e-3),
+    "lora, float16": (["train.precision=float16", LORA], 2e-3),
+    "nf4, float16": (["train.precision=float16", LORA, "quantize.kind=nf4"], 2e-3),
+}
+QUICK = ("lora", "int8, bfloat16", "bfloat16-pure", "float16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.soak]) for name in NUMBERS],
+)
+def test_every_precision_and_adapter_resumes_and_samples_with_its_new_weights(
+    recipe, tmp_path, name
+):
+    """A generator with the weights of an earlier rollout, or with dropout, would be far from the model that trains."""
+    edits, near = NUMBERS[name]
+    # Steps large enough that the weights of the rollout before would give other probabilities.
+    edits = [*edits, "objective.num_iterations=2", "optimizer.learning_rate=0.02"]
+    plan = plan_of(recipe, *edits)
+    whole = train(plan, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    first = train(plan, folder, stop_after=3)
+    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
+    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
+    for step in metrics(whole).values():
+        assert 0 < step["sampling/sampling_logp_difference/mean"] < near
+        assert step["sampling/importance_sampling_ratio/min"] > 0.9
+        assert step["sampling/importance_sampling_ratio/max"] < 1.1
 
 
 def test_the_events_have_the_metrics_of_the_rewards(recipe, tmp_path):

@@ -217,10 +217,14 @@ def generating(state: TrainState, plan: RunPlan) -> Iterator[Decoder]:
             model.step = CompiledStep(model)
         except Uncompiled:
             model.step = None  # PyTorch decodes, too
+    # The compiled step has no float16 cache: it and the prompt's forward then compute in the weights' float32.
+    precision = plan.train.precision
+    if model.step is not None and precision == "float16":
+        precision = "float32"
     # Compiled, each new length would be recompiled.
     eager = torch.compiler.set_stance("force_eager")
     try:
-        with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
+        with eval_mode(model), precision_context(precision, plan.train.device), eager:
             yield model
     finally:
         model.step = None
