@@ -19,7 +19,7 @@ from test_example_documents import write_rows
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.pipeline import Limits
-from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_folder
+from bloomery.data.prepare.prepare import finished_manifest, locked, prepare, prepared_folder
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
 from bloomery.data.shards import open_split, read_manifest, write_manifest
 from bloomery.data.sources.documents import (
@@ -57,7 +57,7 @@ def test_text_comes_back_from_the_shards(corpus, tmp_path, recipe_of):
     assert (
         manifest
         == read_manifest(tmp_path / "p")
-        == finished(recipe_of(path=str(corpus), validation="10%"), tmp_path / "p")
+        == finished_manifest(recipe_of(path=str(corpus), validation="10%"), tmp_path / "p")
     )
 
 
@@ -225,7 +225,7 @@ def test_tokens_may_travel_without_their_text(corpus, tmp_path, recipe_of):
     loaded = recipe_of(path=str(corpus))
     prepare(loaded, tmp_path / "p")
     shutil.rmtree(corpus)
-    assert finished(loaded, tmp_path / "p")
+    assert finished_manifest(loaded, tmp_path / "p")
 
 
 def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe_of):
@@ -325,8 +325,8 @@ def test_empty_and_tiny_corpora(tmp_path, recipe_of):
         prepare(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
     assert caught.value.where == "data.sequence_length"
     with pytest.raises(UserError, match="less than one sequence"):
-        finished(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
-    assert finished(
+        finished_manifest(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
+    assert finished_manifest(
         recipe_of(path=str(text), sequence_length=512, packing=False), tmp_path / "tiny"
     )
 
@@ -443,7 +443,7 @@ def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, for
     prepare(loaded, tmp_path / "p", limits=SMALL)
     assert decoded(tmp_path / "p", "train") == texts["train"]
     assert decoded(tmp_path / "p", "validation") == texts["validation"]
-    assert finished(loaded, tmp_path / "p") is not None
+    assert finished_manifest(loaded, tmp_path / "p") is not None
     prepare(recipe_of(path=str(tmp_path / "d"), validation="10%"), tmp_path / "share", limits=SMALL)
     assert not set(decoded(tmp_path / "share", "validation")) - set(texts["train"])
     prepare(recipe_of(path=str(tmp_path / "d"), validation="test"), tmp_path / "test", limits=SMALL)

@@ -14,12 +14,12 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import Example, Message, texts_of
 from bloomery.data.prepare.pipeline import streams
-from bloomery.data.prepare.prepare import finished, identity, prepare
+from bloomery.data.prepare.prepare import finished_manifest, identity, prepare
 from bloomery.data.shards import Split, open_split, read_manifest
 from bloomery.data.sources.documents import ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.choices import objective_choices
-from bloomery.plan.gather import counted, guessed
+from bloomery.plan.gather import guessed, prepared_facts
 from bloomery.recipe.load import LoadedRecipe
 
 TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|im_end|>"]}}
@@ -95,7 +95,7 @@ def stored(split: Split, document: int) -> tuple[tuple[int, ...], tuple[int, ...
 def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
     loaded = recipe(objective)
     manifest = prepare(loaded, tmp_path / "p", limits=SMALL)
-    assert manifest == read_manifest(tmp_path / "p") == finished(loaded, tmp_path / "p")
+    assert manifest == read_manifest(tmp_path / "p") == finished_manifest(loaded, tmp_path / "p")
     assert (manifest.kind, manifest.formats) == (
         KINDS[objective],
         ({"sft": "messages", "dpo": "preference"}[objective],),
@@ -189,7 +189,7 @@ def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_pre
         open_split(tmp_path / "p", "train").document(0).tolist()
     )
     assert ("<|im_start|>assistant" in first) == manifest.turns
-    for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe, tmp_path / "p")):
+    for corpus in (guessed(loaded.recipe), prepared_facts(manifest, loaded.recipe, tmp_path / "p")):
         choices = dict(objective_choices(loaded.recipe, corpus, None))
         assert choices["data.chat.template"].value == told
 
@@ -371,7 +371,7 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")
         folder = tmp_path / objective / layout
         manifest = prepare(loaded, folder)
-        facts = counted(manifest, loaded.recipe, folder)
+        facts = prepared_facts(manifest, loaded.recipe, folder)
         assert (
             facts.sequences_per_epoch
             == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
@@ -387,7 +387,7 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
     loaded = recipe(sequence_length=40)
     manifest = prepare(loaded, tmp_path / "p")
     facts, split = (
-        counted(manifest, loaded.recipe, tmp_path / "p"),
+        prepared_facts(manifest, loaded.recipe, tmp_path / "p"),
         open_split(tmp_path / "p", "train"),
     )
     sizes = np.diff(np.asarray(split.bounds).astype(np.int64))

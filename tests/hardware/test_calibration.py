@@ -18,7 +18,7 @@ from bloomery.hardware.calibration import (
     store,
     write_calibration,
 )
-from bloomery.hardware.cpu_check import with_check, with_known_check
+from bloomery.hardware.cpu_check import with_cpu_check, with_known_check
 from bloomery.hardware.machine import Accelerator, CpuCheck, Host, Machine, Probe, Software
 
 POINT = Point(
@@ -162,11 +162,11 @@ def test_another_machine_of_the_same_name_counts_as_far_as_its_check_goes(tmp_pa
 def test_the_check_is_made_once_per_boot_and_instruction_set(monkeypatch):
     monkeypatch.delenv("BLOOMERY_CPU_CHECK", raising=False)
     here = machine()
-    checked = with_check(here).cpu_check
+    checked = with_cpu_check(here).cpu_check
     assert checked is not None and checked.gflops["float32"] > 1 and checked.copy_gbs > 0.1
     monkeypatch.setattr(cpu_check, "probe", lambda *_, **__: pytest.fail("checked twice"))
-    assert with_check(here).cpu_check == checked == with_known_check(here).cpu_check
-    assert with_check(machine(RX)).cpu_check is None  # a GPU trains there
+    assert with_cpu_check(here).cpu_check == checked == with_known_check(here).cpu_check
+    assert with_cpu_check(machine(RX)).cpu_check is None  # a GPU trains there
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     assert with_known_check(here).cpu_check is None
 
@@ -175,7 +175,9 @@ def test_a_check_that_fails_is_not_made_again(monkeypatch):
     monkeypatch.delenv("BLOOMERY_CPU_CHECK", raising=False)
     failures = iter([Probe(name="cpu-check", outcome="crashed")])
     monkeypatch.setattr(cpu_check, "probe", lambda *_, **__: (next(failures),))
-    assert with_check(machine()).cpu_check is None and with_check(machine()).cpu_check is None
+    assert (
+        with_cpu_check(machine()).cpu_check is None and with_cpu_check(machine()).cpu_check is None
+    )
 
 
 def test_a_card_that_cannot_be_written_is_said(tmp_path):

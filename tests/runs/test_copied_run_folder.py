@@ -52,7 +52,7 @@ def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_els
     trace = folder.path.parent / "trace"
     assert show(folder, asked=frozenset({command})) == [] and trace.exists()
     trace.unlink()
-    hooks.remember(folder.path, [command])
+    hooks.note_commands(folder.path, [command])
     assert show(folder) == [] and trace.exists()
     trace.unlink()
     shutil.copytree(folder.path, tmp_path / "copy")
@@ -66,7 +66,7 @@ def test_train_notes_the_hooks_of_its_recipe(
     words = ("train.max_steps=2", "logging.trackers=[{command: 'true'}]")
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
     assert done.returncode == 0, done.stderr
-    assert hooks.remembered(bloomery.run_dir, ["true", "false"]) == {"true"}
+    assert hooks.noted_commands(bloomery.run_dir, ["true", "false"]) == {"true"}
     assert not any(
         isinstance(event, Warned) and "hook" in event.reason for event in bloomery.events()
     )

@@ -77,13 +77,13 @@ def command(
         verdict_lines,
     )
     from bloomery.hardware.calibration import store, write_calibration
-    from bloomery.hardware.cpu_check import with_check
+    from bloomery.hardware.cpu_check import with_cpu_check
     from bloomery.hardware.detect import detect
 
     # What was typed wrong is refused before the machine is looked at and a child is started.
     contributor = author_name(contributor)
     settings = points(sweeps) if sweeps else None
-    bench = Bench(recipe=recipe, overrides=overrides, machine=with_check(detect()))
+    bench = Bench(recipe=recipe, overrides=overrides, machine=with_cpu_check(detect()))
     table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, settings)

@@ -166,7 +166,7 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
-    from bloomery.hardware.cpu_check import with_check
+    from bloomery.hardware.cpu_check import with_cpu_check
     from bloomery.hardware.detect import detect
     from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
@@ -184,7 +184,7 @@ def show_plan(
         raise UserError(problem, where=where, fix=fix, code=2)
     if gpu is None and gpus * nodes == 1:
         selected, num_gpus = planned_devices(recipe, detected, devices)
-        detected = with_check(selected)
+        detected = with_cpu_check(selected)
 
     # The plan's machine has the GPU of --gpu, where that is named.
     plan, facts = local_plan(loaded_recipe, gpu=gpu, machine=detected, gpus=num_gpus, nodes=nodes)
@@ -200,7 +200,7 @@ def show_plan(
     from bloomery.cli import COMMANDS
     from bloomery.hub import cached_model, is_hub_id, local_model
     from bloomery.model.io.stored import is_bare
-    from bloomery.plan.gather import absent, left_aside, models_of
+    from bloomery.plan.gather import absent, models_of, unread_data_notes
     from bloomery.plan.made import ASSUMED
     from bloomery.plan.page import page
     from bloomery.plan.unsupported import untrained
@@ -238,7 +238,7 @@ def show_plan(
     for name in models:
         if not is_hub_id(name) and is_bare(local_model(name)):
             notes.append(f"no weights in {name}: `bloomery train` would fail")
-    notes += left_aside(recipe)
+    notes += unread_data_notes(recipe)
     if dataset_assumed:
         sequences = f"packed sequences of {recipe.data.sequence_length:,} tokens"
         notes.append(f"no --data: conversations in {sequences} are assumed; --data adds steps")

@@ -133,7 +133,7 @@ def _summarize(
     """Print what was prepared: units, sources, tokens, packing, and the warnings of the dataset's size."""
     from bloomery.data.prepare.split import MEASURABLE_ROWS, file_roles, size_warnings
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
-    from bloomery.plan.gather import left_aside
+    from bloomery.plan.gather import unread_data_notes
 
     # A preference pair is one unit of two documents; users count pairs.
     train = manifest.train
@@ -168,7 +168,7 @@ def _summarize(
         if roles.share and validation_units > max(2 * roles.share * num_units, 1):
             limit = f"up to {MEASURABLE_ROWS} rows, or a fifth"
             echo(f"validation {100 * roles.share:g}% are too few to measure: {limit}")
-    for remark in left_aside(loaded_recipe.recipe):
+    for remark in unread_data_notes(loaded_recipe.recipe):
         echo(f"not read   {remark}")
     if manifest.skipped:
         first_reason = one_line(manifest.first_skipped)
@@ -380,7 +380,7 @@ def _check(loaded_recipe: "LoadedRecipe", folder: Path, manifest: "Manifest") ->
     _print_health(check)
 
     # The epochs need a plan; a recipe that this machine cannot plan still has a dataset worth checking.
-    dataset = gather.counted(manifest, loaded_recipe.recipe, folder)
+    dataset = gather.prepared_facts(manifest, loaded_recipe.recipe, folder)
     try:
         facts = gather.facts_of(loaded_recipe, detect(), prepared=folder, dataset=dataset)
         plan = resolve(loaded_recipe, facts)

@@ -36,7 +36,7 @@ def with_known_check(machine: Machine) -> Machine:
     return machine.model_copy(update={"cpu_check": check})
 
 
-def with_check(machine: Machine) -> Machine:
+def with_cpu_check(machine: Machine) -> Machine:
     """The machine with the check of this boot, made now where there was none; unchanged where a GPU would train.
 
     A check that fails is not made again in this boot. BLOOMERY_CPU_CHECK=off: plans follow the tables.

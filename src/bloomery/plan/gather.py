@@ -18,7 +18,7 @@ from bloomery.data.examples import BadRow, Example
 from bloomery.data.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
-from bloomery.data.prepare.prepare import finished, refuse_layout
+from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.prompts import row_json
 from bloomery.data.shards import Manifest, Texts, open_split
@@ -109,11 +109,11 @@ def gather(loaded_recipe: LoadedRecipe, machine: Machine, *, prepared: Path) -> 
     Raises UserError, also for a folder with another recipe's dataset.
     """
     refuse_recipe(loaded_recipe.recipe)  # before the dataset is read for it
-    manifest = finished(loaded_recipe, prepared)
+    manifest = finished_manifest(loaded_recipe, prepared)
     dataset = (
         guessed(loaded_recipe.recipe)
         if manifest is None
-        else counted(manifest, loaded_recipe.recipe, prepared)
+        else prepared_facts(manifest, loaded_recipe.recipe, prepared)
     )
     return facts_of(loaded_recipe, machine, prepared=prepared, dataset=dataset)
 
@@ -258,7 +258,7 @@ SKIPPED = 1000  # invalid rows after which a plan stops reading, with data.on_er
 FILES = 20  # of a built-in dataset
 
 
-def counted(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
+def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
     """The facts of a prepared dataset in the recipe's layout."""
     data = recipe.data
     learned = manifest.train.loss_tokens
@@ -310,7 +310,7 @@ def absent(recipe: Recipe) -> list[str]:
     return [path for path in paths if path is not None and not data_place(path).exists()]
 
 
-def left_aside(recipe: Recipe) -> list[str]:
+def unread_data_notes(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
     data = recipe.data
     rows = recipe.objective.spec.data_kind in ROW_FORMATS

@@ -39,7 +39,7 @@ def reward_files(recipe: Recipe) -> tuple[Path, ...]:
     )
 
 
-def remember(run_dir: Path, commands: Iterable[str]) -> None:
+def note_commands(run_dir: Path, commands: Iterable[str]) -> None:
     """Stores in your home folder that you requested these hooks. Raises OSError when that cannot be written."""
     for command in commands:
         note = _note(run_dir, command)
@@ -47,8 +47,8 @@ def remember(run_dir: Path, commands: Iterable[str]) -> None:
         note.touch()
 
 
-def remembered(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
-    """Those that `remember` stored: a run folder copied from elsewhere has none, so its hooks do not run."""
+def noted_commands(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
+    """Those that `note_commands` stored: a run folder copied from elsewhere has none, so its hooks do not run."""
     return frozenset(command for command in commands if _note(run_dir, command).exists())
 
 
@@ -160,7 +160,7 @@ class EventHub:
     def _opened(self, plan: RunPlan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:
             return []
-        hooks = self.hooks | remembered(self._folder.path, plan.logging.commands)
+        hooks = self.hooks | noted_commands(self._folder.path, plan.logging.commands)
         for command in plan.logging.commands:
             if command not in hooks:
                 fix = f"to run it: bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'"

@@ -14,17 +14,17 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
-from bloomery.data.prepare.prepare import finished, prepared_folder
+from bloomery.data.prepare.prepare import finished_manifest, prepared_folder
 from bloomery.data.prepare.split import file_roles, size_warnings
 from bloomery.data.shards import MANIFEST, read_manifest
-from bloomery.hardware.cpu_check import with_check
+from bloomery.hardware.cpu_check import with_cpu_check
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
 from bloomery.plan.advise import advise, checkpoint_bytes
-from bloomery.plan.gather import fetch, gather, left_aside
+from bloomery.plan.gather import fetch, gather, unread_data_notes
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, read_sealed, require_identity, write_sealed
 from bloomery.plan.types import RunPlan
@@ -32,7 +32,13 @@ from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.recipe.schema import Recipe
 from bloomery.runs.devices import chosen_devices, device_count
-from bloomery.runs.event_hub import commands_of, event_hub, remember, remembered, reward_files
+from bloomery.runs.event_hub import (
+    commands_of,
+    event_hub,
+    note_commands,
+    noted_commands,
+    reward_files,
+)
 from bloomery.runs.flow import (
     Edit,
     EndedRun,
@@ -119,7 +125,7 @@ def start(
     # Where the dataset is not prepared yet, its files are opened once, which raises for missing ones. The user reads
     # which of them are trained on and which validate.
     data = prepared_folder(loaded_recipe, _workspace(path))
-    if finished(loaded_recipe, data) is None:
+    if finished_manifest(loaded_recipe, data) is None:
         streams(loaded_recipe.recipe)
     roles = file_roles(loaded_recipe.recipe.data, loaded_recipe.recipe.objective.spec.data_kind)
     if roles is not None and not quiet:
@@ -229,7 +235,7 @@ def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
     flow.hub.hooks = commands_of(loaded_recipe.recipe)
     rewards = [_reward_note(file) for file in reward_files(loaded_recipe.recipe)]
     try:
-        remember(flow.folder.path, [*flow.hub.hooks, *rewards])
+        note_commands(flow.folder.path, [*flow.hub.hooks, *rewards])
     except OSError as error:
         reason = (
             f"the hooks of this run will not start after a resume: cannot write {error.filename}"
@@ -244,7 +250,7 @@ def _reward_note(file: Path) -> str:
 def _refuse_foreign_rewards(run_dir: Path, recipe: Recipe) -> None:
     """Raises UserError for Python rewards that this user has not started for this folder: as hooks, they are code."""
     for file in reward_files(recipe):
-        if not remembered(run_dir, [_reward_note(file)]):
+        if not noted_commands(run_dir, [_reward_note(file)]):
             raise UserError(
                 "the rewards of this run are Python code that was not started here by you",
                 where=str(file),
@@ -265,7 +271,7 @@ def _prepare_plan_train(
     `step`: as in `resume`. Raises UserError.
     """
     data = prepared_folder(loaded_recipe, _workspace(flow.folder.path))
-    if finished(loaded_recipe, data) is None:
+    if finished_manifest(loaded_recipe, data) is None:
         prepare(flow, data)
     flow.check()
 
@@ -288,7 +294,7 @@ def _prepare_plan_train(
         warnings.append(
             f"may not fit: {estimated} estimated, {format_bytes(plan.memory.limit)} available"
         )
-    warnings += left_aside(loaded_recipe.recipe)
+    warnings += unread_data_notes(loaded_recipe.recipe)
     sequence_length = loaded_recipe.recipe.data.sequence_length
     warnings += size_warnings(read_manifest(data), sequence_length=sequence_length)
     for warning in warnings:
@@ -317,7 +323,7 @@ def training_devices(loaded_recipe: LoadedRecipe, devices: str | None) -> tuple[
     machine, count = chosen_devices(detect(), devices)
     user_named = devices not in (None, "auto")
     machine, count = device_count(
-        loaded_recipe.recipe, with_check(machine), count, user_named=user_named
+        loaded_recipe.recipe, with_cpu_check(machine), count, user_named=user_named
     )
     return machine, count, 1
 

@@ -9,7 +9,7 @@ from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.events import Warned
-from bloomery.plan.gather import counted, facts_of
+from bloomery.plan.gather import facts_of, prepared_facts
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import AXES
@@ -49,7 +49,7 @@ def refuse_other_dataset(folder: RunFolder, loaded_recipe: LoadedRecipe, plan: R
     data = plan.data.prepared
     checkpoints = folder.checkpoints
     # The facts of a dataset have a digest of its tokens.
-    same_tokens = counted(read_manifest(data), loaded_recipe.recipe, data) == plan.dataset
+    same_tokens = prepared_facts(read_manifest(data), loaded_recipe.recipe, data) == plan.dataset
 
     # Equal tokens may come from a tokenizer that has changed since. Each checkpoint has a copy of the run's tokenizer;
     # one of them may be damaged, so that one equal copy is enough.

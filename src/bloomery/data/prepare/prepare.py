@@ -101,10 +101,10 @@ def prepare(
     disk.
     """
     refuse_layout(loaded.recipe)
-    manifest = finished(loaded, folder)
+    manifest = finished_manifest(loaded, folder)
     if manifest is None:
         with preparation(loaded, folder, report=report, limits=limits) as work:
-            manifest = finished(loaded, folder) or work.run()
+            manifest = finished_manifest(loaded, folder) or work.run()
             check_sequences(manifest, loaded.recipe.data, folder)
     else:
         check_shards(folder, manifest, partial(report, "checksums"))
@@ -126,7 +126,7 @@ def preparation(
         yield Preparation(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 
 
-def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
+def finished_manifest(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     """The manifest when `folder` is ready for this recipe; None when it is unfinished. Raises UserError when it belongs
     to another recipe, is stale, or has less than one sequence.
 
