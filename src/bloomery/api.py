@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.report.charts import Plot
     from bloomery.runs.evaluate import TextScores
+    from bloomery.runs.evaluate_rewards import RewardScores
     from bloomery.runs.generate import Model
     from bloomery.runs.tasks.evaluate import Named, TaskReport
     from bloomery.train.evaluation.scoring import PairMetrics
@@ -186,8 +187,9 @@ def evaluate(
     quantize: str | None = None,
     on_load: OnText = lambda _: None,
     on_note: OnText = lambda _: None,
-) -> "TextScores | PairMetrics":
-    """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model.
+) -> "TextScores | PairMetrics | RewardScores":
+    """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model;
+    for a run with rewards the mean reward of completions of prompts.
 
     `data`: None uses a run's validation set. `bos`: add a BOS token to each text, so that its first token is scored.
     `template`: the chat template of conversations, by default the tokenizer's own. `on_note` gets each remark about

@@ -378,7 +378,7 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
         step_seconds=SimpleNamespace(value=2.0),
         seconds=SimpleNamespace(value=104.0),
         parallel=None,
-        train=SimpleNamespace(tokens_per_step=10),
+        trained_tokens_per_step=10,
         memory=SimpleNamespace(total=2**30),
     )
     summary = SimpleNamespace(training_seconds=149.0, peak_gib=1.0)

@@ -94,7 +94,8 @@ def command(
     """Compute loss, perplexity and bits per byte of MODEL.
 
     Without --data, a run is evaluated on its validation set. In conversations, only assistant tokens are scored. A
-    reward model is evaluated on preference pairs: accuracy, margin and loss.
+    reward model is evaluated on preference pairs: accuracy, margin and loss. A run that trains with rewards completes
+    its held-out prompts, or those of --data, and prints their mean reward with its 95% confidence interval.
 
     With --task, score the answers to a task file; with --lm-eval, tasks of lm-evaluation-harness. With --against, test
     the difference of two models. Results have 95% confidence intervals, and are recorded in a run.
@@ -145,8 +146,19 @@ def command(
         return
 
     from bloomery.runs.evaluate import TextScores
+    from bloomery.runs.evaluate_rewards import RewardScores
 
-    if isinstance(result, TextScores):
+    if isinstance(result, RewardScores):
+        interval = "no interval of a single prompt"
+        if result.reward_low is not None and result.reward_high is not None:
+            interval = f"{result.reward_low:.4f} to {result.reward_high:.4f}, 95% over {result.prompts:,} prompts"
+        ended = f"{result.clipped_ratio:.0%} reach objective.max_completion_length"
+        lines = {
+            "reward": f"{result.reward:.4f} ({interval})",
+            **{f"  {name}": f"{mean:.4f} on average" for name, mean in result.rewards.items()},
+            "length": f"{result.mean_length:,.1f} tokens on average; {ended}",
+        }
+    elif isinstance(result, TextScores):
         bits = result.bits_per_byte
         lines = {
             "loss": f"{result.loss:.4f} nats per token",
@@ -163,7 +175,7 @@ def command(
             "loss": f"{result.loss:.4f} per pair",
         }
     for name, value in lines.items():
-        echo(f"{name:<11}{value}")
+        echo(f"{name:<10} {value}")
 
 
 def _needs_task(name: str) -> UserError:

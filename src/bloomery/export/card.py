@@ -24,7 +24,7 @@ from bloomery.monitor.words import format_joules
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Recipe, reward_name
 from bloomery.report.page import loss_plot
 
 PLOT = "loss.svg"
@@ -41,6 +41,7 @@ class Training:
     tokens: int
     seconds: float
     loss: float | None  # of the last step
+    reward: float | None  # of the last rollout
     loss_unit: str  # RunStarted.loss_unit
     device: str
     evaluation: EvalDone | None
@@ -94,6 +95,14 @@ def training_of(checkpoint: Path) -> Training | None:
         tokens=last_step.tokens if last_step else 0,
         seconds=sum(event.step_seconds for event in steps.values()),
         loss=last_step.loss if last_step else None,
+        reward=next(
+            (
+                steps[number].metrics["reward"]
+                for number in sorted(steps, reverse=True)
+                if "reward" in steps[number].metrics
+            ),
+            None,
+        ),
         loss_unit=loss_unit,
         device=device,
         evaluation=evaluation,
@@ -261,6 +270,7 @@ def _training_fields(
         "plot": PLOT,
         "recipe_text": _recipe_text(recipe),
         "energy": energy,
+        "rewards": ", ".join(map(reward_name, recipe.rewards)),
     }
 
 

@@ -29,6 +29,7 @@ from bloomery.report.charts import (
     render,
 )
 from bloomery.report.record import RunRecord, check_claims, read_record
+from bloomery.report.rewards import points_of, reward_charts, reward_series, shown_completions
 
 _LEGEND = {
     "kill": "killed or failed",
@@ -87,7 +88,7 @@ def page(
         lead=lead,
         cards=_cards(record),
         extras=[bar_chart(bars) for bars in extras],
-        loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
+        loss=_main_chart(record),
         legend_of_marks=" · ".join(
             f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in mark_kinds
         ),
@@ -107,12 +108,25 @@ def page(
         tasks=[
             interval_chart(_intervals(event)) for event in record.tasks if event.value is not None
         ],
+        completions=shown_completions(record.folder),
         **_samples(record),
         measured=check_claims(record),
         planned=planned_claims,
         machine=_machine(record),
         again=commands,
     )
+
+
+def _main_chart(record: RunRecord) -> Markup:
+    """The loss, or the reward of a run that is judged by it."""
+    if record.summary.scores_completions:
+        series = _rewards(record)
+        return line_chart("Reward", series, record.marks, unit="mean over completions", height=300)
+    return line_chart("Loss", _losses(record), record.marks, unit=record.summary.unit, height=300)
+
+
+def _rewards(record: RunRecord) -> list[Series]:
+    return reward_series(record, smooth(points_of(record.steps, "reward")))
 
 
 def _losses(record: RunRecord) -> list[Series]:
@@ -130,14 +144,18 @@ def _losses(record: RunRecord) -> list[Series]:
 def loss_plot(folder: Path) -> Plot:
     """The loss chart of a run. Raises UserError when it has no step yet."""
     record = read_record(folder)
-    raw, _, validation = series = _losses(record)
+    is_scored = record.summary.scores_completions
+    series = _rewards(record) if is_scored else _losses(record)
+    raw, _, validation = series
     if not raw.points:
         raise UserError(
             "the run has no loss yet", where=str(folder), fix="plot after the first step"
         )
-    unit = record.summary.unit
+    unit = "reward" if is_scored else record.summary.unit
     svg = line_chart(folder.name, series, record.marks, unit=unit, height=300, shape="image")
     legend = f"training loss, {unit}" + ("   o validation loss" if validation.points else "")
+    if is_scored:
+        legend = "reward of completions" + ("   o held-out prompts" if validation.points else "")
     return Plot(
         str(svg), "\n".join([legend, *plot(raw.points, validation.points, width=80, height=12)])
     )
@@ -164,7 +182,19 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         loss = best.loss
         accuracy = best.metrics.get("accuracy")
         perplexity = best.perplexity
+    last_reward = None
+    if summary.scores_completions:
+        # The loss is minus the reward of held-out prompts, and stays near 0 in training.
+        loss = None
+        last_reward = summary.smoothed_reward
+    held_out_reward = None if best is None else best.metrics.get("reward")
+    share = summary.sampling_share
     return [
+        (
+            figure(held_out_reward, ".3f", ""),
+            f"reward of held-out prompts, step {best.step if best else 0:,}",
+        ),
+        (figure(last_reward, ".3f", ""), "reward in training, smoothed"),
         (
             figure(loss, ".3f", ""),
             f"validation loss, {summary.unit}, step {best.step if best else 0:,}{few}",
@@ -172,7 +202,11 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (figure(bits, ".3f", ""), "bits per byte, validation set"),
         (figure(accuracy, ".1%", ""), "accuracy, validation set"),
         (_short(perplexity), "perplexity, validation set"),
-        (figure(summary.smoothed, ".3f", ""), f"training loss, {summary.unit}"),
+        (
+            "" if summary.scores_completions else figure(summary.smoothed, ".3f", ""),
+            f"training loss, {summary.unit}",
+        ),
+        (figure(share, ".0%", ""), "of step time is sampling and rewards"),
         (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
         (format_seconds(summary.training_seconds), "training time"),
         (figure(record.tokens_per_second or None, ",.0f", ""), "tokens per second"),
@@ -239,7 +273,12 @@ def _metrics(record: RunRecord) -> list[Markup]:
             [(step.step, step.metrics[name]) for step in record.steps if name in step.metrics]
         )
 
-    charts = []
+    charts: list[Markup] = []
+    if record.summary.scores_completions:
+        charts, drawn = reward_charts(record)
+        losses = [Series("each step", _losses(record)[0].points)]
+        charts.append(line_chart("Loss", losses, unit="near 0: look at the reward"))
+        names = {name: None for name in names if name not in drawn}
     if all(name in names for name in _REWARDS):
         rewards = [
             Series(f"{title}, training", smoothed(name), f"d{number}")
@@ -466,11 +505,12 @@ def _short(value: float | None) -> str:
 def _evaluations(record: RunRecord) -> dict[str, list[Any]]:
     best = record.summary.best
     names = list(dict.fromkeys(name for event in record.evals for name in event.metrics))
+    is_scored = record.summary.scores_completions
     per_token = any(event.perplexity is not None for event in record.evals)
     rows = [
         [
             f"{event.step:,}" + (" (best)" if best and event.step == best.step else ""),
-            "not finite" if event.loss is None else f"{event.loss:.4f}",
+            *([] if is_scored else ["not finite" if event.loss is None else f"{event.loss:.4f}"]),
             *(
                 [_short(event.perplexity), figure(event.bits_per_byte, ".3f", "")]
                 if per_token
@@ -484,7 +524,7 @@ def _evaluations(record: RunRecord) -> dict[str, list[Any]]:
     ]
     heads = [
         "step",
-        f"validation loss, {record.summary.unit}",
+        *([] if is_scored else [f"validation loss, {record.summary.unit}"]),
         *(["perplexity", "bits per byte"] if per_token else []),
     ]
     return {

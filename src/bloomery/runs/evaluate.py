@@ -32,6 +32,7 @@ from bloomery.model.decoder import Attention, Backbone, Decoder
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
+from bloomery.runs.evaluate_rewards import RewardScores, evaluate_rewards
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.model_folder import ModelFiles, find_model
@@ -82,8 +83,10 @@ def evaluate_model(
     template: str | None = None,
     use: Use | None = None,
     on_load: OnText = lambda _: None,
-) -> tuple[TextScores | PairMetrics, list[str]]:
+) -> tuple[TextScores | PairMetrics | RewardScores, list[str]]:
     """The scores on `data` (None: the validation set of a run), and notes that explain them. Raises UserError.
+
+    A run that trains with rewards is judged by them, also on `data` with prompts.
 
     `model`: an argument of `find_model`.
     """
@@ -97,6 +100,10 @@ def evaluate_model(
         plan = read_plan(model / "plan.json")
         data = plan.data.prepared
     decoder, tokenizer = load_to_evaluate(model, step=step, use=use, on_load=on_load)
+    rewarded = _plan_with_rewards(model)
+    if rewarded is not None and (plan is not None or is_prompts(data)):
+        rows = None if plan is not None else data
+        return evaluate_rewards(decoder, tokenizer, rewarded, model, rows, template=template)
     if decoder.config.head == "values":
         length = None if plan is None else plan.data.sequence_length
         return evaluate_pairs(decoder, tokenizer, data, template=template, sequence_length=length)
@@ -111,6 +118,25 @@ def evaluate_model(
             f" here, whole texts with a context of up to {decoder.config.max_positions:,} tokens"
         )
     return result, notes
+
+
+def _plan_with_rewards(model: Path) -> RunPlan | None:
+    """Of a run that trains on completions; None of any other model."""
+    if not (model / "plan.json").is_file():
+        return None
+    plan = read_plan(model / "plan.json")
+    return plan if plan.rewards else None
+
+
+def is_prompts(data: Path) -> bool:
+    """Whether the rows of a dataset are prompts without answers to imitate."""
+    if not data.exists() or (data.is_file() and suffix_of(data) not in DATA | TABLES):
+        return False
+    try:
+        dataset = open_dataset(Source(path=str(data), format="prompts"), "prompts")
+        return next(read_documents(dataset, on_error="stop", stats=ReadStats()), None) is not None
+    except UserError:  # what it is instead, the evaluation of texts says
+        return False
 
 
 def load_to_evaluate(

@@ -11,6 +11,7 @@ from typing import IO, Any, TextIO, cast, final
 
 from rich.console import Console
 
+from bloomery.core.errors import UserError
 from bloomery.core.files import state_folder
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
@@ -30,7 +31,7 @@ def commands_of(recipe: Recipe) -> frozenset[str]:
     return frozenset(sink.command for sink in recipe.logging.trackers if isinstance(sink, Command))
 
 
-def reward_files(recipe: Recipe) -> tuple[Path, ...]:
+def reward_files(recipe: Recipe | RunPlan) -> tuple[Path, ...]:
     """The Python files of `rewards`: code that training runs."""
     return tuple(
         Path(reward.python.rpartition(":")[0])
@@ -50,6 +51,22 @@ def note_commands(run_dir: Path, commands: Iterable[str]) -> None:
 def noted_commands(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
     """Those that `note_commands` stored: a run folder copied from elsewhere has none, so its hooks do not run."""
     return frozenset(command for command in commands if _note(run_dir, command).exists())
+
+
+def reward_note(file: Path) -> str:
+    """What `note_commands` stores of a file with Python rewards."""
+    return f"reward {file}"
+
+
+def refuse_foreign_rewards(run_dir: Path, recipe: Recipe | RunPlan) -> None:
+    """Raises UserError for Python rewards that this user has not started for this folder: as hooks, they are code."""
+    for file in reward_files(recipe):
+        if not noted_commands(run_dir, [reward_note(file)]):
+            raise UserError(
+                "the rewards of this run are Python code that was not started here by you",
+                where=str(file),
+                fix=f"read that file, then start a run of your own: bloomery train {run_dir / 'recipe.yaml'}",
+            )
 
 
 def _note(run_dir: Path, command: str) -> Path:

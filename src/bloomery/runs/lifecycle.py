@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
@@ -30,14 +29,14 @@ from bloomery.plan.store import read_plan, read_sealed, require_identity, write_
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
-from bloomery.recipe.schema import Recipe
 from bloomery.runs.devices import chosen_devices, device_count
 from bloomery.runs.event_hub import (
     commands_of,
     event_hub,
     note_commands,
-    noted_commands,
+    refuse_foreign_rewards,
     reward_files,
+    reward_note,
 )
 from bloomery.runs.flow import (
     Edit,
@@ -193,7 +192,7 @@ def resume(
         require_identity(folder.path)
         read_sealed(folder.recipe)
         loaded_recipe = load_recipe(folder.recipe, overrides)
-        _refuse_foreign_rewards(folder.path, loaded_recipe.recipe)
+        refuse_foreign_rewards(folder.path, loaded_recipe.recipe)
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
         # that it is done; it is finished where the last checkpoint is on disk, too.
@@ -233,7 +232,7 @@ def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
     are noted in the same way.
     """
     flow.hub.hooks = commands_of(loaded_recipe.recipe)
-    rewards = [_reward_note(file) for file in reward_files(loaded_recipe.recipe)]
+    rewards = [reward_note(file) for file in reward_files(loaded_recipe.recipe)]
     try:
         note_commands(flow.folder.path, [*flow.hub.hooks, *rewards])
     except OSError as error:
@@ -241,21 +240,6 @@ def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
             f"the hooks of this run will not start after a resume: cannot write {error.filename}"
         )
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
-
-
-def _reward_note(file: Path) -> str:
-    return f"reward {file}"
-
-
-def _refuse_foreign_rewards(run_dir: Path, recipe: Recipe) -> None:
-    """Raises UserError for Python rewards that this user has not started for this folder: as hooks, they are code."""
-    for file in reward_files(recipe):
-        if not noted_commands(run_dir, [_reward_note(file)]):
-            raise UserError(
-                "the rewards of this run are Python code that was not started here by you",
-                where=str(file),
-                fix=f"read that file, then start a run of your own: bloomery train {run_dir / 'recipe.yaml'}",
-            )
 
 
 def _prepare_plan_train(

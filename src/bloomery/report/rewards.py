@@ -1,0 +1,202 @@
+"""The part of a run's page about rewards: their curves, those of the completions, and a few completions themselves."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.core.text import harmless
+from bloomery.monitor.events import StepDone
+from bloomery.report.charts import Point, Series, line_chart
+from bloomery.report.record import RunRecord
+
+MOST_BYTES = 64 * 2**20  # of a file of completions that the page reads
+SHOWN_CHARACTERS = 1200  # of a prompt or a completion
+
+# Charts of several metrics: the title, the unit, and the metrics with the names of their lines.
+GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    (
+        "Length of completions",
+        "tokens",
+        {
+            "completions/mean_length": "mean",
+            "completions/mean_terminated_length": "mean of those that ended",
+            "completions/min_length": "shortest",
+            "completions/max_length": "longest",
+        },
+    ),
+    (
+        "Completions that did not end",
+        "share that reached objective.max_completion_length",
+        {"completions/clipped_ratio": "share"},
+    ),
+    (
+        "Prompts without a difference",
+        "share whose completions all have one reward",
+        {"frac_reward_zero_std": "share"},
+    ),
+    ("Spread of rewards", "standard deviation within a prompt", {"reward_std": "spread"}),
+    ("Entropy", "nats per token", {"entropy": "of the model's distribution"}),
+    ("KL divergence", "nats per token, from the reference model", {"kl": "training"}),
+    (
+        "Clipped ratios",
+        "share",
+        {
+            "clip_ratio/low_mean": "below the range",
+            "clip_ratio/high_mean": "above the range",
+            "cispo_clip_ratio": "above epsilon_high",
+        },
+    ),
+    (
+        "Generation against training",
+        "difference of log-probabilities",
+        {
+            "sampling/sampling_logp_difference/mean": "mean",
+            "sampling/sampling_logp_difference/max": "largest",
+        },
+    ),
+)
+# Metrics that a chart of the page shows in another form.
+DRAWN_ELSEWHERE = ("reward", "clip_ratio/region_mean")
+
+
+@dataclass(frozen=True)
+class ShownCompletion:
+    """A completion on the page. `role`: best, middle or worst of its rollout."""
+
+    role: str
+    prompt: str
+    completion: str
+    reward: str
+    rewards: str
+    advantage: str
+    ended: bool
+
+
+def reward_series(record: RunRecord, smoothed: Sequence[Point]) -> list[Series]:
+    """Of the main chart: each rollout, their moving average, held-out prompts."""
+    held_out: list[Point] = [
+        (event.step, event.metrics["reward"]) for event in record.evals if "reward" in event.metrics
+    ]
+    return [
+        Series("reward of each rollout", points_of(record.steps, "reward"), "raw"),
+        Series("smoothed", smoothed, "line"),
+        Series("held-out prompts", held_out, "eval"),
+    ]
+
+
+def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
+    """Charts of the rewards and completions, and the names of the metrics that need no other."""
+    names = dict.fromkeys(name for step in record.steps for name in step.metrics)
+    charts = []
+    rewards = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    if len(rewards) > 1:
+        lines = [
+            Series(name.removeprefix("rewards/").removesuffix("/mean"), points, f"d{number % 8}")
+            for number, name in enumerate(rewards)
+            if (points := points_of(record.steps, name))
+        ]
+        charts.append(line_chart("Rewards, without their weights", lines, unit="mean"))
+    for title, unit, metrics in GROUPS:
+        lines = [
+            Series(line, points, f"d{number}")
+            for number, (name, line) in enumerate(metrics.items())
+            if (points := points_of(record.steps, name))
+        ]
+        if lines:
+            charts.append(line_chart(title, lines, unit=unit, from_zero=True))
+    charts.append(_seconds(record.steps))
+    drawn = {name for _, _, metrics in GROUPS for name in metrics}
+    return charts, drawn | set(DRAWN_ELSEWHERE) | {name for name in names if "rewards/" in name}
+
+
+def _seconds(steps: Sequence[StepDone]) -> Markup:
+    """Where the time of the steps goes that begin with a rollout."""
+    rollouts = [step for step in steps if step.rollout_seconds is not None]
+    lines = [
+        Series("sampling", [(s.step, s.rollout_seconds or 0.0) for s in rollouts], "d0"),
+        Series("rewards", [(s.step, s.reward_seconds or 0.0) for s in rollouts], "d1"),
+        Series("update", [(s.step, s.update_seconds) for s in steps], "d2"),
+    ]
+    return line_chart("Time of a step", lines, unit="seconds", from_zero=True)
+
+
+def points_of(steps: Sequence[StepDone], name: str) -> list[Point]:
+    return [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
+
+
+def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
+    """Of the first, the middle and the last rollout of a run: the best, a middle and the worst completion."""
+    files = sorted((folder / "completions").glob("step-*.jsonl"))
+    if not files:
+        return []
+    chosen = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
+    shown = []
+    for path in chosen:
+        rows = _rows(path)
+        if rows:
+            step = int(path.stem.removeprefix("step-"))
+            shown.append((f"step {step:,}, {len(rows):,} completions", _three_of(rows)))
+    return shown
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Those that can be read; a file that is damaged or too large has none."""
+    try:
+        lines = read_whole(path, most=MOST_BYTES).decode("utf-8", errors="replace").splitlines()
+    except (OSError, UserError):
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("completion"), str):
+            rows.append(row)
+    return rows
+
+
+def _three_of(rows: Sequence[Mapping[str, Any]]) -> list[ShownCompletion]:
+    judged = [row for row in rows if isinstance(row.get("reward"), int | float)]
+    by_reward = sorted(judged or rows, key=lambda row: -(row.get("reward") or 0.0))
+    places = {"best": 0, "middle": len(by_reward) // 2, "worst": len(by_reward) - 1}
+    shown: dict[int, str] = {}
+    for role, place in places.items():
+        shown.setdefault(place, role)
+    return [_shown(role, by_reward[place]) for place, role in shown.items()]
+
+
+def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):  # messages
+        prompt = "\n".join(
+            f"{turn.get('role', '')}: {turn.get('content', '')}"
+            for turn in prompt
+            if isinstance(turn, dict)
+        )
+    rewards = row.get("rewards")
+    by_name = rewards if isinstance(rewards, dict) else {}
+    return ShownCompletion(
+        role=role,
+        prompt=_cut(str(prompt)),
+        completion=_cut(row["completion"]),
+        reward=_number(row.get("reward")),
+        rewards=", ".join(f"{name} {_number(value)}" for name, value in by_name.items()),
+        advantage=_number(row.get("advantage"), sign="+"),
+        ended=not row.get("truncated"),
+    )
+
+
+def _cut(text: str) -> str:
+    text = harmless(text)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _number(value: Any, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if isinstance(value, int | float) else "none"
