@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader, Prefetcher
-from bloomery.data.order import Cursor, feistel, mix
+from bloomery.data.order import Cursor, feistel, mix, mix_arrays
 from bloomery.data.prepare.prepare import prepare
 
 
@@ -29,6 +30,9 @@ def test_shuffle_is_the_same_for_ever():
         feistel(index % 10, size=10, key=mix(7, index // 10)) for index in range(20)
     ] == FIRST_ORDER
     assert mix(1, 2, 3) == FIRST_MIX
+    states = np.array([mix(1, 2), mix(5, 2**63)], dtype=np.uint64)
+    mixed = mix_arrays(states, np.array([3, 2**40], dtype=np.uint64))
+    assert mixed.tolist() == [FIRST_MIX, mix(5, 2**63, 2**40)]
 
 
 FIRST_ORDER = [5, 6, 3, 1, 9, 2, 0, 8, 7, 4, 2, 0, 7, 8, 6, 4, 3, 5, 1, 9]

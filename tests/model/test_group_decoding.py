@@ -6,7 +6,13 @@ import torch
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoding import NotFinite, Sampling, next_distribution
-from bloomery.model.group_decoding import GroupSampling, draw_all, draw_completions, filtered
+from bloomery.model.group_decoding import (
+    Completion,
+    GroupSampling,
+    draw_all,
+    draw_completions,
+    filtered,
+)
 from bloomery.model.io.weights import fresh_decoder
 
 PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])
@@ -27,13 +33,18 @@ def decoder_of(**changes):
     return fresh_decoder(ModelConfig(**facts | changes), seed=1).eval()
 
 
+def uniforms(texts):
+    numbers = [uniform(text.prompt, text.number, len(text.ids)) for text in texts]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 def uniform(prompt, number, position):
     generator = torch.Generator().manual_seed(1000 * prompt + 50 * number + position)
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
 def completions(decoder, slots, generations=4, prompts=PROMPTS, sampling=SAMPLING):
-    return draw_completions(decoder, prompts, generations, sampling, uniform, slots=slots)
+    return draw_completions(decoder, prompts, generations, sampling, uniforms, slots=slots)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": (4, None)}], ids=["all keys", "window"])
@@ -87,10 +98,50 @@ def test_the_draw_has_the_shares_of_the_distribution():
     numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
     ids, logps = draw_all(logits, numbers, GroupSampling(max_new_tokens=1))
     shares = logits[0].softmax(-1)
-    torch.testing.assert_close(ids.bincount(minlength=4) / 4000, shares, atol=1e-3, rtol=0)
-    torch.testing.assert_close(logps, shares.log()[ids])
+    counts = torch.tensor(ids).bincount(minlength=4)
+    torch.testing.assert_close(counts / 4000, shares, atol=1e-3, rtol=0)
+    torch.testing.assert_close(torch.tensor(logps), shares.log()[ids])
     ends = draw_all(logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), GroupSampling(max_new_tokens=1))
-    assert ends[0].tolist() == [0, 3]
+    assert ends[0] == [0, 3]
+
+
+def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_passes():
+    """Found in pieces, it is the one that the sum over all entries gives; alone the row gives the same bits."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(33, 5003, generator=generator) * 3
+    numbers = torch.rand(33, generator=generator, dtype=torch.float64)
+    sampling = GroupSampling(max_new_tokens=1, temperature=0.9)
+    ids, logps = draw_all(logits, numbers, sampling)
+    logprobs = (logits.double() / 0.9).log_softmax(-1)
+    cumulative = logprobs.exp().cumsum(-1)
+    expected = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0]
+    assert ids == expected.tolist()
+    chosen = logprobs[torch.arange(33), expected].float()
+    torch.testing.assert_close(torch.tensor(logps), chosen, atol=1e-6, rtol=1e-6)
+    for row in range(33):
+        alone = draw_all(logits[row : row + 1], numbers[row : row + 1], sampling)
+        assert alone == ([ids[row]], [logps[row]])
+    last = draw_all(logits, torch.full((33,), 1 - 2.0**-53, dtype=torch.float64), sampling)
+    assert all(shares[id_] > 0 for shares, id_ in zip(logprobs.exp(), last[0], strict=True))
+
+
+def test_prompts_that_are_read_together_begin_as_if_each_were_alone():
+    """Oracle: each prompt by itself. One is longer than a window, and than what is read at once."""
+    decoder = decoder_of(
+        hidden_size=64, intermediate_size=128, head_dim=16, sliding_window=(20, None)
+    )
+    decoder.step = CompiledStep(decoder)
+    prompts = [[7 * place % 61 for place in range(length)] for length in (3, 19, 1, 25, 20, 1200)]
+    together = completions(decoder, slots=9, prompts=prompts)
+    for number, ids in enumerate(prompts):
+
+        def own_uniforms(texts, number=number):
+            return uniforms([Completion(number, text.number, text.ids) for text in texts])
+
+        alone = draw_completions(decoder, [ids], 4, SAMPLING, own_uniforms, slots=4)
+        assert [(text.ids, text.logps) for text in alone] == [
+            (text.ids, text.logps) for text in together if text.prompt == number
+        ]
 
 
 @pytest.mark.parametrize(

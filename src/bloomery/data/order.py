@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
+import numpy as np
+from numpy.typing import NDArray
+
 _64_BITS = 2**64 - 1
 FEISTEL_ROUNDS = 4
 
@@ -27,6 +30,14 @@ def mix(*values: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _64_BITS
         state ^= state >> 31
     return state
+
+
+def mix_arrays(states: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix(*keys, value)` of each value and the state `mix(*keys)` beside it."""
+    states = (states ^ values) + np.uint64(0x9E3779B97F4A7C15)
+    states = (states ^ states >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    states = (states ^ states >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return states ^ states >> np.uint64(31)
 
 
 def feistel(position: int, *, size: int, key: int) -> int:

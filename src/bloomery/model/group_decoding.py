@@ -1,25 +1,29 @@
 """Drawing several completions of each prompt at once: the rollouts of reinforcement learning.
 
 Every draw takes a number that is keyed by prompt, completion and position, so that a completion depends neither on the
-number of slots nor on what is decoded with it. On a CPU the compiled step gives bitwise the same logits for any number
-of slots; PyTorch's matmuls of other shapes do not.
+number of slots nor on what is decoded with it. On a CPU the compiled step, which also reads the prompts, gives bitwise
+the same logits for any number of slots; PyTorch's matmuls of other shapes do not.
+
+Legend: N completions, V vocabulary, C pieces of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
-from bloomery.model.heads import LastLogits
+from bloomery.model.heads import LastLogits, PositionLogits
 
 LAST = LastLogits()
-# A draw's uniform number in [0, 1). Arguments: the number of the prompt, of its completion, of the completion's token.
-Uniform = Callable[[int, int, int], float]
+PROMPT_TOKENS = 1024  # of prompts that are read at once
+PIECE = 256  # entries of the vocabulary that are summed before the search for a token
 
 
 @dataclass(frozen=True)
@@ -50,28 +54,37 @@ class Completion:
     truncated: bool = False
 
 
+# The numbers in [0, 1) that the next tokens of completions are drawn with: float64 [N], on any device.
+Uniforms = Callable[[Sequence[Completion]], Tensor]
+
+
 @final
-class _Prefix:
-    """Keys and values of a prompt, which all of its completions begin with, and the logits after it."""
+@dataclass(frozen=True)
+class _Prefixes:
+    """Keys and values of some prompts, which all of their completions begin with, and the logits after them."""
 
-    def __init__(self, decoder: Decoder, ids: Sequence[int], capacity: int) -> None:
-        # Alone in a cache of its own, so that keys, values and logits depend on the prompt alone.
-        self.cache = Cache(decoder.config, capacity)
-        device = next(decoder.parameters()).device
-        output = decoder(torch.tensor([list(ids)], device=device), head=LAST, cache=self.cache)
-        self.logits_V = output.head[0].float().cpu()
+    prompts: range
+    cache: Cache
+    logits_NV: Tensor
 
-    def copy_to(self, cache: Cache, slot: int) -> None:
-        """The slot holds this prompt alone afterwards."""
-        length = self.cache.lengths[0]
-        for source, target in zip(self.cache.layers, cache.layers, strict=True):
-            assert source.keys is not None and source.values is not None
-            keys, values = target.memory(source.keys.shape[1], source.keys.shape[3], source.keys)
-            num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
-            keys[slot, :, :num_keys] = source.keys[0, :, :num_keys]
-            values[slot, :, :num_keys] = source.values[0, :, :num_keys]
-        cache.cut(0, slot)
-        cache.append(slot, [length])
+    def copy_to(self, cache: Cache, first: int, completions: Sequence[Completion]) -> None:
+        """Makes the slots from `first` on the beginnings of these completions."""
+        for prompt, group in groupby(completions, lambda completion: completion.prompt):
+            place = prompt - self.prompts.start
+            length = self.cache.lengths[place]
+            end = first + len(list(group))
+            for source, target in zip(self.cache.layers, cache.layers, strict=True):
+                assert source.keys is not None and source.values is not None
+                keys, values = target.memory(
+                    source.keys.shape[1], source.keys.shape[3], source.keys
+                )
+                num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
+                keys[first:end, :, :num_keys] = source.keys[place, :, :num_keys]
+                values[first:end, :, :num_keys] = source.values[place, :, :num_keys]
+            for slot in range(first, end):
+                cache.cut(0, slot)
+            cache.append(first, [length] * (end - first))
+            first = end
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def draw_completions(
     prompts: Sequence[Sequence[int]],
     num_generations: int,
     sampling: GroupSampling,
-    uniform: Uniform,
+    uniforms: Uniforms,
     *,
     slots: int,
     on_step: Callable[[int], None] = lambda _done: None,
@@ -99,73 +112,97 @@ def draw_completions(
     ]
     slots = min(slots, len(completions))
     cache = Cache(decoder.config, capacity, slots)
-    waiting = iter(completions)
     running: list[Completion] = []  # `running[i]` is in slot i of the cache
-    prefixes = _prefixes(decoder, prompts, capacity)
-    prefix: _Prefix | None = None
+    num_begun = 0
     num_done = 0
+    prefixes: _Prefixes | None = None
 
-    while True:
-        # 1. Fill the free slots: the first token of a completion comes from the logits of its prompt.
-        new_completions: list[Completion] = []
-        prompt_logits: list[Tensor] = []
-        while len(running) + len(new_completions) < slots:
-            completion = next(waiting, None)
-            if completion is None:
-                break
-            # Completions of a prompt follow each other: its keys and values are computed with the first one.
-            if prefix is None or completion.number == 0:
-                on_step(num_done)
-                prefix = next(prefixes)
-            prefix.copy_to(cache, len(running) + len(new_completions))
-            new_completions.append(completion)
-            prompt_logits.append(prefix.logits_V)
-
-        # 2. One forward gives every running completion its next logits.
-        if not running and not new_completions:
-            return completions
-        logits: list[Tensor] = []
-        if running:
-            on_step(num_done)
-            last_ids = [completion.ids[-1] for completion in running]
-            logits.append(_next_logits(decoder, cache, last_ids))
-        running += new_completions
-        all_logits_NV = torch.cat([*logits, *(logits_V[None] for logits_V in prompt_logits)])
-
-        # 3. One draw for all of them.
-        uniforms = [
-            uniform(completion.prompt, completion.number, len(completion.ids))
-            for completion in running
-        ]
-        ids, logps = draw_all(all_logits_NV, torch.tensor(uniforms, dtype=torch.float64), sampling)
-        for completion, token, logp in zip(running, ids.tolist(), logps.tolist(), strict=True):
+    def draw(drawn_completions: Sequence[Completion], logits_NV: Tensor) -> None:
+        ids, logps = draw_all(logits_NV, uniforms(drawn_completions), sampling)
+        for completion, token, logp in zip(drawn_completions, ids, logps, strict=True):
             completion.ids.append(token)
             completion.logps.append(logp)
+            is_full = len(completion.ids) == sampling.max_new_tokens
+            completion.truncated = is_full and token not in sampling.stop_ids
 
-        # 4. Completions that have ended leave their slots; the others move up, so that theirs are the first ones.
-        unfinished: list[Completion] = []
-        for slot, completion in enumerate(running):
-            is_stopped = completion.ids[-1] in sampling.stop_ids
-            completion.truncated = not is_stopped and len(completion.ids) == sampling.max_new_tokens
-            if is_stopped or completion.truncated:
-                num_done += 1
+    def is_over(completion: Completion) -> bool:
+        return completion.truncated or completion.ids[-1] in sampling.stop_ids
+
+    while num_done < len(completions):
+        # 1. Fill the free slots: the first token of a completion comes from the logits of its prompt.
+        while len(running) < slots and num_begun < len(completions):
+            next_prompt = completions[num_begun].prompt
+            if prefixes is None or next_prompt not in prefixes.prompts:
+                on_step(num_done)
+                prefixes = _read(decoder, prompts, next_prompt)
+            num_ready = prefixes.prompts.stop * num_generations
+            new_completions = completions[
+                num_begun : min(num_begun + slots - len(running), num_ready)
+            ]
+            places = [completion.prompt - prefixes.prompts.start for completion in new_completions]
+            draw(new_completions, prefixes.logits_NV[places])
+            staying = [completion for completion in new_completions if not is_over(completion)]
+            prefixes.copy_to(cache, len(running), staying)
+            running += staying
+            num_begun += len(new_completions)
+            num_done += len(new_completions) - len(staying)
+        if not running:
+            continue
+
+        # 2. One forward and one draw for all of them.
+        on_step(num_done)
+        draw(running, _next_logits(decoder, cache, [completion.ids[-1] for completion in running]))
+
+        # 3. Completions that are over leave; the last ones move into their slots.
+        slot = 0
+        while slot < len(running):
+            if not is_over(running[slot]):
+                slot += 1
                 continue
-            if slot != len(unfinished):
-                cache.swap(len(unfinished), slot)
-            unfinished.append(completion)
-        running = unfinished
+            num_done += 1
+            last = running.pop()
+            if slot < len(running):
+                cache.swap(slot, len(running))
+                running[slot] = last
+    return completions
 
 
-def _prefixes(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], capacity: int
-) -> Iterator[_Prefix]:
-    """The prefixes of the prompts in turn, each computed when the caller takes it."""
-    for ids in prompts:
-        yield _Prefix(decoder, ids, capacity)
+def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Prefixes:
+    """The prompts from `first` on, as many as are read at once; one alone where a window drops tokens of it."""
+    window = min(layer.capacity for layer in Cache(decoder.config, max(map(len, prompts))).layers)
+    longest = len(prompts[first])
+    end = first + 1
+    while end < len(prompts) and longest <= window:
+        longest = max(longest, len(prompts[end]))
+        if longest > window or longest * (end + 1 - first) > PROMPT_TOKENS:
+            break
+        end += 1
+    chosen = [list(ids) for ids in prompts[first:end]]
+    longest = max(map(len, chosen))
+    cache = Cache(decoder.config, longest, len(chosen))
+
+    # The compiled step gives each prompt the numbers that it has alone, also in pieces of a long one.
+    step = decoder.step
+    if step is not None and longest <= window:
+        for start in range(0, longest, PROMPT_TOKENS):
+            logits_NV = step([ids[start : start + PROMPT_TOKENS] for ids in chosen], 0, cache)
+        return _Prefixes(range(first, end), cache, logits_NV)
+
+    # PyTorch reads padded prompts; what it has cached of the padding is cut off.
+    device = next(decoder.parameters()).device
+    tokens = [ids + [0] * (longest - len(ids)) for ids in chosen]
+    last_indices = torch.tensor([len(ids) - 1 for ids in chosen], device=device)
+    cache.rows = range(len(chosen))
+    output = decoder(
+        torch.tensor(tokens, device=device), head=PositionLogits(last_indices), cache=cache
+    )
+    for place, ids in enumerate(chosen):
+        cache.cut(len(ids), place)
+    return _Prefixes(range(first, end), cache, output.head.float())
 
 
 def _next_logits(decoder: Decoder, cache: Cache, ids: Sequence[int]) -> Tensor:
-    """float32 [N, V] on the CPU, after one more token in each of the first N slots."""
+    """float32 [N, V], after one more token in each of the first N slots."""
     tokens = [[token] for token in ids]
     step = decoder.step
     if step is not None and step.takes(tokens, 0, cache):
@@ -173,33 +210,62 @@ def _next_logits(decoder: Decoder, cache: Cache, ids: Sequence[int]) -> Tensor:
     cache.rows = range(len(tokens))
     device = next(decoder.parameters()).device
     output = decoder(torch.tensor(tokens, device=device), head=LAST, cache=cache)
-    logits: Tensor = output.head.float().cpu()
+    logits: Tensor = output.head.float()
     return logits
 
 
 def draw_all(
     logits_NV: Tensor, uniforms_N: Tensor, sampling: GroupSampling
-) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row. Returns the tokens and their log-probabilities, both [N].
+) -> tuple[list[int], list[float]]:
+    """A token of each row, and its log-probability.
 
-    A row's token is the one at which the cumulative distribution passes the row's uniform number. Raises NotFinite.
+    The token is where the cumulative distribution passes the row's uniform number. The host waits for the device once.
+    Raises NotFinite.
     """
-    logprobs_NV = (logits_NV / sampling.temperature).log_softmax(-1)
-    if not bool(logprobs_NV.isfinite().all()):
+    # 1. Probabilities, up to a factor of each row: a pass over all logits for the logarithm of their sum is saved.
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV / sampling.temperature
+    least_N, most_N = logits_NV.aminmax(dim=-1)
+    if sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        logits_NV = filtered(logits_NV.log_softmax(-1), sampling)
+        most_N = logits_NV.amax(-1)
+    weights_NV = (logits_NV - most_N[:, None]).exp_()
+
+    # 2. The piece of the vocabulary, then the token in it, where the cumulative sum passes the number. The sum of all
+    # probabilities differs from 1 by rounding: the number is taken of what they sum up to.
+    padding = -weights_NV.shape[1] % PIECE
+    pieces_NCV = F.pad(weights_NV, (0, padding)).view(len(weights_NV), -1, PIECE)
+    ends_NC = pieces_NCV.sum(-1).double().cumsum(-1)
+    total_N1 = ends_NC[:, -1:]
+    passed_N1 = uniforms_N.to(ends_NC.device)[:, None] * total_N1
+    piece_N1 = _passing(ends_NC, passed_N1)
+    before_N1 = F.pad(ends_NC, (1, 0)).gather(1, piece_N1)
+    piece_NV = pieces_NCV.gather(1, piece_N1[:, :, None].expand(-1, -1, PIECE))[:, 0]
+    ids_N1 = piece_N1 * PIECE + _passing(before_N1 + piece_NV.double().cumsum(-1), passed_N1)
+
+    # 3. The host needs the tokens, and with them gets the rest. NaN has led to no token.
+    ids_N1 = ids_N1.clamp(max=logits_NV.shape[1] - 1)
+    logps_N1 = (logits_NV.gather(1, ids_N1) - most_N[:, None]).double() - total_N1.log()
+    is_finite_N = least_N.isfinite() & total_N1[:, 0].isfinite()
+    drawn = torch.stack([ids_N1[:, 0].double(), logps_N1[:, 0].float().double(), is_finite_N])
+    ids, logps, is_finite = drawn.tolist()
+    if not all(is_finite):
         raise NotFinite
-    logprobs_NV = filtered(logprobs_NV, sampling)
-    cumulative_NV = logprobs_NV.double().exp().cumsum(-1)
-    # All probabilities sum to 1 only up to rounding, so the uniform number is scaled to their sum.
-    targets_N = uniforms_N * cumulative_NV[:, -1]
-    ids_N = torch.searchsorted(cumulative_NV, targets_N[:, None], right=True)[:, 0]
-    ids_N = ids_N.clamp(max=logits_NV.shape[1] - 1)
-    return ids_N, logprobs_NV.gather(1, ids_N[:, None])[:, 0]
+    return [int(id_) for id_ in ids], logps
+
+
+def _passing(sums_NC: Tensor, numbers_N1: Tensor) -> Tensor:
+    """int64 [N, 1]: where the rising sums of a row pass its number; by rounding none may: the last that is a rise."""
+    passing_N1 = torch.searchsorted(sums_NC, numbers_N1, right=True)
+    last_N1 = torch.searchsorted(sums_NC, sums_NC[:, -1:].contiguous())
+    # NaN passes nothing, and has no place.
+    return torch.minimum(passing_N1, last_N1).clamp(max=sums_NC.shape[1] - 1)
 
 
 def filtered(logprobs_NV: Tensor, sampling: GroupSampling) -> Tensor:
-    """The log-probabilities over the tokens that top-k, top-p and min-p leave; -inf for every other token.
+    """The log-probabilities of what top-k, top-p and min-p leave, over the tokens that they leave.
 
-    Each row has the distribution that `decoding.next_distribution` gives.
+    As `decoding.next_distribution` for each row.
     """
     impossible = float("-inf")
     if sampling.top_k is not None and sampling.top_k < logprobs_NV.shape[1]:
@@ -207,7 +273,7 @@ def filtered(logprobs_NV: Tensor, sampling: GroupSampling) -> Tensor:
         logprobs_NV = logprobs_NV.masked_fill(logprobs_NV < least_N1, impossible)
         logprobs_NV = logprobs_NV.log_softmax(-1)
     if sampling.top_p < 1.0:
-        # A token stays when those likelier than it do not reach p yet. The likeliest one stays also with p = 0.
+        # A token stays when those likelier than it do not reach p yet.
         shares_NV, order_NV = logprobs_NV.exp().sort(descending=True, stable=True)
         is_dropped_NV = shares_NV.cumsum(-1) - shares_NV >= max(sampling.top_p, 1e-30)
         dropped_NV = torch.zeros_like(is_dropped_NV).scatter(1, order_NV, is_dropped_NV)

@@ -44,6 +44,17 @@ class LastLogits:
 
 
 @dataclass(frozen=True)
+class PositionLogits:
+    """The logits of one position of each sequence, [B, V]."""
+
+    positions_B: Tensor
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        sequences_B = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
+        return capped(output(hidden_BTD[sequences_B, self.positions_B]), softcap)
+
+
+@dataclass(frozen=True)
 class Hidden:
     """The last hidden states after the final norm, float32 [B, T, D]: those that embeddings are pooled from."""
 

@@ -166,7 +166,7 @@ class RolloutSource:
             plan,
             prompts,
             1,
-            lambda place, number, position: mix(plan.train.seed, HELD_OUT, place, number, position),
+            lambda place, number: mix(plan.train.seed, HELD_OUT, place, number),
             phase="evaluation",
         )
         totals = [total for total in self._scored(prompts, completions).totals if total == total]
@@ -195,9 +195,7 @@ class RolloutSource:
             plan,
             prompts,
             settings.num_generations,
-            lambda place, number, position: mix(
-                plan.train.seed, first_prompt + place, number, position
-            ),
+            lambda place, number: mix(plan.train.seed, first_prompt + place, number),
             time_is_up=self._time_is_up,
         )
         rollout_seconds = time.perf_counter() - start_time

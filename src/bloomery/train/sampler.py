@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
@@ -113,16 +116,15 @@ class Sampler:
         plan: RunPlan,
         prompts: Sequence[Prompt],
         num_generations: int,
-        key: Callable[[int, int, int], int],
+        key: Callable[[int, int], int],
         *,
         time_is_up: Callable[[], bool] = lambda: False,
         phase: str = "rollout",
     ) -> list[Completion]:
         """`num_generations` of each prompt, in order, on every rank; all completions of a prompt are of one rank.
 
-        `key`: of a random number, by place of prompt, completion and token. `time_is_up`: asked on the first rank.
-        `phase`: the name of its progress.
-        Raises Stopped, TimeIsUp, NotFinite and OutOfMemory.
+        `key`: of the random numbers of a completion, by its prompt's place and its own. `time_is_up`: asked on the
+        first rank. `phase`: the name of its progress. Raises Stopped, TimeIsUp, NotFinite and OutOfMemory.
         """
         mesh = self._mesh
         own_places = range(mesh.data_rank, len(prompts), mesh.data_world)
@@ -135,8 +137,17 @@ class Sampler:
             time_is_up=time_is_up,
         )
 
-        def uniform(place: int, number: int, position: int) -> float:
-            return (key(own_places[place], number, position) >> 11) * 2.0**-53
+        keys: dict[tuple[int, int], int] = {
+            (index, number): key(place, number)
+            for index, place in enumerate(own_places)
+            for number in range(num_generations)
+        }
+
+        def uniforms(texts: Sequence[Completion]) -> Tensor:
+            states = np.array([keys[text.prompt, text.number] for text in texts], dtype=np.uint64)
+            positions = np.array([len(text.ids) for text in texts], dtype=np.uint64)
+            bits = mix_arrays(states, positions) >> np.uint64(11)
+            return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
 
         def sample(model: Decoder) -> list[Completion]:
             return draw_completions(
@@ -144,7 +155,7 @@ class Sampler:
                 [prompts[place].ids.tolist() for place in own_places],
                 num_generations,
                 self._sampling,
-                uniform,
+                uniforms,
                 slots=self._slots,
                 on_step=agreement.before_forward,
             )
