@@ -443,10 +443,10 @@ class RunSummary:
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """The mean without the first ones, where these took three times the median: they compile and allocate."""
-    slow_seconds = 3 * statistics.median(seconds)
-    settled = list(itertools.dropwhile(lambda value: value > slow_seconds, seconds))
-    return statistics.fmean(settled)
+    """The mean, without the first where it took much longer than the others: it compiles, loads and allocates."""
+    if len(seconds) > 1 and seconds[0] > 1.5 * statistics.median(seconds[1:]):
+        return statistics.fmean(seconds[1:])
+    return statistics.fmean(seconds)
 
 
 def summary_of(events: Iterable[Event]) -> RunSummary:
