@@ -668,7 +668,8 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
         return
     if plan.parallel is None and "train" in commands:
         yield f"bloomery train {source}"
-    if plan.parallel is None and "bench" in commands and not _measured(plan):
+    can_measure = plan.parallel is None and plan.rollout is None
+    if can_measure and "bench" in commands and not _measured(plan):
         device = (
             "this CPU"
             if plan.train.device == "cpu"

@@ -307,7 +307,14 @@ def _refuse_verifier(reward: VerifierReward) -> None:
 
 
 def refuse_several_devices(recipe: Recipe) -> None:
-    """Raises UserError where the recipe sets more than one device, for a measurement of one."""
+    """Raises UserError where the recipe sets more than one device, for a measurement of one, or samples completions."""
+    if isinstance(recipe.objective, Rollouts):
+        raise UserError(
+            f"not supported yet: measuring {recipe.objective.kind}, whose steps need sampled completions",
+            where="objective.kind",
+            fix="`bloomery train RECIPE --smoke-test` times the first steps",
+            code=2,
+        )
     sizes = {key: getattr(recipe.parallel, key) for key in AXES}
     keys = [f"parallel.{key}={size}" for key, size in sizes.items() if size not in (1, "auto")]
     if keys:
