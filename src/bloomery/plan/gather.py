@@ -51,6 +51,7 @@ from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenize
 from bloomery.model.presets import build_config, known_config, read_config, stated_config
 from bloomery.model.published import published_config, similar_names
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.store import read_plan
 from bloomery.plan.types import DatasetFacts
 from bloomery.plan.unsupported import (
     refuse_misfits,
@@ -58,7 +59,7 @@ from bloomery.plan.unsupported import (
     refuse_untrained,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Distill, Model, Recipe, Rollouts, Source
+from bloomery.recipe.schema import Distill, Model, ModelReward, Recipe, Rollouts, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,9 @@ def facts_of(
     teacher = (
         known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
     )
+    for reward in recipe.rewards:
+        if isinstance(reward, ModelReward):
+            _refuse_no_reward_model(reward.model)
     refuse_misfits(recipe, trained, dataset, known_vocabulary=known_vocabulary, added=added)
     return Facts(
         machine=machine,
@@ -165,6 +169,32 @@ def facts_of(
         teacher=teacher,
         unrun=() if start is None else tuple(_unrun_programs(start, config)),
     )
+
+
+def _refuse_no_reward_model(name: str) -> None:
+    """Raises UserError for a folder or a run that has no values; a model that is still to be downloaded passes."""
+    folder = cached_model(name)
+    if folder is None:
+        return
+    config: ModelConfig | None = None
+    if (folder / "config.json").is_file():
+        config = read_config(folder)
+    elif (folder / "plan.json").is_file():
+        config = read_plan(folder / "plan.json").model.config
+    elif not (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"neither a model nor a run: {folder.name}",
+            where=f"rewards, model: {name}",
+            fix="name a run of objective.kind=reward, or a folder with config.json and model.safetensors",
+            code=2,
+        )
+    if config is not None and config.head != "values":
+        raise UserError(
+            f"not a reward model: {folder.name} gives text and no values",
+            where=f"rewards, model: {name}",
+            fix="train one on preference pairs: objective.kind=reward",
+            code=2,
+        )
 
 
 def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
@@ -193,6 +223,8 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     models = [] if recipe.model.from_ is None else [(recipe.model, recipe.objective.spec.values)]
     if isinstance(recipe.objective, Distill):
         models.append((Model(**{"from": recipe.objective.teacher}), False))
+    # A folder or a run is read as it is; a reward model of the Hub has its values in its weights.
+    models += [(Model(**{"from": name}), False) for name in reward_models_of_hub(recipe)]
     for model, reward in models:
         if weights:
             refuse_untrained(str(model.from_))
@@ -238,7 +270,16 @@ def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
 def models_of(recipe: Recipe) -> list[str]:
     """Models that the recipe loads weights from."""
     start = [] if recipe.model.from_ is None else [recipe.model.from_]
+    start += reward_models_of_hub(recipe)
     return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distill) else start
+
+
+def reward_models_of_hub(recipe: Recipe) -> list[str]:
+    return [
+        reward.model
+        for reward in recipe.rewards
+        if isinstance(reward, ModelReward) and hub.is_hub_id(reward.model)
+    ]
 
 
 def fetch_text(recipe: Recipe) -> None:

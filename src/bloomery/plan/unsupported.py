@@ -28,7 +28,6 @@ from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import (
     Lora,
-    ModelReward,
     NoAdapter,
     Peft,
     Recipe,
@@ -268,13 +267,6 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             code=2,
         )
     refuse_no_room(recipe)
-    if any(isinstance(reward, ModelReward) for reward in recipe.rewards):
-        raise UserError(
-            "not supported yet: a reward model as a reward",
-            where="rewards",
-            fix="write a Python reward, or use a verifier",
-            code=2,
-        )
 
 
 def _refuse_verifier(reward: VerifierReward) -> None:

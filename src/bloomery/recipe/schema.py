@@ -633,7 +633,9 @@ def reward_name(reward: PythonReward | VerifierReward | ModelReward) -> str:
         return reward.name
     if isinstance(reward, PythonReward):
         return reward.python.rpartition(":")[2]
-    return reward.verifier if isinstance(reward, VerifierReward) else reward.model
+    if isinstance(reward, VerifierReward):
+        return reward.verifier
+    return reward.model.rstrip("/").rpartition("/")[2]
 
 
 class NoAdapter(Section):

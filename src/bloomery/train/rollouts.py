@@ -44,6 +44,8 @@ from bloomery.train.policy_loss import (
     share_without_variance,
 )
 from bloomery.train.program_answers import longest_seconds
+from bloomery.train.reward_files import changed_rewards
+from bloomery.train.reward_models import RewardModels
 from bloomery.train.rewards import Rewards, RewardSource, ScoredCompletions
 from bloomery.train.rollout import Place, Rollout, Sample, completion_span, empty_batch, pack
 from bloomery.train.sampler import Sampler
@@ -102,6 +104,7 @@ class RolloutSource:
         prompts: Prompts,
         held_out: Prompts,
         rewards: Rewards,
+        reward_models: RewardModels,
         scoring: Scoring,
         tokenizer: Tokenizer,
         run_dir: Path,
@@ -115,6 +118,7 @@ class RolloutSource:
         self._prompts = prompts
         self._held_out = held_out
         self._rewards = rewards
+        self._reward_models = reward_models
         self._scoring = scoring
         self._tokenizer = tokenizer
         self._run_dir = run_dir
@@ -129,8 +133,10 @@ class RolloutSource:
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
-        with self._rewards:
-            if self._mesh.first_rank:  # a mistake in a reward is told before a rollout is drawn
+        with self._rewards, self._reward_models:
+            # A mistake in a reward is told before a rollout is drawn.
+            self._reward_models.start()
+            if self._mesh.first_rank:
                 self._rewards.start()
             yield self._steps(plan)
 
@@ -257,14 +263,22 @@ class RolloutSource:
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> ScoredCompletions:
-        """The rewards, from the first rank."""
+        """The rewards: all ranks have the reward models score a part, the first one asks functions and verifiers."""
         answer: list[Any] = []
+        entries = scored_entries(self._tokenizer, prompts, completions)
+        values, skipped_by_models = self._reward_models.score(entries.prompts, entries.texts)
         if self._mesh.first_rank:
-            scored = score_completions(self._rewards, self._tokenizer, prompts, completions)
+            scored = self._rewards.score(
+                entries.prompts,
+                entries.completions,
+                entries.completion_ids,
+                entries.columns,
+                others=values,
+            )
             answer = [
                 {name: list(rewards) for name, rewards in scored.by_name.items()},
                 [None if total != total else total for total in scored.totals],
-                list(scored.skipped),
+                [*scored.skipped, *skipped_by_models],
             ]
         by_name, totals, skipped = self._mesh.all_gather_json(answer)[0]
         return ScoredCompletions(
@@ -450,9 +464,16 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
     )
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
+    if inputs.state.model_and_optimizer.mesh.first_rank:
+        for reason in changed_rewards(inputs.run_dir, plan):
+            inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
     is_alone = inputs.state.model_and_optimizer.mesh.world == 1
     rewards = Rewards(
-        [source_of_reward(reward) for reward in plan.rewards],
+        [
+            source_of_reward(reward)
+            for reward in plan.rewards
+            if not isinstance(reward, ModelReward)
+        ],
         columns=columns_of(prompts),
         on_error=plan.data.on_error,
         # Several ranks agree on a stop after the rewards, which the first rank alone waits for.
@@ -466,6 +487,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         prompts=prompts,
         held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
         rewards=rewards,
+        reward_models=RewardModels(plan, inputs.state.model_and_optimizer.mesh),
         scoring=policy_scoring(objective, scoring),
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
@@ -500,7 +522,7 @@ def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
     )
 
 
-def source_of_reward(reward: PythonReward | VerifierReward | ModelReward) -> RewardSource:
+def source_of_reward(reward: PythonReward | VerifierReward) -> RewardSource:
     """What the worker of a reward runs."""
     if isinstance(reward, PythonReward):
         file, _, function = reward.python.rpartition(":")
@@ -511,7 +533,6 @@ def source_of_reward(reward: PythonReward | VerifierReward | ModelReward) -> Rew
             timeout=reward.timeout.amount,
             memory=reward.memory,
         )
-    assert isinstance(reward, VerifierReward), "the plan refuses reward models"
     program_seconds = reward.program_timeout.amount
     return RewardSource(
         name=reward_name(reward),
@@ -541,13 +562,23 @@ def columns_of(prompts: Prompts) -> list[str]:
     return list(dict.fromkeys(name for prompt in first_prompts for name in prompt.columns))
 
 
-def score_completions(
-    rewards: Rewards,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-) -> ScoredCompletions:
-    """Calls the rewards with one entry a completion, as TRL does: a conversation's completion is a message."""
+@dataclass(frozen=True)
+class RewardEntries:
+    """What rewards are given, one entry a completion, as by TRL: a conversation's completion is a message.
+
+    `texts`: the completions as texts.
+    """
+
+    prompts: list[Any]
+    texts: list[str]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+def scored_entries(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> RewardEntries:
     of_completion = [prompts[completion.prompt] for completion in completions]
     texts = [tokenizer.decode(visible_ids(completion)) for completion in completions]
     values = [
@@ -556,8 +587,9 @@ def score_completions(
     ]
     names = list(dict.fromkeys(name for prompt in of_completion for name in prompt.columns))
     columns = {name: [prompt.columns.get(name) for prompt in of_completion] for name in names}
-    return rewards.score(
+    return RewardEntries(
         [value_of(prompt) for prompt in of_completion],
+        texts,
         values,
         [completion.ids for completion in completions],
         columns,

@@ -224,18 +224,29 @@ def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics
     return PairMetrics(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
 
 
-def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
+def forward_batches(lengths: Sequence[int], tokens_per_forward: int) -> list[list[int]]:
+    """The numbers of the texts that share a forward, those of the longest first: padding is at the end."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    batches = []
+    position = 0
+    while position < len(order):
+        length = lengths[order[position]]
+        batches.append(order[position : position + max(tokens_per_forward // length, 1)])
+        position += len(batches[-1])
+    return batches
+
+
+def values_of(
+    decoder: Decoder,
+    texts: Sequence[Sequence[int]],
+    tokens_per_forward: int = _TOKENS_A_FORWARD,
+) -> Tensor:
     """float32 [texts], on the host: the value at the last token of each."""
     values = torch.zeros(len(texts))
     device = next(decoder.parameters()).device
-    # Batches of the longest texts first; padding is at the end, outside causal attention.
-    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-    position = 0
     with eval_mode(decoder):
-        while position < len(order):
-            length = len(texts[order[position]])
-            numbers = order[position : position + max(_TOKENS_A_FORWARD // length, 1)]
-            position += len(numbers)
+        for numbers in forward_batches([len(text) for text in texts], tokens_per_forward):
+            length = len(texts[numbers[0]])
             tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
             for row, number in enumerate(numbers):
                 tokens_BT[row, : len(texts[number])] = torch.tensor(
