@@ -22,13 +22,22 @@ from bloomery.model.decoding import known_ids
 from bloomery.model.group_decoding import Completion, draw_completions
 from bloomery.model.limits import ROLLOUT_SLOTS
 from bloomery.model.native import Uncompiled
+from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
 from bloomery.runs.event_hub import refuse_foreign_rewards
 from bloomery.runs.tasks.statistics import shares
 from bloomery.train.forward import eval_mode
+from bloomery.train.reward_models import RewardModels
 from bloomery.train.rewards import Rewards, ScoredCompletions
-from bloomery.train.rollouts import HELD_OUT, score_completions, settings_of, source_of_reward
+from bloomery.train.rollouts import (
+    HELD_OUT,
+    score_entries,
+    scored_entries,
+    settings_of,
+    sources_of_rewards,
+)
+from bloomery.train.sampler import keyed_uniforms
 
 
 @dataclass(frozen=True)
@@ -87,12 +96,16 @@ def evaluate_rewards(
         raise UserError("no prompt to complete", where=where, fix=fix)
 
     completions = complete(decoder, tokenizer, plan, fitting)
-    with Rewards(
-        [source_of_reward(reward) for reward in plan.rewards],
-        columns=list(dict.fromkeys(name for prompt in fitting for name in prompt.columns)),
-        on_error=plan.data.on_error,
-    ) as rewards:
-        scored = score_completions(rewards, tokenizer, fitting, completions)
+    entries = scored_entries(tokenizer, fitting, completions)
+    device = next(decoder.parameters()).device.type
+    with (
+        RewardModels(plan, SINGLE_RANK, device=device) as models,
+        Rewards(
+            sources_of_rewards(plan), columns=list(entries.columns), on_error=plan.data.on_error
+        ) as rewards,
+    ):
+        scored = score_entries(entries, rewards, *models.score(entries.prompts, entries.texts))
+    notes += [f"skipped: {reason}" for reason in scored.skipped[:1]]
     sampled = f"sampled as in training: temperature {getattr(objective, 'temperature', 1.0):g}"
     notes.append(f"{sampled}, one completion of each prompt; the interval is over prompts")
     return summarized(completions, scored, where=where), notes
@@ -103,9 +116,9 @@ def complete(
 ) -> list[Completion]:
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
-
-    def uniform(place: int, number: int, position: int) -> float:
-        return (mix(plan.train.seed, HELD_OUT, place, number, position) >> 11) * 2.0**-53
+    uniforms = keyed_uniforms(
+        {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
+    )
 
     if next(decoder.parameters()).device.type == "cpu":
         try:
@@ -118,7 +131,7 @@ def complete(
             [prompt.ids.tolist() for prompt in prompts],
             1,
             settings_of(plan, stop_ids).sampling,
-            uniform,
+            uniforms,
             slots=ROLLOUT_SLOTS,
         )
 

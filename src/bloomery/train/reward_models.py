@@ -47,9 +47,10 @@ class RewardModels:
     All ranks must call `start` and `score`.
     """
 
-    def __init__(self, plan: RunPlan, mesh: Mesh) -> None:
+    def __init__(self, plan: RunPlan, mesh: Mesh, *, device: str | None = None) -> None:
+        """`device`: unset, that of the run."""
         self._rewards = [reward for reward in plan.rewards if isinstance(reward, ModelReward)]
-        self._device = plan.train.device
+        self._device = device or plan.train.device
         self._dtype = matmul_dtype(plan.train.precision)
         self._skips = plan.data.on_error == "skip"
         # A forward of training, which keeps activations for its backward, has as many tokens and takes more memory.

@@ -8,7 +8,7 @@ draws; a rollout that a checkpoint interrupts is a part of the checkpoint.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -268,17 +268,11 @@ class RolloutSource:
         entries = scored_entries(self._tokenizer, prompts, completions)
         values, skipped_by_models = self._reward_models.score(entries.prompts, entries.texts)
         if self._mesh.first_rank:
-            scored = self._rewards.score(
-                entries.prompts,
-                entries.completions,
-                entries.completion_ids,
-                entries.columns,
-                others=values,
-            )
+            scored = score_entries(entries, self._rewards, values, skipped_by_models)
             answer = [
                 {name: list(rewards) for name, rewards in scored.by_name.items()},
                 [None if total != total else total for total in scored.totals],
-                [*scored.skipped, *skipped_by_models],
+                list(scored.skipped),
             ]
         by_name, totals, skipped = self._mesh.all_gather_json(answer)[0]
         return ScoredCompletions(
@@ -469,11 +463,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
     is_alone = inputs.state.model_and_optimizer.mesh.world == 1
     rewards = Rewards(
-        [
-            source_of_reward(reward)
-            for reward in plan.rewards
-            if not isinstance(reward, ModelReward)
-        ],
+        sources_of_rewards(plan),
         columns=columns_of(prompts),
         on_error=plan.data.on_error,
         # Several ranks agree on a stop after the rewards, which the first rank alone waits for.
@@ -520,6 +510,13 @@ def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
         reward_beta=objective.beta if is_rloo else 0.0,
         shown=plan.logging.completions,
     )
+
+
+def sources_of_rewards(plan: RunPlan) -> list[RewardSource]:
+    """Those that workers compute: functions and verifiers."""
+    return [
+        source_of_reward(reward) for reward in plan.rewards if not isinstance(reward, ModelReward)
+    ]
 
 
 def source_of_reward(reward: PythonReward | VerifierReward) -> RewardSource:
@@ -594,6 +591,23 @@ def scored_entries(
         [completion.ids for completion in completions],
         columns,
     )
+
+
+def score_entries(
+    entries: RewardEntries,
+    rewards: Rewards,
+    values: Mapping[str, tuple[float, Sequence[float | None]]],
+    skipped_by_models: Sequence[str],
+) -> ScoredCompletions:
+    """Functions and verifiers are asked; `values` are those of reward models, with their weights."""
+    scored = rewards.score(
+        entries.prompts,
+        entries.completions,
+        entries.completion_ids,
+        entries.columns,
+        others=values,
+    )
+    return replace(scored, skipped=(*scored.skipped, *skipped_by_models))
 
 
 def value_of(prompt: Prompt) -> Any:

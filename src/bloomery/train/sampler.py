@@ -6,7 +6,7 @@ ranks hold shards of the model, each gathers a whole copy first.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -19,7 +19,7 @@ from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
-from bloomery.model.group_decoding import Completion, GroupSampling, draw_completions
+from bloomery.model.group_decoding import Completion, GroupSampling, Uniforms, draw_completions
 from bloomery.model.io.parameters import full
 from bloomery.model.limits import ROLLOUT_SLOTS
 from bloomery.model.native import Uncompiled
@@ -89,6 +89,18 @@ class Agreement:
         return num_waiting == self._mesh.world
 
 
+def keyed_uniforms(keys: Mapping[tuple[int, int], int]) -> Uniforms:
+    """Random numbers by the key of a completion and the position of its token. `keys`: by prompt and number."""
+
+    def uniforms(texts: Sequence[Completion]) -> Tensor:
+        states = np.array([keys[text.prompt, text.number] for text in texts], dtype=np.uint64)
+        positions = np.array([len(text.ids) for text in texts], dtype=np.uint64)
+        bits = mix_arrays(states, positions) >> np.uint64(11)
+        return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+
+    return uniforms
+
+
 @final
 class Sampler:
     """Samples completions from the model that trains."""
@@ -137,17 +149,13 @@ class Sampler:
             time_is_up=time_is_up,
         )
 
-        keys: dict[tuple[int, int], int] = {
-            (index, number): key(place, number)
-            for index, place in enumerate(own_places)
-            for number in range(num_generations)
-        }
-
-        def uniforms(texts: Sequence[Completion]) -> Tensor:
-            states = np.array([keys[text.prompt, text.number] for text in texts], dtype=np.uint64)
-            positions = np.array([len(text.ids) for text in texts], dtype=np.uint64)
-            bits = mix_arrays(states, positions) >> np.uint64(11)
-            return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+        uniforms = keyed_uniforms(
+            {
+                (index, number): key(place, number)
+                for index, place in enumerate(own_places)
+                for number in range(num_generations)
+            }
+        )
 
         def sample(model: Decoder) -> list[Completion]:
             return draw_completions(
