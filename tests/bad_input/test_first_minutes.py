@@ -348,7 +348,10 @@ class TestModelAndData:
         ("word", "mentions"),
         [
             ("adapter.target_modules=[q_projj]", ["did you mean q_proj? known: q_proj, k_proj"]),
-            ("objective=grpo", ["not supported yet", "dpo, simpo, orpo and kto"]),
+            (
+                "objective=grpo",
+                ["grpo needs rewards", "rewards=[{verifier: exact_match, column: answer}]"],
+            ),
             (
                 "objective=dpo",
                 [

@@ -472,9 +472,18 @@ def test_json_of_a_run(workshop, monkeypatch):
     )
     assert set(text["results"][0]) == {"prompt", "text"}
     (line,) = asked(workshop, monkeypatch, "runs", "--json")["runs"]
-    assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(
-        line
-    )
+    fields = {
+        "name",
+        "state",
+        "step",
+        "steps",
+        "loss",
+        "bits_per_byte",
+        "reward",
+        "bytes",
+        "command",
+    }
+    assert set(line) == fields and line["reward"] is None  # trained without rewards
 
 
 def test_json_of_the_doctor(workshop, monkeypatch):

@@ -38,7 +38,7 @@ def alone(recipe, tmp_path_factory):
 def test_completions_do_not_depend_on_the_number_of_slots(
     recipe, alone, tmp_path, slots, monkeypatch
 ):
-    monkeypatch.setattr(sampler, "SLOTS", slots)
+    monkeypatch.setattr(sampler, "ROLLOUT_SLOTS", slots)
     train(plan_of(recipe, *ONE_STEP), tmp_path)
     assert first_rollout(tmp_path) == alone
 

@@ -1,6 +1,6 @@
 """A source that is no loader: the loop takes what it returns, and the cursor goes by what it consumed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -9,9 +9,9 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.data.order import Cursor
-from bloomery.train import source
+from bloomery.train import sources
 from bloomery.train.checkpoint import read_state
-from bloomery.train.source import BatchSource, StepBatches, open_loader
+from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
 
 PROMPTS_PER_STEP = 3
 
@@ -19,9 +19,9 @@ PROMPTS_PER_STEP = 3
 class Repeated:
     """Each step trains on micro-batches of the sequences after the cursor, but consumes three of them."""
 
-    def __init__(self, plan, state, reference, run) -> None:
-        self._state = state
-        self._loader = open_loader(plan, "train")
+    def __init__(self, inputs: SourceInputs) -> None:
+        self._state = inputs.state
+        self._loader = open_loader(inputs.plan, "train")
 
     @contextmanager
     def steps(self, plan) -> Iterator[Iterator[StepBatches]]:
@@ -41,8 +41,8 @@ class Repeated:
 
 @pytest.fixture
 def plan(prepared, monkeypatch):
-    builder: type[BatchSource] = Repeated
-    monkeypatch.setattr(source, "SOURCES", MappingProxyType({"dataset": builder}))
+    builder: Callable[[SourceInputs], BatchSource] = Repeated
+    monkeypatch.setattr(sources, "SOURCES", MappingProxyType({"dataset": builder}))
     return tiny_plan(prepared, config=CONFIG, train={"steps": 6}, checkpoint={"every_steps": 3})
 
 
