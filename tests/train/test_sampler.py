@@ -9,7 +9,7 @@ from rollouts_for_tests import assert_same_training, completions, metrics, plan_
 
 from bloomery.monitor.events import StepDone
 from bloomery.train import sampler
-from ranks import fields, losses, on_ranks, ranks, train
+from ranks import fields, losses, on_ranks, ranks, train, train_here
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,8 @@ def first_rollout(run_dir: Path) -> list[dict]:
     return [{name: row[name] for name in names} for row in rows]
 
 
-ONE_STEP = ("train.max_steps=1", "objective.num_iterations=2")
+# 64 completions: as many as are sampled at once.
+ONE_STEP = ("train.max_steps=1", "objective.num_iterations=2", "train.batch_size=64")
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,18 @@ def alone(recipe, tmp_path_factory):
 def test_completions_do_not_depend_on_the_number_of_slots(
     recipe, alone, tmp_path, slots, monkeypatch
 ):
+    sizes = []
+    draw = sampler.draw_completions
+
+    def draw_noting(*arguments, slots, **named):
+        sizes.append(slots)
+        return draw(*arguments, slots=slots, **named)
+
+    monkeypatch.setattr(sampler, "draw_completions", draw_noting)
     monkeypatch.setattr(sampler, "ROLLOUT_SLOTS", slots)
     train(plan_of(recipe, *ONE_STEP), tmp_path)
+    assert set(sizes) == {slots}
+    assert len(alone) == 64
     assert first_rollout(tmp_path) == alone
 
 
@@ -55,13 +66,41 @@ def test_completions_do_not_depend_on_the_number_of_threads(recipe, alone, tmp_p
     [
         {"replicate": 2},
         {"shard": 2},
-        pytest.param({"replicate": 4}, marks=pytest.mark.soak),
+        {"replicate": 4},
         pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
 def test_completions_do_not_depend_on_the_ranks(recipe, alone, tmp_path, mesh):
     train(on_ranks(plan_of(recipe, *ONE_STEP), **mesh), tmp_path)
+    assert first_rollout(tmp_path) == alone
+
+
+def train_with_slots(plan_json: str, folder: str, slots: int) -> None:
+    """One rank of a run that samples so many completions at once."""
+    slots_before = sampler.ROLLOUT_SLOTS
+    sampler.ROLLOUT_SLOTS = slots
+    try:
+        train_here(plan_json, folder, None, None)
+    finally:
+        sampler.ROLLOUT_SLOTS = slots_before
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("slots", [8, 64])
+def test_completions_are_the_same_at_any_slots_threads_and_ranks(
+    recipe, alone, tmp_path, slots, threads, world
+):
+    plan = on_ranks(plan_of(recipe, *ONE_STEP, threads=threads), replicate=world)
+    words = (plan.model_dump_json(), str(tmp_path), slots)
+    num_threads = torch.get_num_threads()
+    if world == 1:
+        train_with_slots(*words)
+        torch.set_num_threads(num_threads)
+    else:
+        ranks(world).call(train_with_slots, *words)
     assert first_rollout(tmp_path) == alone
 
 
