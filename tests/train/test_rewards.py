@@ -232,7 +232,7 @@ def test_a_row_that_cannot_be_judged_stops_or_is_skipped(verifier, answer, words
     )
     with pytest.raises(UserError) as refusal:
         verified(verifier, **case)
-    assert "cannot judge the prompt 'the bad one'" in refusal.value.problem
+    assert "cannot score the prompt 'the bad one'" in refusal.value.problem
     assert words in refusal.value.problem
     assert "data.on_error=skip" in refusal.value.fix
     if good is not None:

@@ -177,26 +177,26 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
         if longest > window or longest * (end + 1 - first) > PROMPT_TOKENS:
             break
         end += 1
-    chosen = [list(ids) for ids in prompts[first:end]]
-    longest = max(map(len, chosen))
-    cache = Cache(decoder.config, longest, len(chosen))
+    read_prompts = [list(ids) for ids in prompts[first:end]]
+    longest = max(map(len, read_prompts))
+    cache = Cache(decoder.config, longest, len(read_prompts))
 
     # The compiled step gives each prompt the numbers that it has alone, also in pieces of a long one.
     step = decoder.step
     if step is not None and longest <= window:
         for start in range(0, longest, PROMPT_TOKENS):
-            logits_NV = step([ids[start : start + PROMPT_TOKENS] for ids in chosen], 0, cache)
+            logits_NV = step([ids[start : start + PROMPT_TOKENS] for ids in read_prompts], 0, cache)
         return _Prefixes(range(first, end), cache, logits_NV)
 
     # PyTorch reads padded prompts; what it has cached of the padding is cut off.
     device = next(decoder.parameters()).device
-    tokens = [ids + [0] * (longest - len(ids)) for ids in chosen]
-    last_indices = torch.tensor([len(ids) - 1 for ids in chosen], device=device)
-    cache.rows = range(len(chosen))
+    tokens = [ids + [0] * (longest - len(ids)) for ids in read_prompts]
+    last_indices = torch.tensor([len(ids) - 1 for ids in read_prompts], device=device)
+    cache.rows = range(len(read_prompts))
     output = decoder(
         torch.tensor(tokens, device=device), head=PositionLogits(last_indices), cache=cache
     )
-    for place, ids in enumerate(chosen):
+    for place, ids in enumerate(read_prompts):
         cache.cut(len(ids), place)
     return _Prefixes(range(first, end), cache, output.head.float())
 

@@ -60,10 +60,10 @@ def _truncated(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     share = _mean(history.newest_rollouts, "completions/clipped_ratio")
     if share < NOT_ENDED:
         return
-    most = facts.max_completion_length
+    max_length = facts.max_completion_length
     evidence = f"{share:.0%} of the completions reach objective.max_completion_length"
-    evidence += f" ({most:,})" if most else ""
-    fix = f"set objective.max_completion_length={2 * most or 1024}, or reward short completions:"
+    evidence += f" ({max_length:,})" if max_length else ""
+    fix = f"set objective.max_completion_length={2 * max_length or 1024}, or reward short completions:"
     fix += f" {_length_reward(history)}"
     yield Diagnosis(
         "truncated",

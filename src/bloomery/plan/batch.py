@@ -69,16 +69,16 @@ def of_whole_groups(
     completions = tokens.value // sequence_length
     if completions % num_generations == 0:
         return tokens
-    whole = max(1, completions // num_generations) * num_generations
+    completions_of_groups = max(1, completions // num_generations) * num_generations
     if tokens.reason == ASKED:
         raise UserError(
             f"a step has {completions:,} completions, which is no multiple of the {num_generations:,} of a prompt",
             where="train.tokens_per_step",
-            fix=f"set train.batch_size={whole} and leave out train.tokens_per_step",
+            fix=f"set train.batch_size={completions_of_groups} and leave out train.tokens_per_step",
             code=2,
         )
     reason = f"{tokens.reason}; whole groups of {num_generations} completions"
-    return Choice(whole * sequence_length, reason)
+    return Choice(completions_of_groups * sequence_length, reason)
 
 
 def _within_an_epoch(

@@ -94,6 +94,6 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
 
 def _highest_reward(plan: RunPlan) -> float | None:
     """The weights of verifiers, each of which gives 1 at most; None where the user's code gives rewards."""
-    if not plan.rewards or not all(isinstance(one, VerifierReward) for one in plan.rewards):
+    if not plan.rewards or not all(isinstance(reward, VerifierReward) for reward in plan.rewards):
         return None
     return sum(max(0.0, reward.weight) for reward in plan.rewards)

@@ -408,8 +408,10 @@ def _guessed_prompts(recipe: Recipe) -> tuple[int, int, int]:
         if not examples:
             continue
         # A file has as many rows as rows of the first ones' size.
-        row_bytes = sum(len(row_json(prompt_text(one), one.columns)) for one in examples)
-        lengths = [len(prompt_text(one).encode()) / BYTES_PER_TOKEN for one in examples]
+        row_bytes = sum(
+            len(row_json(prompt_text(example), example.columns)) for example in examples
+        )
+        lengths = [len(prompt_text(example).encode()) / BYTES_PER_TOKEN for example in examples]
         rows = corpus.text_bytes * corpus.weight * len(examples) / row_bytes
         num_prompts += rows
         tokens += rows * sum(lengths) / len(lengths)

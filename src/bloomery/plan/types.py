@@ -137,7 +137,7 @@ class DataPlan(PlanPart):
     layout: Literal["packed", "padded", "fixed"]
     pin_memory: bool
     prefetch: int
-    on_error: Literal["stop", "skip"] = "stop"  # at a row that rewards cannot judge
+    on_error: Literal["stop", "skip"] = "stop"  # at a row that rewards cannot score
 
 
 class OptimizerPlan(PlanPart):

@@ -135,9 +135,9 @@ def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
     files = sorted((folder / "completions").glob("step-*.jsonl"))
     if not files:
         return []
-    chosen = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
+    example_files = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
     shown = []
-    for path in chosen:
+    for path in example_files:
         rows = _rows(path)
         if rows:
             step = int(path.stem.removeprefix("step-"))
@@ -163,8 +163,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _three_of(rows: Sequence[Mapping[str, Any]]) -> list[ShownCompletion]:
-    judged = [row for row in rows if isinstance(row.get("reward"), int | float)]
-    by_reward = sorted(judged or rows, key=lambda row: -(row.get("reward") or 0.0))
+    scored = [row for row in rows if isinstance(row.get("reward"), int | float)]
+    by_reward = sorted(scored or rows, key=lambda row: -(row.get("reward") or 0.0))
     places = {"best": 0, "middle": len(by_reward) // 2, "worst": len(by_reward) - 1}
     shown: dict[int, str] = {}
     for role, place in places.items():

@@ -86,11 +86,11 @@ def evaluate_rewards(
     else:
         prompts = read_prompts(data, tokenizer, template=template)
         where = str(data)
-    room = decoder.config.max_positions - settings_of(plan, ()).sampling.max_new_tokens
-    fitting = [prompt for prompt in prompts if len(prompt.ids) <= room]
+    max_prompt_tokens = decoder.config.max_positions - settings_of(plan, ()).sampling.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
     if len(fitting) < len(prompts):
         left_out = counted(len(prompts) - len(fitting), "prompts")
-        notes.append(f"left out: {left_out} of more than {room:,} tokens")
+        notes.append(f"left out: {left_out} of more than {max_prompt_tokens:,} tokens")
     if not fitting:
         fix = "set data.validation in the recipe, or add --data FILE with prompts"
         raise UserError("no prompt to complete", where=where, fix=fix)
@@ -143,7 +143,7 @@ def summarized(
     totals = [total for total in scored.totals if not math.isnan(total)]
     if not totals:
         fix = "check the rewards of the recipe, and the columns that they read"
-        raise UserError("no reward judged any completion", where=where, fix=fix)
+        raise UserError("no reward scored any completion", where=where, fix=fix)
     estimate = shares("reward", totals).estimate()
     numbers = {
         name: [reward for reward in rewards if reward is not None]

@@ -40,7 +40,7 @@ class RewardSource:
 @dataclass(frozen=True)
 class ScoredCompletions:
     """`by_name`: of every reward, one number a completion, None where it abstained. `totals`: their weighted sums; NaN
-    where every reward abstained. `skipped`: why verifiers could not judge some.
+    where every reward abstained. `skipped`: why verifiers could not score some.
     """
 
     by_name: Mapping[str, Sequence[float | None]]
@@ -53,7 +53,7 @@ class Rewards:
     """The rewards of a run; used as a context, which ends the workers.
 
     `columns`: those that the dataset has for rewards, None if unknown. `on_error`: at a row that a verifier cannot
-    judge, stop or skip it. `stop`: whether the run is to stop, also while a reward is waited for.
+    score, stop or skip it. `stop`: whether the run is to stop, also while a reward is waited for.
     """
 
     def __init__(

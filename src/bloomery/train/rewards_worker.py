@@ -16,7 +16,7 @@ from typing import Any
 
 from bloomery.core.child import accept, reply, requests
 from bloomery.core.errors import UserError
-from bloomery.train.verifiers import Unjudged, verifier_of
+from bloomery.train.verifiers import Unscored, verifier_of
 
 Reward = Callable[..., Any]
 SHOWN = 80  # characters of a prompt in a message
@@ -105,20 +105,22 @@ def refuse_missing_columns(function: Reward, job: Mapping[str, Any]) -> None:
     columns = job["columns"]
     if columns is None:
         return
-    given = {"prompts", "completions", "completion_ids", *columns}
-    needed = [job.get("settings", {}).get("column")]
+    known_columns = {"prompts", "completions", "completion_ids", *columns}
+    needed_columns = [job.get("settings", {}).get("column")]
     if "verifier" not in job:
         parameters = inspect.signature(function).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        needed = [
+        needed_columns = [
             parameter.name
             for parameter in parameters
             if parameter.default is inspect.Parameter.empty and parameter.kind in kinds
         ]
-    missing = [column for column in needed if column is not None and column not in given]
-    if missing:
+    missing_columns = [
+        column for column in needed_columns if column is not None and column not in known_columns
+    ]
+    if missing_columns:
         raise Unusable(
-            f"the dataset has no column {missing[0]}, which the reward {job['name']} needs",
+            f"the dataset has no column {missing_columns[0]}, which the reward {job['name']} needs",
             f"its columns for rewards are: {', '.join(columns) or 'none'}",
         )
 
@@ -126,7 +128,7 @@ def refuse_missing_columns(function: Reward, job: Mapping[str, Any]) -> None:
 def answered(
     function: Reward, request: Mapping[str, Any], name: str, *, skip: bool
 ) -> tuple[list[float | None], list[str]]:
-    """One number or None a completion, and why some were skipped: at a row that a verifier cannot judge it abstains
+    """One number or None a completion, and why some were skipped: at a row that a verifier cannot score it abstains
     where `skip` is set. Raises Unusable.
     """
     count = len(request["completions"])
@@ -148,22 +150,22 @@ def answered(
             f" of the dataset, each a list; the columns are: {columns}",
         ) from error
 
-    # What a verifier cannot judge is a mistake in the dataset, with its prompt.
-    unjudged = [
+    # What a verifier cannot score is a mistake in the dataset, with its prompt.
+    unscored = [
         (index, value.problem)
         for index, value in enumerate(answer if isinstance(answer, list) else ())
-        if isinstance(value, Unjudged)
+        if isinstance(value, Unscored)
     ]
-    for index, problem in unjudged:
+    for index, problem in unscored:
         if not skip:
             raise Unusable(
-                f"the reward {name} cannot judge the prompt {shown(request, index)}: {problem}",
+                f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}",
                 "correct the row, or set data.on_error=skip",
             )
         answer[index] = None
     skipped = [
-        f"the reward {name} cannot judge the prompt {shown(request, index)}: {problem}"
-        for index, problem in unjudged
+        f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}"
+        for index, problem in unscored
     ]
     return checked(answer, count, name), skipped
 
@@ -201,15 +203,15 @@ def checked(answer: Any, count: int, name: str) -> list[float | None]:
         rewards.append(float(number))
     if count and all(reward is None for reward in rewards):
         problem = f"the reward {name} returned None for all {count:,} completions"
-        raise Unusable(problem, "return a number for those that it can judge")
+        raise Unusable(problem, "return a number for those that it can score")
     return rewards
 
 
 def described(error: BaseException) -> str:
     """The error, and the line of the user's file where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:200]}{place}"
+    location = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:200]}{location}"
 
 
 if __name__ == "__main__":

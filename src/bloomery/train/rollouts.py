@@ -59,7 +59,7 @@ HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smal
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How completions are drawn and judged."""
+    """How completions are sampled and scored."""
 
     num_generations: int
     sampling: GroupSampling

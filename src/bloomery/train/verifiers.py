@@ -13,7 +13,7 @@ from bloomery.model.grammar_trial import BYTES, GrammarTrials
 from bloomery.train.json_answers import follow_schema
 from bloomery.train.program_answers import ProgramTest, passing, program_test
 
-Verifier = Callable[..., "list[Judgement]"]
+Verifier = Callable[..., "list[Score]"]
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 
@@ -53,12 +53,12 @@ def number_of(text: str) -> Fraction | None:
 
 def matches(completion: str, expected: Any, settings: Mapping[str, Any]) -> float:
     """1 where the pattern is found; with a column, where its first group is what the column holds."""
-    found = re.search(settings["pattern"], completion, re.DOTALL)
-    if found is None:
+    match = re.search(settings["pattern"], completion, re.DOTALL)
+    if match is None:
         return 0.0
     if expected is None:
         return 1.0
-    group = found[1] if found.groups() else found[0]
+    group = match[1] if match.groups() else match[0]
     return float(group.strip() == str(expected).strip())
 
 
@@ -77,91 +77,92 @@ VERIFIERS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], float]] = {
 
 
 @dataclass(frozen=True)
-class Unjudged:
-    """In place of a number: why a completion was not judged."""
+class Unscored:
+    """In place of a number: why a completion got none."""
 
     problem: str
 
 
-Judgement = float | None | Unjudged
+Score = float | None | Unscored
 
 
 def verifier_of(name: str, settings: Mapping[str, Any]) -> Verifier:
     """A reward function. `settings["column"]`: the dataset's column with what is expected; a row without it, None."""
-    judge = {"json_schema": _judge_json, "unit_tests": _judge_programs}.get(name)
+    score_together = {"json_schema": _score_json, "unit_tests": _score_programs}.get(name)
     column = settings.get("column")
 
     def reward(
         *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
-    ) -> list[Judgement]:
+    ) -> list[Score]:
         texts = [text_of(completion) for completion in completions]
         expected = [None] * len(texts) if column is None else columns[column]
 
-        # Only rows that say what is right are judged.
-        judgements: list[Judgement] = [None] * len(texts)
-        places = [
-            place for place, value in enumerate(expected) if column is None or value is not None
+        # Only rows that say what is right get a score.
+        scores: list[Score] = [None] * len(texts)
+        indices = [
+            index for index, value in enumerate(expected) if column is None or value is not None
         ]
-        if judge is None:
-            for place in places:
-                judgements[place] = _judge(VERIFIERS[name], texts[place], expected[place], settings)
-            return judgements
-        rows = [{key: values[place] for key, values in columns.items()} for place in places]
-        answers = judge(
-            [prompts[place] for place in places],
-            [texts[place] for place in places],
-            [expected[place] for place in places],
+        if score_together is None:
+            for index in indices:
+                scores[index] = _score(VERIFIERS[name], texts[index], expected[index], settings)
+            return scores
+        rows = [{key: values[index] for key, values in columns.items()} for index in indices]
+        scores_of_rows = score_together(
+            [prompts[index] for index in indices],
+            [texts[index] for index in indices],
+            [expected[index] for index in indices],
             rows,
             settings,
         )
-        for place, answer in zip(places, answers, strict=True):
-            judgements[place] = answer
-        return judgements
+        for index, score in zip(indices, scores_of_rows, strict=True):
+            scores[index] = score
+        return scores
 
     return reward
 
 
-def _judge(
+def _score(
     verify: Callable[[str, Any, Mapping[str, Any]], float],
     text: str,
     expected: Any,
     settings: Mapping[str, Any],
-) -> Judgement:
+) -> Score:
     try:
         return verify(text, expected, settings)
     except (ValueError, TypeError, ArithmeticError) as error:
-        return Unjudged(f"{settings['column']} is {str(expected)[:80]!r}: {error}")
+        return Unscored(f"{settings['column']} is {str(expected)[:80]!r}: {error}")
 
 
-def _judge_json(
+def _score_json(
     _prompts: Sequence[Any],
     texts: Sequence[str],
     expected: Sequence[Any],
     _rows: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
-) -> list[Judgement]:
+) -> list[Score]:
     """1 where the completion is JSON that follows the schema: that of the row, or of the settings."""
     schemas = [settings["json_schema"] if value is None else value for value in expected]
-    places_of = dict[str, list[int]]()
-    for place, schema in enumerate(schemas):
+    # Each schema is compiled once, for all completions that have to follow it.
+    indices_by_schema = dict[str, list[int]]()
+    for index, schema in enumerate(schemas):
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        places_of.setdefault(text, []).append(place)
-    judgements: list[Judgement] = [None] * len(texts)
-    for schema_text, places in places_of.items():
+        indices_by_schema.setdefault(text, []).append(index)
+    scores: list[Score] = [None] * len(texts)
+    for schema_text, indices in indices_by_schema.items():
         try:
             schema = json.loads(schema_text)
             if not isinstance(schema, dict):
                 raise ValueError("a JSON schema is an object")
-            follow = follow_schema(_grammars(), schema, [texts[place] for place in places])
+            follow = follow_schema(_grammars(), schema, [texts[index] for index in indices])
         except (ValueError, RecursionError) as error:
             follow = None
             problem = f"no JSON schema: {error}"
         except UserError as error:
             follow = None
             problem = error.problem
-        for number, place in enumerate(places):
-            judgements[place] = Unjudged(problem) if follow is None else float(follow[number])
-    return judgements
+        for number, index in enumerate(indices):
+            scores[index] = Unscored(problem) if follow is None else float(follow[number])
+    return scores
 
 
 @cache
@@ -170,28 +171,30 @@ def _grammars() -> GrammarTrials:
     return GrammarTrials(BYTES)
 
 
-def _judge_programs(
+def _score_programs(
     prompts: Sequence[Any],
     texts: Sequence[str],
     expected: Sequence[Any],
     rows: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
-) -> list[Judgement]:
+) -> list[Score]:
     """1 where the program of the completion passes the row's test."""
-    judgements: list[Judgement] = []
+    # 1. The tests that can run. A row without one keeps the reason.
+    scores: list[Score] = [None] * len(texts)
     tests = dict[int, ProgramTest]()
-    for place, (prompt, test, row) in enumerate(zip(prompts, expected, rows, strict=True)):
+    for index, (prompt, test, row) in enumerate(zip(prompts, expected, rows, strict=True)):
         try:
-            tests[place] = program_test(prompt, test, row)
-            judgements.append(None)
+            tests[index] = program_test(prompt, test, row)
         except ValueError as error:
-            judgements.append(Unjudged(str(error)))
+            scores[index] = Unscored(str(error))
+
+    # 2. All programs side by side, each in a process of its own.
     passed = passing(
-        [texts[place] for place in tests],
+        [texts[index] for index in tests],
         list(tests.values()),
         cpu_seconds=settings["program_seconds"],
         memory=settings["program_memory"],
     )
-    for place, has_passed in zip(tests, passed, strict=True):
-        judgements[place] = float(has_passed)
-    return judgements
+    for index, has_passed in zip(tests, passed, strict=True):
+        scores[index] = float(has_passed)
+    return scores

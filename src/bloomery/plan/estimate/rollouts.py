@@ -95,12 +95,12 @@ def completion_tokens_of(objective: Grpo | Rloo, config: ModelConfig, *, fresh: 
     Fresh weights sample every token equally often, also the one that ends a completion. A trained model may end after a
     word or never.
     """
-    most = float(objective.max_completion_length)
+    max_tokens = float(objective.max_completion_length)
     if not fresh:
-        return Estimate(value=most / 2, low=most / 10, high=most, origin="table")
+        return Estimate(value=max_tokens / 2, low=max_tokens / 10, high=max_tokens, origin="table")
     share_of_ends = 1 / config.vocab_size
-    mean = (1 - (1 - share_of_ends) ** most) / share_of_ends
-    return Estimate(value=mean, low=mean / 2, high=most, origin="table")
+    mean = (1 - (1 - share_of_ends) ** max_tokens) / share_of_ends
+    return Estimate(value=mean, low=mean / 2, high=max_tokens, origin="table")
 
 
 def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEstimate:
@@ -248,7 +248,7 @@ def _sampling_seconds(shape: RolloutShape, rate: Rate, tokens: float, pace: int)
 def reward_seconds(shape: RolloutShape, num_completions: int) -> Estimate:
     """Of one step. `num_completions`: of all ranks, the first of which calls the rewards."""
     low, typical, high = (
-        call + num_completions * each
-        for call, each in zip(REWARD_CALL, REWARD_COMPLETION, strict=True)
+        call_seconds + num_completions * completion_seconds
+        for call_seconds, completion_seconds in zip(REWARD_CALL, REWARD_COMPLETION, strict=True)
     )
     return Estimate(value=typical, low=low, high=high, origin="table").scaled(1 / shape.num_steps)
