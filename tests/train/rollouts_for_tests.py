@@ -33,13 +33,13 @@ checkpoint: {every: 3 steps}
 """
 
 
-def write_recipe(folder: Path) -> Path:
-    """The folder with prompts, a reward, a recipe and the prepared prompts."""
+def write_recipe(folder: Path, *edits: str) -> Path:
+    """The folder with prompts, a reward, a recipe and the prompts as prepared with these edits."""
     rows = [{"prompt": f"def f{number}(x): return", "answer": number} for number in range(60)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "rl.yaml").write_text(RECIPE)
-    prepare(load_recipe(str(folder / "rl.yaml")), folder / "prepared")
+    prepare(load_recipe(str(folder / "rl.yaml"), edits), folder / "prepared")
     return folder
 
 
