@@ -41,6 +41,7 @@ TALKING = (
 CHILDREN = (
     "bloomery.runs.worker",
     "dying_worker",
+    "faulty_links_worker",
     "killed_worker",
     "paper_worker",
     "paper_rank_worker",

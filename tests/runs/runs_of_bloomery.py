@@ -60,7 +60,15 @@ KINDS = {
 objective: {kind: dpo}
 data: {path: pairs.jsonl, glob: null, sequence_length: 64, validation: 20%, chat: {template: none}}
 """,
+    # Untied: without a sum over ranks, one device has the same bits.
+    "pipeline": """
+model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2,
+        head_dim: 16, max_positions: 64, dropout: 0.1, tie_embeddings: false}
+parallel: {pipeline: 2}
+""",
 }
+# The devices that a kind of run is begun on; one where none are named.
+DEVICES = {"pipeline": ("-d", "cpu,cpu")}
 
 
 def write_workshop(folder: Path, kind: str = "pretrain") -> Path:
@@ -80,11 +88,11 @@ def write_workshop(folder: Path, kind: str = "pretrain") -> Path:
             for _ in range(60)
         ]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in said))
-    elif kind != "pretrain":
-        (folder / "base").mkdir()
-        make_model(folder / "base")
     changed = yaml.safe_load(KINDS[kind]) or {}
     recipe = yaml.safe_load(RECIPE) | changed
+    if recipe["model"].get("from") == "base":
+        (folder / "base").mkdir()
+        make_model(folder / "base")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "tiny.yaml"
 
@@ -104,9 +112,13 @@ def why_no_strace() -> str:
 
 @dataclass
 class Bloomery:
-    """`bloomery` as a process in `folder`, forked from one that has imported torch."""
+    """`bloomery` as a process in `folder`, forked from one that has imported torch.
+
+    `devices`: words that name the devices on which the run is begun.
+    """
 
     folder: Path
+    devices: tuple[str, ...] = ()
 
     def start(
         self,
@@ -183,8 +195,11 @@ class Bloomery:
     @property
     def go_on(self) -> tuple[str, ...]:
         """The words that begin this run, or resume it."""
-        begun = (self.run_dir / "recipe.yaml").exists()
-        return ("resume", "one") if begun else ("train", "tiny.yaml", "--run-dir", "runs/one")
+        if (self.run_dir / "plan.json").exists():
+            return ("resume", "one")
+        if (self.run_dir / "recipe.yaml").exists():
+            return ("resume", "one", *self.devices)  # a run knows its devices from its plan
+        return ("train", "tiny.yaml", "--run-dir", "runs/one", *self.devices)
 
     def kill_when(self, moment: Callable[[], bool], *words: str) -> None:
         assert self.run_until(moment, signal.SIGKILL, *words) in (-signal.SIGKILL, 0)

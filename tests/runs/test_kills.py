@@ -7,22 +7,22 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from runs_of_bloomery import (
+    DEVICES,
     KINDS,
     PATIENCE_SECONDS,
     Bloomery,
     assert_bitwise_equal,
+    ranks_of,
     wait_for,
     why_no_strace,
     write_workshop,
 )
-from test_lifecycle import worker_of
 
 from bloomery.monitor.events import Phase, RunEnded, StepDone
-
-TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 
 
 def saving(bloomery: Bloomery) -> bool:
@@ -56,6 +56,23 @@ def test_kills_from_set_up_to_saving_and_at_system_calls_leave_no_trace(
     finish(bloomery, undisturbed)
 
 
+def test_kills_of_two_stages_leave_no_trace_on_them_or_on_one_device(tmp_path, calm) -> None:
+    """Of the launcher in set-up, of whichever process renames a second file, of each stage while it saves."""
+    bloomery = workshop_of("pipeline", tmp_path)
+    bloomery.kill_when(bloomery.saw(Phase), *bloomery.go_on)
+    strike(bloomery, "?rename:signal=SIGKILL:when=2")
+    for rank, step in ((1, 5), (0, 8)):
+        assert kill_rank_when(
+            bloomery,
+            lambda step=step: bloomery.saw(StepDone, step)() and saving(bloomery),
+            lambda ranks, rank=rank: ranks[rank],
+            *bloomery.go_on,
+        )
+    done = bloomery.run("resume", "one", *ONE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(bloomery.run_dir, calm("pipeline").run_dir)
+
+
 def strike(bloomery: Bloomery, fault: str, *words: str) -> None:
     told = bloomery.faulted(fault, *bloomery.go_on, *(words if "train" in bloomery.go_on else ()))
     assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (
@@ -65,22 +82,49 @@ def strike(bloomery: Bloomery, fault: str, *words: str) -> None:
     assert "Traceback" not in told.stderr and "stumbled" not in told.stderr
 
 
+def workshop_of(kind: str, folder: Path) -> Bloomery:
+    write_workshop(folder, kind)
+    return Bloomery(folder, DEVICES.get(kind, ()))
+
+
+def no_rank_lives(bloomery: Bloomery) -> bool:
+    return not ranks_of(bloomery.run_dir)
+
+
+def kill_rank_when(
+    bloomery: Bloomery,
+    moment: Callable[[], bool],
+    choose: Callable[[list[int]], int],
+    *words: str,
+) -> bool:
+    """Kills one of the run's ranks when the moment has come; whether the run failed by that.
+
+    `choose`: from the processes of the ranks, rank 0 first. None of them is left.
+    """
+    with bloomery.start(*words) as process:
+        wait_for(lambda: moment() or process.poll() is not None)
+        if ranks := sorted(ranks_of(bloomery.run_dir)):
+            os.kill(choose(ranks), signal.SIGKILL)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    assert no_rank_lives(bloomery)
+    return process.returncode == 1
+
+
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bloomery]:
     """The run of a kind, never disturbed; look, do not touch."""
 
     @functools.cache
     def of(kind: str, *words: str) -> Bloomery:
-        folder = tmp_path_factory.mktemp(kind)
-        write_workshop(folder, kind)
-        bloomery = Bloomery(folder)
-        done = bloomery.run(*TRAIN, *words)
+        bloomery = workshop_of(kind, tmp_path_factory.mktemp(kind))
+        done = bloomery.run(*bloomery.go_on, *words)
         assert done.returncode == 0, done.stderr
         return bloomery
 
     return of
 
 
+ONE_DEVICE = ("-d", "cpu", "parallel.pipeline=1")
 SHORT = ("train.max_steps=8", "eval.every=4 steps")
 
 
@@ -102,8 +146,7 @@ SHORT = ("train.max_steps=8", "eval.every=4 steps")
 def test_faults_at_system_calls_leave_no_trace(
     kind: str, faults: list[str], tmp_path, calm
 ) -> None:
-    write_workshop(tmp_path, kind)
-    bloomery = Bloomery(tmp_path)
+    bloomery = workshop_of(kind, tmp_path)
     for fault in faults:
         strike(bloomery, fault, *SHORT)
     done = bloomery.run("resume", "one")
@@ -180,14 +223,10 @@ def kill_at_random(
         return True
 
     if "launcher" in what:
-        return bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
-    with bloomery.start(*words) as process:
-        wait_for(lambda: moment() or process.poll() is not None)
-        worker = worker_of(bloomery.run_dir)
-        if worker is not None:
-            os.kill(worker, signal.SIGKILL)
-        process.communicate(timeout=PATIENCE_SECONDS)
-        return process.returncode == 1
+        killed = bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
+        wait_for(lambda: no_rank_lives(bloomery))
+        return killed
+    return kill_rank_when(bloomery, moment, draw.choice, *words)
 
 
 @pytest.mark.soak
@@ -196,12 +235,11 @@ def kill_at_random(
 def test_fifty_faults_of_each_kind_of_run_leave_no_trace(
     kind: str, chain: int, tmp_path, calm, struck: Struck
 ) -> None:
-    """Two hundred in all, in chains of ten, each of which ends equal to the undisturbed run."""
+    """Chains of ten, each of which ends equal to the undisturbed run; those of a pipeline in turn on one device."""
     if why := why_no_strace():
         pytest.skip(why)
     draw = random.Random(f"{kind} {chain}")
-    write_workshop(tmp_path, kind)
-    bloomery = Bloomery(tmp_path)
+    bloomery = workshop_of(kind, tmp_path)
     for what in planned_faults(draw):
         while not strike_at_random(bloomery, what, draw):
             if any(
@@ -211,6 +249,9 @@ def test_fifty_faults_of_each_kind_of_run_leave_no_trace(
                 assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=STEPS)
                 shutil.rmtree(bloomery.run_dir)  # it came too late: another run
         struck.append((kind, what))
-    done = bloomery.run(*bloomery.go_on, *(LONG if "train" in bloomery.go_on else ()))
+    words = bloomery.go_on
+    if kind == "pipeline" and chain % 2:
+        words = ("resume", "one", *ONE_DEVICE)
+    done = bloomery.run(*words, *(LONG if "train" in words else ()))
     assert done.returncode == 0, done.stderr
     assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=STEPS)
