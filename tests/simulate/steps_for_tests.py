@@ -11,6 +11,8 @@ from plan_help import loaded, machine, planned
 
 from bloomery.data.batch import Batch
 from bloomery.model.presets import known_config
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.process_group import join
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, mesh_memory
 from bloomery.plan.estimate.stages import stage_bytes
@@ -22,6 +24,7 @@ from bloomery.simulate.step import simulated_stage, simulated_step
 from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
+from ranks import ranks
 
 SIZES = {
     "hidden_size": 128,
@@ -137,16 +140,27 @@ def both_of_stage(
     return told, sum(simulated_stage(plan, split, index, fused=fused).values())
 
 
-def measured(plan: RunPlan) -> float:
-    """Bytes that the CPU's allocator hands out, of the third step."""
+def measured_ranks(plan: RunPlan) -> list[float]:
+    """What `measured` gives on each rank of the plan, on real ranks."""
+    return ranks(plan.train.ranks).call(_measured_rank, plan.model_dump_json())
+
+
+def _measured_rank(plan_json: str) -> float:
+    plan = RunPlan.model_validate_json(plan_json)
+    return measured(plan, join(plan.train))
+
+
+def measured(plan: RunPlan, mesh: Mesh = SINGLE_RANK) -> float:
+    """Bytes that the CPU's allocator hands out, of the third step, on this rank."""
     torch.set_num_threads(1)
-    model_and_optimizer = build_state(plan).model_and_optimizer
+    model_and_optimizer = build_state(plan, mesh=mesh).model_and_optimizer
     native = plan.model.scores == "compiled"
     objective = pretraining(
         score_chunk=plan.model.score_chunk, compiled=plan.train.compile, native=native
     )
-    # a third holds what the second does
-    batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
+    # without a pipeline a third micro-batch holds what the second does
+    most = 2 if mesh.stages == 1 else plan.train.accumulation
+    batches = [_batch(plan) for _ in range(min(most, plan.train.accumulation))]
 
     def step() -> None:
         train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)

@@ -1,8 +1,15 @@
-"""The stages of a pipeline: counted and on fake tensors, and what 1F1B has under way."""
+"""The memory of the stages of a pipeline: counted, on fake tensors, and on real ranks."""
 
 import pytest
 from plan_help import gpu_machine, loaded, planned
-from steps_for_tests import both_of_stage, laid, simulated, small_plan, some
+from steps_for_tests import (
+    both_of_stage,
+    laid,
+    measured_ranks,
+    simulated,
+    small_plan,
+    some,
+)
 
 from bloomery.hardware.profile import build_profile
 from bloomery.recipe.load import load_recipe
@@ -15,6 +22,7 @@ from bloomery.simulate.run import (
     stages_of_kinds,
 )
 from bloomery.simulate.step import simulated_micro_batches, simulated_stage
+from ranks import on_ranks
 
 GPU = {
     "attention": "varlen",
@@ -76,6 +84,47 @@ def test_they_agree_on_every_cut_and_schedule(cut, model):
     for index in range(2):
         counted, fake = both_of_stage(plan, CUTS[cut], index)
         assert counted == pytest.approx(fake, rel=0.1), index
+
+
+SMALL_STAGES = {"hidden_size": 256, "num_layers": 4, "intermediate_size": 768}
+# 34 M parameters.
+WIDE_STAGES = SMALL_STAGES | {"hidden_size": 512, "num_layers": 10, "vocab_size": 4096}
+SCHEDULES = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "chunks": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        pytest.param("1f1b", SMALL_STAGES, id="1f1b"),
+        pytest.param("gpipe", SMALL_STAGES, id="gpipe", marks=pytest.mark.soak),
+        pytest.param("interleaved", SMALL_STAGES, id="interleaved", marks=pytest.mark.soak),
+        pytest.param("1f1b", WIDE_STAGES, id="1f1b, 34 M", marks=pytest.mark.soak),
+    ],
+)
+def test_they_agree_with_what_the_ranks_of_two_stages_hold(schedule, sizes):
+    plan = small_plan(rows=1, micro_batches=4, sizes=sizes)
+    several = on_ranks(plan, pipeline=2, **SCHEDULES[schedule])
+    peaks = measured_ranks(several)
+    split = MeshSplit(
+        pipeline=2,
+        schedule=schedule,
+        layers=several.train.pipeline_layers,
+        chunks=several.train.pipeline_chunks,
+    )
+    for index, real in enumerate(peaks):
+        counted, fake = both_of_stage(plan, split, index)
+        assert counted == pytest.approx(real, rel=0.1), index
+        assert fake == pytest.approx(real, rel=0.1), index
+
+    # A copy of the model holds 16 bytes per parameter, half a model 8; GPipe keeps all activations in return.
+    if schedule != "gpipe":
+        num_parameters = sum(p.numel() for p in _model(plan.model.config).parameters())
+        copy = min(measured_ranks(on_ranks(plan, replicate=2)))
+        assert copy - max(peaks) > 4 * num_parameters
 
 
 @pytest.mark.parametrize(("recipe", "gpu", "stages"), some(RECIPES, set()))
