@@ -72,7 +72,9 @@ def test_killed_and_stopped_stages_leave_no_trace(bloomery, calm) -> None:
 
     assert bloomery.run_until(moment, signal.SIGTERM, "resume", "one") == 75
     assert ranks_of(bloomery.run_dir) == []
-    last_step = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
+    last_step = max(
+        event.step for event in bloomery.events()[begun:] if isinstance(event, StepDone)
+    )
     assert (bloomery.run_dir / f"checkpoints/step-{last_step:08d}").is_dir()
 
     done = bloomery.run("resume", "one")
