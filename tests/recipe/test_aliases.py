@@ -1,5 +1,6 @@
 """What users of other programs type: the answer has the right key and value, and never a wrong one."""
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -189,10 +190,11 @@ def test_values_of_the_table_are_accepted():
 
 
 def test_no_name_stands_twice_in_the_table():
+    """Except where the kind of file decides: those of GRPOConfig may mean something else elsewhere."""
     table = {
         program: rows
         for program, rows in aliases._table().items()
-        if program not in ("values", "families")
+        if program not in ("values", "families", aliases.ROLLOUTS)
     }
     names = [aliases._normal(name) for rows in table.values() for name in rows]
     assert sorted({name for name in names if names.count(name) > 1}) == []
@@ -315,6 +317,43 @@ IMPORTED = {
         },
         {"eos_token", "output_dir", "dataset_config"},
     ),
+    "trl_grpo.yaml": (
+        "TRL",
+        {
+            "objective.kind": "grpo",
+            "objective.num_generations": 8,
+            "objective.loss_type": "dapo",
+            "objective.epsilon_high": 0.28,
+            "objective.num_iterations": 2,
+            "objective.steps_per_generation": 2,
+            "objective.scale_rewards": "none",
+            "objective.temperature": 0.9,
+            "objective.top_k": None,
+            "objective.importance_sampling_mode": "token_truncate",
+            "objective.importance_sampling_clip_max": 2.0,
+            "objective.max_completion_length": 256,
+            "data.sequence_length": 768,
+            "train.batch_size": 16,
+            "train.micro_batch_size": 4,
+            "adapter.rank": 32,
+            "logging.completions": "shown",
+        },
+        {"use_vllm", "vllm_mode", "delta", "top_k", "reward_weights"},
+    ),
+    "axolotl_grpo.yml": (
+        "Axolotl",
+        {
+            "objective.kind": "grpo",
+            "objective.beta": 0.001,
+            "objective.num_generations": 4,
+            "objective.loss_type": "dr_grpo",
+            "objective.epsilon": 0.15,
+            "objective.steps_per_generation": 2,
+            "objective.max_completion_length": 128,
+            "train.batch_size": 8,
+        },
+        {"trl.use_vllm", "trl.vllm_mode", "trl.sync_ref_model", "trl.reward_weights"},
+    ),
     "trl_dpo.yaml": (
         "TRL",
         {
@@ -369,8 +408,8 @@ datasets:
 sequence_len: 4096
 num_epochs: 2
 fsdp_config: {offload_params: true, state: {kind: full}}
-rl: grpo
-trl: {num_generations: 4}
+rl: ebft
+trl: {num_generations: 4, reward_funcs: [f]}
 tensor_parallel_size: 2
 context_parallel_size: 1
 sequence_parallel_degree: 4
@@ -399,7 +438,7 @@ def test_no_nested_key_is_lost(tmp_path):
     )
     assert recipe.data.path == "hub:org/chats@main" and recipe.data.chat.train_on == "all"
     assert recipe.data.columns == {"messages": "dialog", "role": "from", "content": "value"}
-    assert "rl=grpo is not supported" in text and recipe.objective.kind == "sft"
+    assert "rl=ebft is not supported" in text and recipe.objective.kind == "sft"
     assert recipe.parallel.pipeline == "auto"
 
 
@@ -424,7 +463,7 @@ def test_what_training_refuses_is_never_the_answer():
     for program, name, text in every_row():
         # `plan` takes them
         assert program == "recipe version 1" or not refused.search(text), (program, name)
-    for name in ("grpo", "ppo", "rloo"):
+    for name in ("ppo", "ebft", "online_dpo"):
         assert aliases.look_up(("rl",), name, {}, program="Axolotl").edits == ()
     for value in ("float8", "fp8", "mxfp8"):
         answer = aliases.look_up_value(("train", "precision"), value)
@@ -504,6 +543,61 @@ def test_every_import_loads_and_names_every_key(program, more):
             return
         for path, _ in aliases.leaves(data):
             assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), (path, text)
+
+
+def test_rewards_of_trl_are_functions_verifiers_and_models(tmp_path):
+    _, recipe = imported((FOREIGN / "trl_grpo.yaml").read_text(), tmp_path)
+    verifier, function, model = recipe.rewards
+    assert (verifier.verifier, verifier.column, verifier.weight) == ("math", "solution", 1.0)
+    assert (function.python, function.weight) == (f"{tmp_path}/my_rewards.py:short", 0.5)
+    assert (model.model, model.weight) == ("org/reward-model", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "accumulation", "expected"),
+    [(8, 4, 2), (4, 4, 1), (2, 4, 1), (1, 1, 1), (6, 4, None)],
+)
+def test_micro_batches_of_a_rollout_become_optimizer_steps(
+    tmp_path, micro_batches, accumulation, expected
+):
+    keys = f"steps_per_generation: {micro_batches}\ngradient_accumulation_steps: {accumulation}\n"
+    text, recipe = imported(
+        f"model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 4\n{keys}", tmp_path
+    )
+    assert recipe.objective.steps_per_generation == (expected or 1)
+    assert ("no whole number" in text) == (expected is None)
+    size = micro_batches * 8  # of TRL's default micro-batch
+    keys = keys.replace(f"steps_per_generation: {micro_batches}", f"generation_batch_size: {size}")
+    _, same = imported(
+        f"model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 4\n{keys}", tmp_path
+    )
+    assert same.objective.steps_per_generation == recipe.objective.steps_per_generation
+
+
+@pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
+def test_every_field_of_trls_configs_is_answered(kind, tmp_path):
+    """Of the installed TRL: each is a key of the recipe, or has a reason that is no guess."""
+    trl = pytest.importorskip("trl")
+    config = {
+        field.name: value
+        for field in dataclasses.fields(getattr(trl, kind))
+        for value in [field.default if field.default is not dataclasses.MISSING else 1]
+    }
+    for name, default in config.items():
+        value = 1 if default in (None, "", [], {}) else default
+        answer = aliases.look_up((name,), value, {}, program=aliases.ROLLOUTS)
+        assert answer is not None and not answer.guess, name
+        assert answer.edits or answer.reason, name
+    # All of them in one file.
+    given = {name: value for name, value in config.items() if value not in (None, "", [], {})}
+    given |= {"model_name_or_path": "a/b", "dataset_name": "c/d", "loss_type": "dapo"}
+    text, recipe = imported(json.dumps(given, default=str), tmp_path)
+    for name in given:
+        assert re.search(rf"[# ,]{name}\b", text), name
+    ours = recipe.objective
+    names = {"num_generations", "max_completion_length", "temperature", "top_p", "beta", "epsilon"}
+    names |= {"num_iterations", "mask_truncated_completions"} & given.keys()
+    assert {name: getattr(ours, name) for name in names} == {name: given[name] for name in names}
 
 
 def test_datasets_that_are_a_mapping_are_named_as_they_are_written(tmp_path):

@@ -22,6 +22,7 @@ _MICRO_BATCH = (
     "micro_batch_size",
     "batch_size",
 )
+ROLLOUTS = "TRL rollouts"  # the table of files that train on completions
 _SIMILAR = 0.8  # difflib ratio of names that may be the same one, misspelled
 _SAFE = re.compile(r"[\w./<>|@+-][\w ./:<>|@+%-]*")
 
@@ -152,11 +153,15 @@ def _table() -> dict[str, Any]:
 def _rows(program: str) -> dict[str, _Row]:
     """Every row by its name in lower case without signs; those of `program` win."""
     tables = {name: rows for name, rows in _table().items() if name not in ("families", "values")}
-    ordered = [name for name in tables if name != program][::-1] + [program] * (program in tables)
+    first_tables = ["TRL", ROLLOUTS] if program == ROLLOUTS else [program] * (program in tables)
+    ordered = [name for name in tables if name not in first_tables][::-1] + first_tables
+    # In other files `temperature` and its like may be any key of the recipe with that name.
+    recipe_names = set() if program == ROLLOUTS else {key[-1] for key in known_keys()}
     return {
-        _normal(name): _Row(name, owner, row)
+        _normal(name): _Row(name, "TRL" if owner == ROLLOUTS else owner, row)
         for owner in ordered
         for name, row in tables[owner].items()
+        if owner != ROLLOUTS or name not in recipe_names
     }
 
 
@@ -498,7 +503,101 @@ def _dataset_names(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], 
     return [edit], "name the file, folder or Hub id: dataset_info.json is not read"
 
 
+def _micro_batches_per_step(siblings: Mapping[str, Any]) -> int | None:
+    """Gradient accumulation; None where it is no number."""
+    accumulation = siblings.get("gradient_accumulation_steps", 1)
+    is_count = isinstance(accumulation, int) and not isinstance(accumulation, bool)
+    return accumulation if is_count and accumulation > 0 else None
+
+
+def _generation_steps(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """TRL counts micro-batches of a rollout, a recipe optimizer steps."""
+    accumulation = _micro_batches_per_step(siblings)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or accumulation is None:
+        return ["objective.steps_per_generation"], "optimizer steps per pass over a rollout"
+    reason = f"optimizer steps: {value} micro-batches of TRL, {accumulation} of them per step"
+    if value % accumulation == 0:
+        return [f"objective.steps_per_generation={value // accumulation}"], reason
+    if accumulation % value == 0:  # several rollouts of the same weights are one
+        return ["objective.steps_per_generation=1"], reason
+    return ["objective.steps_per_generation"], f"{reason}: no whole number"
+
+
+def _generation_batch(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """The completions of a rollout on one device, as optimizer steps."""
+    sizes = (siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int))
+    micro_batch_size = next(sizes, 8)  # TRL's default
+    if not isinstance(value, int) or micro_batch_size < 1 or value % micro_batch_size:
+        reason = "completions per rollout: train.batch_size times objective.steps_per_generation"
+        return ["objective.steps_per_generation"], reason
+    return _generation_steps(value // micro_batch_size, siblings)
+
+
+# Reward functions that are a part of TRL, as verifiers.
+_TRL_REWARDS: Mapping[str, dict[str, Any]] = {
+    "accuracy_reward": {"verifier": "math", "column": "solution"},
+    "reasoning_accuracy_reward": {"verifier": "math", "column": "solution"},
+    "think_format_reward": {
+        "verifier": "regex",
+        "pattern": "(?s)^<think>(?!.*<think>).*?</think>.*$",
+    },
+}
+
+
+def _rewards(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Names of reward functions as `rewards`: a module is a file next to the recipe, a Hub id a reward model."""
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        return ["rewards"], "a list of functions, verifiers and reward models"
+    rewards = []
+    for name in names:
+        module, _, function = name.rpartition(".")
+        if name in _TRL_REWARDS:
+            rewards.append(dict(_TRL_REWARDS[name]))
+        elif "/" in name:
+            rewards.append({"model": name})
+        else:
+            file = module.replace(".", "/") or "rewards"
+            rewards.append({"python": f"{file}.py:{function}"})
+    model = siblings.get("reward_model_name_or_path")
+    if isinstance(model, str) and model:
+        rewards.append({"model": model})
+    weights = _weights(siblings, len(names))
+    for reward, weight in zip(rewards, weights or (), strict=False):
+        reward["weight"] = weight
+    return [f"rewards={json.dumps(rewards)}"], "files are relative to the recipe"
+
+
+def _weights(siblings: Mapping[str, Any], count: int) -> list[float] | None:
+    """Of each reward; None where they are no list of as many numbers."""
+    weights = siblings.get("reward_weights")
+    if not isinstance(weights, list) or len(weights) != count:
+        return None
+    numbers = [number for weight in weights if (number := _number(weight)) is not None]
+    return numbers if len(numbers) == count else None
+
+
+def _reward_model(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """A reward, next to those of functions where there are some."""
+    if siblings.get("reward_funcs"):
+        return [], "part of rewards"
+    return [f"rewards={json.dumps([{'model': value}])}"], ""
+
+
+def _reward_weights(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    functions = siblings.get("reward_funcs")
+    count = len(functions) if isinstance(functions, list) else 1
+    if functions and _weights({"reward_weights": value}, count) is not None:
+        return [], "part of rewards: each has its weight"
+    return [], "set the weight of each of the rewards"
+
+
 CALLS = {
+    "generation_batch": _generation_batch,
+    "generation_steps": _generation_steps,
+    "rewards": _rewards,
+    "reward_model": _reward_model,
+    "reward_weights": _reward_weights,
     "accumulation": _accumulation,
     "length": _length,
     "datasets": _datasets,

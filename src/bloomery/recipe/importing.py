@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.recipe.aliases import (
+    ROLLOUTS,
     Alias,
     accepted,
     dataset_aliases,
@@ -40,8 +42,31 @@ _SIGNS = {  # keys that only this program has
         "template",
         "dataset",
     },
-    "TRL": {"model_name_or_path", "dataset_name", "use_peft", "max_length", "dataset_text_field"},
+    "TRL": {
+        "model_name_or_path",
+        "dataset_name",
+        "use_peft",
+        "max_length",
+        "dataset_text_field",
+        "num_generations",
+        "reward_funcs",
+        "max_completion_length",
+    },
 }
+# Keys that only GRPOConfig and RLOOConfig of TRL have, and losses of GRPO.
+_ROLLOUT_KEYS = {
+    "generation_batch_size",
+    "num_generations",
+    "num_generations_eval",
+    "normalize_advantages",
+    "reward_clip_range",
+    "reward_funcs",
+    "reward_weights",
+    "scale_rewards",
+    "steps_per_generation",
+}
+_ROLLOUT_LOSSES = {"grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"}
+_PROMPT_TOKENS = 512  # TRL has no limit for prompts
 _DEFAULTS = {  # where they differ from those of a recipe
     "Axolotl": (
         "data.packing=false",
@@ -131,16 +156,24 @@ def import_recipe(path: Path) -> tuple[str, str]:
         )
 
     draft = _Draft()
-    for alias in _aliases(data, (), program, draft.empty):
+    table = ROLLOUTS if program == "TRL" and _trains_on_completions(data) else program
+    for alias in _aliases(data, (), table, draft.empty):
         draft.add(alias)
     _complete(draft, data, program)
     return _text(draft, path.name, program), program
 
 
 def _aliases(
-    data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]
+    data: Mapping[str, Any],
+    path: tuple[str, ...],
+    program: str,
+    empty: list[str],
+    outer: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Alias]:
-    """An answer for each key of the file, however deep: the whole file is accounted for."""
+    """An answer for each key of the file, however deep: the whole file is accounted for.
+
+    `outer`: keys outside of this section that its keys are read with.
+    """
     for key, value in data.items():
         inner = (*path, str(key))
         if value in (None, "", [], {}):
@@ -152,7 +185,10 @@ def _aliases(
         if inner == ("overrides_of_model_config",) and isinstance(value, dict):
             yield from _config_aliases(value, inner, program, empty)
             continue
-        alias = look_up(inner, value, data, program=program)
+        if inner == ("trl",) and isinstance(value, dict):  # Axolotl hands them to GRPOConfig
+            yield from _aliases(value, inner, ROLLOUTS, empty, outer=data)
+            continue
+        alias = look_up(inner, value, {**outer, **data}, program=program)
         if alias is None and isinstance(value, dict):
             yield from _aliases(value, inner, program, empty)
             continue
@@ -202,7 +238,7 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     for key in lengths[1:]:
         leave_out(key, f"{lengths[0]} sets the length")
     if program == "TRL":
-        _complete_trl(values)
+        _complete_trl(values, data)
 
     # Settings of LoRA mean an adapter, unless the file says full fine-tuning.
     adapter_keys = [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]
@@ -226,6 +262,8 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     if refused is not None:
         reason = f"{refused}={plain(data.get(refused))} is not supported: choose another"
     values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
+    if values["objective.kind"][0] in ("grpo", "rloo"):
+        _complete_rollouts(values, program)
 
     # Defaults of the program that differ from those of a recipe.
     if program == "LLaMA-Factory" and adapter_kind in ("lora", "dora"):
@@ -279,8 +317,31 @@ def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
     return None
 
 
-def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
+def _trains_on_completions(data: Mapping[str, Any]) -> bool:
+    """Whether a file of TRL is one of GRPOConfig or RLOOConfig."""
+    return bool(_ROLLOUT_KEYS & data.keys()) or data.get("loss_type") in _ROLLOUT_LOSSES
+
+
+def _complete_rollouts(values: dict[str, tuple[str, str]], program: str) -> None:
+    """What training on completions needs: rewards, and sequences with room for a prompt and a completion."""
+    if "rewards" not in values:
+        reason = "set it: your function score(prompts, completions, **columns) of rewards.py"
+        values["rewards"] = ('[{python: "rewards.py:score"}]', reason)
+    if "data.sequence_length" not in values:
+        longest = values.get("objective.max_completion_length", ("512",))[0]
+        length = _PROMPT_TOKENS + int(longest) if longest.isdigit() else 2 * _PROMPT_TOKENS
+        reason = f"prompts of {_PROMPT_TOKENS} tokens and their completions: {program} has no limit"
+        values["data.sequence_length"] = (str(length), reason)
+
+
+def _complete_trl(values: dict[str, tuple[str, str]], data: Mapping[str, Any]) -> None:
     """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
+    if _trains_on_completions(data):
+        is_rloo = {"normalize_advantages", "reward_clip_range"} & data.keys()
+        reason = "of `trl grpo`; set rloo for `trl rloo`"
+        values.setdefault(
+            "objective.kind", ("rloo", "of `trl rloo`") if is_rloo else ("grpo", reason)
+        )
     if "objective.beta" in values:
         values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
     kind, _ = values.setdefault(
