@@ -6,7 +6,7 @@ import sys
 import pytest
 from words_of_docs import ROOT, quoted
 
-from bloomery.recipe.aliases import accepted
+from bloomery.recipe.aliases import ROLLOUTS, accepted
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -24,7 +24,7 @@ def test_a_table_is_what_the_aliases_answer(page) -> None:
 
 @pytest.mark.parametrize("page", migration_pages.PAGES, ids=lambda page: page.stem)
 def test_the_edits_of_a_table_load_in_a_recipe(page) -> None:
-    for _, table in migration_pages.TABLE.findall(page.read_text(encoding="utf-8")):
+    for program, table in migration_pages.TABLE.findall(page.read_text(encoding="utf-8")):
         for line in table.splitlines():
             cell = line.rstrip("| ").rpartition(" | ")[2]
             edits = [
@@ -34,9 +34,8 @@ def test_the_edits_of_a_table_load_in_a_recipe(page) -> None:
             ]
             kinds = [edit for edit in edits if ".kind=" in edit]
             for edit in edits:
-                objective = (
-                    ["objective.kind=distill"] if "kd_ratio" in edit else ["objective.kind=dpo"]
-                )
+                kind = "grpo" if program == ROLLOUTS else "dpo"
+                objective = [f"objective.kind={'distill' if 'kd_ratio' in edit else kind}"]
                 others = [
                     *kinds,
                     *(objective if edit.startswith("objective.") and not kinds else []),
