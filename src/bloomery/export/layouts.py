@@ -23,7 +23,7 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
-from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.adapters.settings import (
@@ -455,7 +455,7 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         merge_methods(model)
     state = {}
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_added(name):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, LoraLinear) and name.endswith(".weight"):
@@ -511,7 +511,7 @@ def open_merged(
         adapt_as(model, settings)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if is_adapter(name) or parameter.requires_grad:
+            if is_added(name) or parameter.requires_grad:
                 memory = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 setattr(module, name, nn.Parameter(memory))
         if isinstance(module, LoraLinear) and module.pissa:

@@ -26,6 +26,7 @@ from bloomery.model.rope import Rotary, rotary_tables, rotate
 from bloomery.model.transformers_backend import TransformersBackbone, output_of
 
 ALL_LOGITS = Logits()
+VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -384,12 +385,16 @@ class Decoder(nn.Module):
     """A language model, or a reward model with one value per token (`config.head`).
 
     It is built on the meta device, then given weights (`model.io.weights`). `attention` names a backend of
-    `model.attention`; None takes the plain one.
+    `model.attention`; None takes the plain one. `value_head`: PPO trains a second output layer of one row, next to the
+    language model's, which `heads.ScoresAndValues` uses.
     """
 
-    def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, attention: str | None = None, value_head: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
+        self.value_head = nn.Linear(config.hidden_size, 1, bias=False) if value_head else None
         self.step: DecodingStep | None = None  # None: decoding calls `forward`
         # Layers of transformers are never cut: their backbone has the same `stage`, `link` and `group`, of one device.
         self.model: Backbone | TransformersBackbone

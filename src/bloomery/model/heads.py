@@ -74,6 +74,19 @@ class Values:
             return F.linear(widened(hidden_BTD), widened(output.weight)).squeeze(-1)
 
 
+@dataclass(frozen=True)
+class ScoresAndValues:
+    """float32 [3, B, T]: what `scores` gives with its entropies, and the value of each position by `value_head`."""
+
+    scores: "LabelScores"
+    value_head: nn.Linear
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        results_2BT = self.scores(hidden_BTD, output, softcap)
+        values_BT = Values()(hidden_BTD, self.value_head, None)
+        return torch.cat([results_2BT, values_BT[None]])
+
+
 @functools.cache
 def compiled_once(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function as one kernel of torch's compiler."""

@@ -58,7 +58,9 @@ class PlanFacts:
     # Of a run with rewards.
     highest_reward: float | None = None  # that a completion can have, where that is known
     max_completion_length: int = 0
+    kl_key: str = "beta"  # the objective's key with the weight of its KL divergence
     kl_weight: float | None = None
+    clip_key: str = "epsilon_high"  # the objective's key with the upper clip range
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _collapsed(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         "entropy",
         "entropy collapse: the model samples nearly the same completion every time",
         f"entropy {first_entropy:.2f} nats per token in the first rollouts, {entropy:.3f} now; {_reward(history)}",
-        f"start again with optimizer.learning_rate={rate:.1g} and objective.epsilon_high=0.28, and use the best"
+        f"start again with optimizer.learning_rate={rate:.1g} and objective.{facts.clip_key}=0.28, and use the best"
         " checkpoint of this run meanwhile (`--step best`)",
     )
 
@@ -109,8 +109,10 @@ def _far_from_reference(history: RunHistory, facts: PlanFacts) -> Iterator[Diagn
     divergence = _mean(rollouts, "kl")
     if divergence < FAR_FROM_REFERENCE:
         return
-    beta = facts.kl_weight or 0.0
-    fix = f"set objective.beta={10 * beta:g} (now {beta:g})" if beta else "set objective.beta=0.04"
+    weight = facts.kl_weight or 0.0
+    fix = f"set objective.{facts.kl_key}={10 * weight:g} (now {weight:g})"
+    if not weight:
+        fix = f"set objective.{facts.kl_key}=0.04"
     rate = facts.learning_rate
     yield Diagnosis(
         "kl",

@@ -67,12 +67,20 @@ def apply_fsdp(
             reshard_after_forward=block is not last_block,
         )
 
-    # 2. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them.
+    # 2. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them. A value
+    # head is one row, which every rank has in full.
     embedding: Any = model.model.embed_tokens
     if model.stage.has_embedding and not shares_head(model.config):
         fully_shard(embedding, mesh=device_mesh, mp_policy=own_dtype_policy)
         embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight
-    fully_shard(model, mesh=device_mesh, mp_policy=own_dtype_policy, reshard_after_forward=False)
+    value_weights = set() if model.value_head is None else set(model.value_head.parameters())
+    fully_shard(
+        model,
+        mesh=device_mesh,
+        mp_policy=own_dtype_policy,
+        reshard_after_forward=False,
+        ignored_params=value_weights,
+    )
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 

@@ -12,7 +12,7 @@ from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Grpo, Rloo, VerifierReward
+from bloomery.recipe.schema import Rollouts, VerifierReward
 
 
 def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
@@ -86,9 +86,11 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
         highest_reward=_highest_reward(plan),
         max_completion_length=objective.max_completion_length
-        if isinstance(objective, Grpo | Rloo)
+        if isinstance(objective, Rollouts)
         else 0,
-        kl_weight=objective.beta if isinstance(objective, Grpo | Rloo) else None,
+        kl_key=objective.kl_key if isinstance(objective, Rollouts) else "",
+        kl_weight=objective.kl_weight if isinstance(objective, Rollouts) else None,
+        clip_key=objective.clip_key if isinstance(objective, Rollouts) else "",
     )
 
 

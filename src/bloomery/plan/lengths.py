@@ -44,6 +44,7 @@ REPEATS = {
     ),
     "grpo": _ROLLOUTS,
     "rloo": _ROLLOUTS,
+    "ppo": _ROLLOUTS,
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
 

@@ -40,7 +40,7 @@ from bloomery.plan.types import (
 )
 from bloomery.plan.unsupported import untrained
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Grpo, Rloo
+from bloomery.recipe.schema import Rollouts
 
 WIDTH = 100
 LABEL = 10
@@ -280,7 +280,7 @@ def rollout_lines(plan: RunPlan, rollout: RolloutPlan) -> list[str]:
     """The completions of a step, how they are packed, and the rollout that they come from."""
     train = plan.train
     objective = plan.objective
-    assert isinstance(objective, Grpo | Rloo)
+    assert isinstance(objective, Rollouts)
     completions = train.tokens_per_step // plan.data.sequence_length
     step = f"{completions:,} completions of at most {objective.max_completion_length:,} tokens"
     packed = f"packed into about {counted(rollout.micro_batches, 'micro-batches')}"

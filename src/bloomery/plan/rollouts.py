@@ -15,7 +15,7 @@ from bloomery.plan.estimate.rollouts import (
 )
 from bloomery.plan.gather import Facts
 from bloomery.plan.types import Estimate, LayoutPlan, ParallelPlan, RolloutPlan
-from bloomery.recipe.schema import Grpo, Recipe, Rloo
+from bloomery.recipe.schema import Ppo, Recipe, Rloo, Rollouts
 
 # A forward is so much of a step: forward 1, gradients of inputs 1, and those of weights 1 where these train.
 FORWARD_SHARE = {False: 1 / 3, True: 1 / 2}  # by whether the base is frozen
@@ -31,7 +31,7 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Of the recipe's objective, on one device or in the chosen layout of several."""
     objective = recipe.objective
-    assert isinstance(objective, Grpo | Rloo)
+    assert isinstance(objective, Rollouts)
     layout = None if parallel is None else parallel.layout
     ranks = 1 if layout is None else layout.replicate * layout.shard
     num_completions = sequences_per_step * objective.steps_per_generation
@@ -81,7 +81,7 @@ def _shape(
 ) -> RolloutShape:
     """Of a rank that samples the completions of so many prompts."""
     objective = recipe.objective
-    assert isinstance(objective, Grpo | Rloo)
+    assert isinstance(objective, Rollouts)
     dataset = facts.dataset
     # Without a dataset prompts may fill what completions leave of a sequence.
     longest_prompt = recipe.data.sequence_length - objective.max_completion_length
@@ -90,7 +90,9 @@ def _shape(
         longest_prompt = min(longest_prompt, dataset.longest_prompt)
         prompt_tokens = min(dataset.tokens / dataset.prompts, float(longest_prompt))
     num_steps = objective.num_iterations * objective.steps_per_generation
-    has_penalty = isinstance(objective, Rloo) and objective.beta > 0
+    # Whether the divergence from the reference model is a part of the rewards, and whether tokens have values.
+    has_penalty = isinstance(objective, Rloo | Ppo) and objective.kl_weight > 0
+    has_values = objective.spec.value_head
     return RolloutShape(
         step=micro_batching.step,
         num_prompts=num_prompts,
@@ -102,7 +104,8 @@ def _shape(
         completion_tokens=completion_tokens_of(objective, facts.config, fresh=facts.source is None),
         max_completion_length=objective.max_completion_length,
         filters=objective.top_p < 1 or objective.top_k is not None or objective.min_p > 0,
-        scored_passes=int(num_steps > 1 or has_penalty) + int(has_penalty),
+        scored_passes=int(num_steps > 1 or has_penalty or has_values) + int(has_penalty),
+        has_values=has_values,
     )
 
 

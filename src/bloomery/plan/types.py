@@ -361,7 +361,7 @@ class RunPlan(PlanPart):
     sample: SamplePlan
     logging: LoggingPlan
     objective: Objective = Pretrain()
-    rewards: tuple[AnyReward, ...] = ()  # of grpo and rloo
+    rewards: tuple[AnyReward, ...] = ()  # of grpo, rloo and ppo
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
     quantized_by: Dequantizer = "torch"  # the implementation that reads quantized weights

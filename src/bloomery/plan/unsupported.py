@@ -245,13 +245,13 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             fix=f"set train.batch_size={-(-batch_size // group) * group}",
             code=2,
         )
-    if objective.beta and not (
+    if objective.kl_weight and not (
         isinstance(recipe.adapter, Lora) and not recipe.adapter.modules_to_save
     ):
         raise UserError(
             "the KL divergence is measured from the base model, which full fine-tuning changes",
-            where=f"objective.beta={objective.beta:g}",
-            fix="set objective.beta=0, or train an adapter: adapter.kind=lora",
+            where=f"objective.{objective.kl_key}={objective.kl_weight:g}",
+            fix=f"set objective.{objective.kl_key}=0, or train an adapter: adapter.kind=lora",
             code=2,
         )
     for reward in recipe.rewards:
@@ -498,7 +498,7 @@ FEATURES: tuple[Feature, ...] = (
         pipeline="the teacher is not cut into stages",
     ),
     Feature(
-        "objective grpo, rloo",
+        "objective grpo, rloo, ppo",
         lambda r: isinstance(r.objective, Rollouts),
         pipeline=SAMPLES_WITH_WHOLE_MODEL,
     ),

@@ -170,7 +170,9 @@ def _mistakes(
     if error_type == "value_error" and len(details) == 1:
         return [Mistake(path, place, str(details[0]["ctx"]["error"]), fix)]
     allowed = [str(detail.get("ctx", {}).get("expected", "")) for detail in details]
-    words = [word for text in allowed for word in re.findall(r"'([^']*)'", text)]
+    words = [
+        word or number for text in allowed for word, number in re.findall(r"'([^']*)'|(\d+)", text)
+    ]
     sentences = [
         str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error"
     ]

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -57,7 +57,8 @@ class ObjectiveSpec:
     """`data_kind`: its rows; "any" is read as text. `loss_unit`: the loss is per token (in nats), label,
     pair or answer. `reference`: it needs a reference model. `extra_forwards`: forwards of another model per step.
     `source`: it trains on the prepared dataset or on generated responses. `values`: the model outputs one value per
-    sequence, no text. `falls`: a loss that does not fall means that training fails.
+    sequence, no text. `value_head`: it trains a value head next to the language model's. `falls`: a loss that does not
+    fall means that training fails.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class ObjectiveSpec:
     extra_forwards: int = 0
     source: BatchOrigin = "dataset"
     values: bool = False
+    value_head: bool = False
     falls: bool = False
 
     @property
@@ -95,6 +97,7 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
             ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
             ObjectiveSpec("grpo", "prompts", "completion", source="rollouts"),
             ObjectiveSpec("rloo", "prompts", "completion", source="rollouts"),
+            ObjectiveSpec("ppo", "prompts", "completion", source="rollouts", value_head=True),
         )
     }
 )
@@ -474,7 +477,10 @@ class Distill(ObjectiveSection):
 class Rollouts(ObjectiveSection):
     """Trains on completions that the model generates, by their `rewards`."""
 
-    num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
+    kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
+    clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
+
+    num_generations: Annotated[int, Field(ge=1)] = key(8, "Completions per prompt.")
     max_completion_length: PositiveInt = key(
         512, "Longest completion in tokens; prompts have the rest of data.sequence_length."
     )
@@ -488,6 +494,22 @@ class Rollouts(ObjectiveSection):
     min_p: Share = key(
         0.0, "Sample from tokens with at least this share of the highest probability; 0: from all."
     )
+    num_iterations: PositiveInt = key(1, "Passes over the completions of a rollout.")
+    steps_per_generation: PositiveInt = key(
+        1, "Optimizer steps in one pass over the completions of a rollout."
+    )
+
+    @property
+    def kl_weight(self) -> float:
+        """The weight of the KL divergence from the reference model."""
+        weight: float = getattr(self, self.kl_key)
+        return weight
+
+
+class GroupRollouts(Rollouts):
+    """Compares the completions of a prompt with each other."""
+
+    num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
     epsilon: NonNegativeFloat = key(
         0.2, "Clip range of the ratio of new to old probability, below 1."
     )
@@ -497,16 +519,12 @@ class Rollouts(ObjectiveSection):
     beta: NonNegativeFloat = key(
         0.0, "Weight of the KL divergence from the reference model; 0: no reference model."
     )
-    num_iterations: PositiveInt = key(1, "Passes over the completions of a rollout.")
-    steps_per_generation: PositiveInt = key(
-        1, "Optimizer steps in one pass over the completions of a rollout."
-    )
     mask_truncated_completions: bool = key(
         False, "Mask completions that reach max_completion_length without an end token."
     )
 
 
-class Grpo(Rollouts):
+class Grpo(GroupRollouts):
     """Compares the completions of a prompt with each other (arXiv:2402.03300)."""
 
     kind: Literal["grpo"] = Field(
@@ -537,7 +555,7 @@ class Grpo(Rollouts):
     )
 
 
-class Rloo(Rollouts):
+class Rloo(GroupRollouts):
     """Compares each completion with the mean of the others of its prompt (arXiv:2402.14740)."""
 
     kind: Literal["rloo"] = Field(
@@ -549,8 +567,46 @@ class Rloo(Rollouts):
     )
 
 
+class Ppo(Rollouts):
+    """Compares each token with what a value head expected of the completion (arXiv:1707.06347, arXiv:1909.08593)."""
+
+    kl_key: ClassVar[str] = "kl_coef"
+    clip_key: ClassVar[str] = "cliprange"
+
+    kind: Literal["ppo"] = Field(
+        description="PPO: reinforcement learning with a value head, on one completion per prompt."
+    )
+    num_generations: Literal[1] = key(1, "Completions per prompt: PPO compares none with another.")
+    temperature: PositiveFloat = key(0.7, "Sampling temperature of the completions.")
+    num_iterations: PositiveInt = key(
+        4, "Passes over the completions of a rollout (TRL's num_ppo_epochs)."
+    )
+    kl_coef: NonNegativeFloat = key(
+        0.05,
+        "Weight of the KL divergence from the reference model in each token's reward; 0: no reference model.",
+    )
+    kl_estimator: Literal["k1", "k3"] = key(
+        "k1",
+        "Estimate of the KL divergence of a token: its log ratio, or one that is never negative.",
+    )
+    missing_eos_penalty: NonNegativeFloat = key(
+        0.0,
+        "Taken off the score of completions that reach max_completion_length without an end token.",
+    )
+    whiten_rewards: bool = key(
+        False, "Divide the rewards of tokens by their standard deviation over a rollout."
+    )
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = key(1.0, "Discount of later rewards.")
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = key(
+        0.95, "Lambda of generalized advantage estimation (arXiv:1506.02438)."
+    )
+    cliprange: NonNegativeFloat = key(0.2, "Clip range of the ratio of new to old probability.")
+    cliprange_value: NonNegativeFloat = key(0.2, "Clip range of the value around its old value.")
+    vf_coef: NonNegativeFloat = key(0.1, "Weight of the value head's loss.")
+
+
 Objective = Annotated[
-    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Grpo | Rloo,
+    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Grpo | Rloo | Ppo,
     Field(discriminator="kind"),
 ]
 
@@ -930,7 +986,7 @@ class Recipe(Section):
     objective: Objective = key(Pretrain(), "The training objective.")
     rewards: list[AnyReward] = key(
         [],
-        "grpo and rloo: what scores the completions.",
+        "grpo, rloo and ppo: what scores the completions.",
         [
             {"python": "my_rewards.py:score", "timeout": "60s", "memory": "4GiB"},
             {"verifier": "exact_match", "column": "answer"},

@@ -72,6 +72,7 @@ def simulated_step(
             plan,
             lambda _: teacher or meta_teacher(plan),
             operators=score_operators(tracker, device_type),
+            value_head=model_and_optimizer.model.value_head,
         )
 
         def step(count: int) -> None:

@@ -12,7 +12,7 @@ from bloomery.model.adapters.lora import init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.adapters.settings import Adaptation, Base, digest
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import init_weights, read_model, write_model
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
@@ -81,7 +81,9 @@ class FullWeights:
     initial: InitialWeights
 
     def weights(self) -> Mapping[str, Tensor]:
-        return dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
+        parameters.pop(VALUE_HEAD, None)
+        return parameters
 
     def resume_parts(self) -> Parts:
         return {}

@@ -15,10 +15,10 @@ from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
-from bloomery.model.adapters.lora import is_adapter
+from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
 from bloomery.model.counting import parameter_count
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.gather import gather_by_name
@@ -279,14 +279,16 @@ def open_context(
     checked_parameters = {
         name: parameter
         for name, parameter in state.model.named_parameters()
-        if (parameter.requires_grad or not adapts) and state.is_owned(name)
+        if (parameter.requires_grad or not adapts)
+        and state.is_owned(name)
+        and name != VALUE_HEAD  # it starts at 0: its first updates are large next to it
     }
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=build_objective(plan, mesh=mesh),
+        objective=build_objective(plan, mesh=mesh, value_head=state.model.value_head),
         source=source_of(
             SourceInputs(
                 plan=plan,
@@ -359,7 +361,7 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
             sum(
                 parameter.numel()
                 for name, parameter in context.model.named_parameters()
-                if is_adapter(name)
+                if is_added(name)
             ),
             sum(
                 parameter.numel()

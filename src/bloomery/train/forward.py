@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bloomery.data.batch import Batch
-from bloomery.model.adapters.lora import is_adapter
+from bloomery.model.adapters.lora import is_added
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import Head
 
@@ -28,7 +28,7 @@ def prepare_weights(model: Decoder, precision: str) -> None:
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if is_adapter(name):
+            if is_added(name):
                 continue
             # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.
             is_embedding = parameter is model.model.embed_tokens.weight

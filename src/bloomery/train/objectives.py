@@ -5,16 +5,35 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import SCORE_OPERATORS, Head, LabelScores, ScoreOperators, Values
+from bloomery.model.heads import (
+    SCORE_OPERATORS,
+    Head,
+    LabelScores,
+    ScoreOperators,
+    ScoresAndValues,
+    Values,
+)
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distill, Grpo, Kto, LossUnit, OrPo, Preference, Rloo, Sft, SimPo
+from bloomery.recipe.schema import (
+    Distill,
+    Grpo,
+    Kto,
+    LossUnit,
+    OrPo,
+    Ppo,
+    Preference,
+    Rloo,
+    Rollouts,
+    Sft,
+    SimPo,
+)
 from bloomery.train.distillation import divergence_head, load_teacher
 from bloomery.train.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.train.losses import (
@@ -35,6 +54,7 @@ from bloomery.train.losses import (
     simpo_loss,
 )
 from bloomery.train.policy_loss import PolicyLoss, SamplingCorrection
+from bloomery.train.ppo import PpoLoss
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -68,7 +88,8 @@ class Objective:
 class Scoring:
     """The head of per-token objectives; logits exist for at most `chunk` positions at once.
 
-    The head adds the output layer's gradient to its `.grad` itself. With `entropy` it gives [2, B, T].
+    The head adds the output layer's gradient to its `.grad` itself. With `entropy` it gives [2, B, T], and with a
+    `value_head`, too, [3, B, T].
     """
 
     chunk: int
@@ -77,8 +98,13 @@ class Scoring:
     operators: ScoreOperators = SCORE_OPERATORS
     temperature: float = 1.0
     entropy: bool = False
+    value_head: nn.Linear | None = None
 
-    def __call__(self, batch: Batch) -> LabelScores:
+    def __call__(self, batch: Batch) -> LabelScores | ScoresAndValues:
+        scores = self.label_scores(batch)
+        return scores if self.value_head is None else ScoresAndValues(scores, self.value_head)
+
+    def label_scores(self, batch: Batch) -> LabelScores:
         return LabelScores(
             batch.labels,
             batch.loss_mask,
@@ -157,10 +183,11 @@ def build_objective(
     teacher: Callable[[RunPlan], Decoder] = load_teacher,
     mesh: Mesh = SINGLE_RANK,
     operators: ScoreOperators = SCORE_OPERATORS,
+    value_head: nn.Linear | None = None,
 ) -> Objective:
-    """The plan's objective. `teacher` loads the model to distill."""
+    """The plan's objective. `teacher` loads the model to distill. `value_head`: of the model that trains."""
     score_chunk = plan.model.score_chunk
-    # The reference model of GRPO's and RLOO's divergence is the base model, too.
+    # The reference model of a policy's divergence is the base model, too.
     is_policy = plan.objective.spec.source == "rollouts"
     disables_adapter = reference_of(plan.objective, plan.adapter).value == "adapters" or is_policy
     inputs = ObjectiveInputs(
@@ -170,6 +197,7 @@ def build_objective(
             plan.train.compile,
             native=plan.model.scores == "compiled",
             operators=operators,
+            value_head=value_head,
         ),
         BaseScores(score_chunk, plan.train.precision, operators) if disables_adapter else None,
         mesh,
@@ -276,7 +304,9 @@ def kto(inputs: ObjectiveInputs) -> Objective:
         """Scores sequences 2i + 1 alone: prompts with the response of another prompt."""
         is_mismatched = _sequences(batch) % 2 == 1
         return replace(
-            scoring(batch), loss_mask_BT=batch.loss_mask * is_mismatched, into_grad=False
+            scoring.label_scores(batch),
+            loss_mask_BT=batch.loss_mask * is_mismatched,
+            into_grad=False,
         )
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
@@ -353,7 +383,22 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     )
 
 
-def policy_scoring(settings: Grpo | Rloo, scoring: Scoring) -> Scoring:
+def proximal_policy(inputs: ObjectiveInputs) -> Objective:
+    """PPO, on completions that the model drew, with a value head. The KL divergence is a part of their rewards."""
+    settings = inputs.plan.objective
+    assert isinstance(settings, Ppo)
+    loss_of = PpoLoss(settings.cliprange, settings.cliprange_value, settings.vf_coef)
+
+    def loss(results_3BT: Tensor, batch: Batch) -> LossParts:
+        scores_BT, entropies_BT, values_BT = results_3BT
+        return loss_of(scores_BT, entropies_BT, values_BT, batch)
+
+    return Objective(
+        head=policy_scoring(settings, inputs.scoring), loss=loss, loss_unit="completion"
+    )
+
+
+def policy_scoring(settings: Rollouts, scoring: Scoring) -> Scoring:
     """The head of both the loss and of scores before the first step of a rollout."""
     return replace(scoring, temperature=settings.temperature, entropy=True)
 
@@ -413,6 +458,7 @@ BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyTyp
         "distill": distill,
         "grpo": policy,
         "rloo": policy,
+        "ppo": proximal_policy,
     }
 )
 

@@ -96,11 +96,8 @@ class PolicyLoss:
 
         metrics = {"entropy": sum_and_count(entropies_BT, is_token_BT)}
 
-        # How much training and generation disagree about the same tokens under the same weights.
-        sampling_gaps_BT = (old_logps_BT.detach() - batch.extras["drawn_logps"]) * mask_BT
-        gap_name = "sampling/sampling_logp_difference"
-        metrics[f"{gap_name}/mean"] = sum_and_count(sampling_gaps_BT.abs(), is_token_BT)
-        metrics[f"{gap_name}/max"] = extreme(sampling_gaps_BT.abs(), is_token_BT)
+        sampling_gaps_BT = sampling_gaps(old_logps_BT, batch)
+        metrics |= gap_metrics(sampling_gaps_BT, batch)
 
         # How much more likely a token, or the whole completion, has become since it was drawn.
         log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
@@ -191,6 +188,21 @@ class PolicyLoss:
         lengths_S = sequence_sums(batch.loss_mask, _sequences(batch))
         sums_S = sequence_sums(share_BT * batch.loss_mask, _sequences(batch))
         return sum_and_count(sums_S / lengths_S.clamp(min=1), _completions(batch))
+
+
+def sampling_gaps(old_logps_BT: Tensor, batch: Batch) -> Tensor:
+    """[B, T]: how much training and generation disagree about the same tokens under the same weights."""
+    return (old_logps_BT.detach() - batch.extras["drawn_logps"]) * batch.loss_mask
+
+
+def gap_metrics(sampling_gaps_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """The mean and the largest of them."""
+    is_token_BT = batch.loss_mask != 0
+    name = "sampling/sampling_logp_difference"
+    return {
+        f"{name}/mean": sum_and_count(sampling_gaps_BT.abs(), is_token_BT),
+        f"{name}/max": extreme(sampling_gaps_BT.abs(), is_token_BT),
+    }
 
 
 def group_advantages(

@@ -147,7 +147,9 @@ def _micro_batch_and_others(plan: RunPlan) -> str:
 def replan(context: RunContext, plan: RunPlan) -> None:
     """Continue with another plan of the same training, and store it."""
     context.plan = plan
-    context.objective = build_objective(plan, mesh=context.mesh)
+    context.objective = build_objective(
+        plan, mesh=context.mesh, value_head=context.model.value_head
+    )
     write_plan(plan, context.run_dir / "plan.json")
 
 

@@ -1,6 +1,6 @@
 """A rollout: completions that the policy drew, with what training on them needs; a part of every checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -9,13 +9,25 @@ from torch import Tensor
 
 from bloomery.data.batch import Batch
 
+TARGETS = ("advantages", "values", "returns")  # the fields of TokenTargets
+
+
+@final
+@dataclass(frozen=True)
+class TokenTargets:
+    """Of each token of a completion: its advantage, its value as it was sampled, and the value to train towards."""
+
+    advantages: tuple[float, ...]
+    values: tuple[float, ...]
+    returns: tuple[float, ...]
+
 
 @final
 @dataclass(frozen=True)
 class Sample:
     """A prompt and a completion of it. `drawn_logps`: of each token as it was drawn; `old_logps`: under the model that
     trained when it was drawn, None where only that model trains on it. `has_loss`: False for a completion that is not
-    trained on, and counts as a completion.
+    trained on, and counts as a completion. `targets`: with a value head, in place of one `advantage`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -24,9 +36,22 @@ class Sample:
     advantage: float = 0.0
     old_logps: tuple[float, ...] | None = None
     has_loss: bool = True
+    targets: TokenTargets | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    def extras(self) -> dict[str, float | tuple[float, ...]]:
+        """What a loss needs of the completion, by its name in `Batch.extras`: of all tokens alike, or of each."""
+        extras: dict[str, float | tuple[float, ...]] = {
+            "advantages": self.advantage,
+            "drawn_logps": self.drawn_logps,
+        }
+        if self.old_logps is not None:
+            extras["old_logps"] = self.old_logps
+        if self.targets is not None:
+            extras |= {name: getattr(self.targets, name) for name in TARGETS}
+        return extras
 
 
 @final
@@ -70,6 +95,14 @@ class Rollout:
             tensors["old_logps"] = torch.tensor(
                 [logp for sample in self.samples for logp in sample.old_logps or ()]
             )
+        targets = [sample.targets for sample in self.samples if sample.targets is not None]
+        if targets:
+            tensors |= {
+                f"targets.{name}": torch.tensor(
+                    [number for of_sample in targets for number in getattr(of_sample, name)]
+                )
+                for name in TARGETS
+            }
         return tensors
 
     def scalars(self) -> dict[str, int]:
@@ -94,6 +127,12 @@ class Rollout:
         old_logps: list[tuple[float, ...] | None] = [None] * len(prompts)
         if "old_logps" in tensors:
             old_logps = list(pieces("old_logps", completion_lengths))
+        targets: list[TokenTargets | None] = [None] * len(prompts)
+        if f"targets.{TARGETS[0]}" in tensors:
+            columns_of_targets = [pieces(f"targets.{name}", completion_lengths) for name in TARGETS]
+            targets = [
+                TokenTargets(*of_sample) for of_sample in zip(*columns_of_targets, strict=True)
+            ]
         columns = zip(
             prompts,
             completions,
@@ -101,6 +140,7 @@ class Rollout:
             tensors["advantages"].tolist(),
             old_logps,
             tensors["has_loss"].tolist(),
+            targets,
             strict=True,
         )
         samples = tuple(Sample(*column) for column in columns)
@@ -159,22 +199,23 @@ def pack(samples: Sequence[Sample], *, length: int, rows: int) -> tuple[list[Bat
             for sample, place in zip(samples, places, strict=True)
             if place.micro_batch == number
         ]
-        batches.append(_batch_of(members, length=length, rows=rows))
+        batches.append(_batch_of(members, samples[0].extras(), length=length, rows=rows))
     return batches, places
 
 
-def empty_batch(*, length: int, rows: int, has_old_logps: bool) -> Batch:
-    """A micro-batch without samples, for a rank that has fewer than others."""
-    batch = _batch_of([], length=length, rows=rows)
-    if has_old_logps:
-        batch = batch.with_extras(old_logps=torch.zeros(rows, length))
-    return batch
+def empty_batch(samples: Sequence[Sample], *, length: int, rows: int) -> Batch:
+    """A micro-batch without samples, for a rank that has fewer of `samples` than others."""
+    return _batch_of([], samples[0].extras(), length=length, rows=rows)
 
 
-def _batch_of(members: Sequence[tuple[Sample, Place]], *, length: int, rows: int) -> Batch:
+def _batch_of(
+    members: Sequence[tuple[Sample, Place]], names: Iterable[str], *, length: int, rows: int
+) -> Batch:
+    """`names`: of the extras that each sample has."""
     tokens, labels, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
-    loss_mask, advantages, drawn_logps, old_logps = (torch.zeros(rows, length) for _ in range(4))
+    loss_mask = torch.zeros(rows, length)
+    extras = {name: torch.zeros(rows, length) for name in names}
     num_documents = [0] * rows
     for number, (sample, place) in enumerate(members):
         ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
@@ -188,13 +229,8 @@ def _batch_of(members: Sequence[tuple[Sample, Place]], *, length: int, rows: int
         # The label of a position is the token after it.
         scored = completion_span(sample, place)
         loss_mask[place.row, scored] = float(sample.has_loss)
-        advantages[place.row, scored] = sample.advantage
-        drawn_logps[place.row, scored] = torch.tensor(sample.drawn_logps)
-        if sample.old_logps is not None:
-            old_logps[place.row, scored] = torch.tensor(sample.old_logps)
-    extras = {"advantages": advantages, "drawn_logps": drawn_logps}
-    if any(sample.old_logps is not None for sample, _ in members):
-        extras["old_logps"] = old_logps
+        for name, numbers in sample.extras().items():
+            extras[name][place.row, scored] = torch.tensor(numbers)
     return Batch(tokens, labels, loss_mask, positions, documents, sequences, extras)
 
 

@@ -29,10 +29,13 @@ from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import (
+    GroupRollouts,
     Grpo,
     ModelReward,
+    Ppo,
     PythonReward,
     Rloo,
+    Rollouts,
     VerifierReward,
     reward_name,
 )
@@ -43,17 +46,31 @@ from bloomery.train.policy_loss import (
     leave_one_out_advantages,
     share_without_variance,
 )
+from bloomery.train.ppo import TokenRewarding
 from bloomery.train.program_answers import longest_seconds
 from bloomery.train.reward_files import changed_rewards
 from bloomery.train.reward_models import RewardModels
 from bloomery.train.rewards import Rewards, RewardSource, ScoredCompletions
-from bloomery.train.rollout import Place, Rollout, Sample, completion_span, empty_batch, pack
+from bloomery.train.rollout import (
+    TARGETS,
+    Place,
+    Rollout,
+    Sample,
+    completion_span,
+    empty_batch,
+    pack,
+)
 from bloomery.train.sampler import Sampler
 from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
 SAMPLED_PROMPTS = 200  # whose columns are looked at
+# Rows of a policy's head: the log-probability of each label, and with a value head the value of each position.
+LOGPS = 0
+VALUES = 2
+# How rewards become advantages of whole completions.
+Scale = Literal["group", "batch", "none", "leave_one_out"]
 HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
 
 
@@ -63,7 +80,7 @@ class RolloutSettings:
 
     num_generations: int
     sampling: GroupSampling
-    advantages: Literal["group", "batch", "none", "leave_one_out"] = "group"
+    advantages: Scale | TokenRewarding = "group"
     num_iterations: int = 1
     steps_per_generation: int = 1
     mask_truncated: bool = False
@@ -229,23 +246,57 @@ class RolloutSource:
             for text in completions
         ]
 
-        # 3. Of several steps the first changes the model, which then is no more the one that drew: its
-        # log-probabilities are computed before.
+        # 3. By how much each completion, or each of its tokens, was better than expected.
         num_steps = settings.num_iterations * settings.steps_per_generation
+        if isinstance(settings.advantages, TokenRewarding):
+            samples, more_metrics = self._with_targets(
+                settings.advantages,
+                samples,
+                scored.totals,
+                [text.truncated for text in completions],
+                plan,
+            )
+        else:
+            samples, more_metrics = self._with_advantages(
+                settings.advantages, samples, scored.totals, num_steps, plan
+            )
+        rollout = Rollout(self._state.progress.step, num_steps, num_prompts, tuple(samples))
+        if self._mesh.first_rank and settings.shown != "none":
+            self._write(rollout, prompts, completions, scored)
+        return DrawnRollout(
+            rollout,
+            {**metrics, **more_metrics},
+            {"rollout": rollout_seconds, "reward": reward_seconds},
+        )
+
+    def _with_advantages(
+        self,
+        scale: Scale,
+        samples: Sequence[Sample],
+        totals: Sequence[float],
+        num_steps: int,
+        plan: RunPlan,
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """The samples compared with the others of their prompts, and the divergence from the reference model, where
+        that is a part of their rewards.
+        """
+        # Of several steps the first changes the model, which then is no more the one that drew: its log-probabilities
+        # are computed before.
         old_logps: list[list[float]] | None = None
-        if num_steps > 1 or settings.reward_beta:
+        if num_steps > 1 or self._settings.reward_beta:
             old_logps = self._logps(samples, plan)
-        penalties = [0.0] * num_completions
-        if settings.reward_beta:
+        penalties = [0.0] * len(samples)
+        metrics = {}
+        if self._settings.reward_beta:
             assert old_logps is not None
             divergences = self._divergences(samples, old_logps, plan)
-            penalties = [settings.reward_beta * divergence for divergence in divergences]
+            penalties = [self._settings.reward_beta * divergence for divergence in divergences]
             num_tokens = sum(len(sample.completion_ids) for sample in samples if sample.has_loss)
             metrics["kl"] = sum(divergences) / max(1, num_tokens)
         advantages = self._advantages(
-            [total - penalty for total, penalty in zip(scored.totals, penalties, strict=True)]
+            scale, [total - penalty for total, penalty in zip(totals, penalties, strict=True)]
         )
-        samples = [
+        judged_samples = [
             replace(
                 sample,
                 advantage=advantage,
@@ -253,12 +304,36 @@ class RolloutSource:
             )
             for index, (sample, advantage) in enumerate(zip(samples, advantages, strict=True))
         ]
-        rollout = Rollout(self._state.progress.step, num_steps, num_prompts, tuple(samples))
-        if self._mesh.first_rank and settings.shown != "none":
-            self._write(rollout, prompts, completions, scored)
-        return DrawnRollout(
-            rollout, metrics, {"rollout": rollout_seconds, "reward": reward_seconds}
+        return judged_samples, metrics
+
+    def _with_targets(
+        self,
+        rewarding: TokenRewarding,
+        samples: Sequence[Sample],
+        totals: Sequence[float],
+        is_truncated: Sequence[bool],
+        plan: RunPlan,
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """The samples with targets of each token, by the model's value head. One without any reward has no loss."""
+        logps, values = self._rows_of_head(samples, plan, (LOGPS, VALUES))
+        reference_logps = None
+        if rewarding.kl_coef:
+            reference_logps = self._logps(samples, plan, of_reference=True)
+        rewarded = rewarding(
+            totals, is_truncated, logps=logps, reference_logps=reference_logps, values=values
         )
+        judged_samples = [
+            replace(
+                sample,
+                old_logps=tuple(old_logps),
+                targets=targets,
+                has_loss=sample.has_loss and total == total,
+            )
+            for sample, old_logps, targets, total in zip(
+                samples, logps, rewarded.targets, totals, strict=True
+            )
+        ]
+        return judged_samples, rewarded.metrics
 
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -291,9 +366,8 @@ class RolloutSource:
             for logps, reference in zip(old_logps, reference_logps, strict=True)
         ]
 
-    def _advantages(self, totals: Sequence[float]) -> list[float]:
+    def _advantages(self, scale: Scale, totals: Sequence[float]) -> list[float]:
         rewards = torch.tensor(totals, dtype=torch.float32)
-        scale = self._settings.advantages
         if scale == "leave_one_out":
             advantages = leave_one_out_advantages(rewards, self._settings.num_generations)
         else:
@@ -304,9 +378,20 @@ class RolloutSource:
     def _logps(
         self, samples: Sequence[Sample], plan: RunPlan, *, of_reference: bool = False
     ) -> list[list[float]]:
-        """Of every sample's tokens under the model as it is, or without its adapter, computed as training does.
+        """Of every sample's tokens under the model as it is, or without its adapter."""
+        return self._rows_of_head(samples, plan, (LOGPS,), of_reference=of_reference)[0]
 
-        0 for a sample without loss.
+    def _rows_of_head(
+        self,
+        samples: Sequence[Sample],
+        plan: RunPlan,
+        rows: Sequence[int],
+        *,
+        of_reference: bool = False,
+    ) -> list[list[list[float]]]:
+        """Of each of these rows of the head's output the numbers of every sample's tokens, computed as training does.
+
+        Log-probabilities are 0 for a sample without loss.
         """
         # 1. Ranks share out the samples, and take equally many forwards.
         model = self._state.model
@@ -314,24 +399,24 @@ class RolloutSource:
         mesh = self._mesh
         batches, places = self._shared_out(samples, plan)
 
-        # 2. The scores of this rank's samples, then those of all.
-        scores = list[Tensor]()
+        # 2. The outputs for this rank's samples, then those of all.
+        outputs = list[Tensor]()
         with eval_mode(model), adapters_disabled(model) if of_reference else nullcontext():
             for batch in batches:
                 on_device = to_device(batch, device)
                 head = self._scoring(on_device)
                 output = forward(model, on_device, head, precision=plan.train.precision)
-                scores.append(output.head[0].cpu())
-        own_logps = [
-            scores[place.micro_batch][place.row, completion_span(sample, place)].tolist()
+                outputs.append(output.head[list(rows)].cpu())
+        own_numbers = [
+            outputs[place.micro_batch][:, place.row, completion_span(sample, place)].tolist()
             for sample, place in zip(
                 samples[mesh.data_rank :: mesh.data_world], places, strict=True
             )
         ]
-        logps: list[list[float]] = [[] for _ in samples]
-        for rank, logps_of_rank in enumerate(mesh.all_gather_json(own_logps)):
-            logps[rank :: mesh.data_world] = logps_of_rank
-        return logps
+        numbers: list[list[list[float]]] = [[] for _ in samples]
+        for rank, numbers_of_rank in enumerate(mesh.all_gather_json(own_numbers)):
+            numbers[rank :: mesh.data_world] = numbers_of_rank
+        return [[of_sample[row] for of_sample in numbers] for row in range(len(rows))]
 
     def _shared_out(
         self, samples: Sequence[Sample], plan: RunPlan
@@ -349,9 +434,8 @@ class RolloutSource:
         ]
         batches, places = packed_by_rank[mesh.data_rank]
         most_batches = max(len(of_rank) for of_rank, _ in packed_by_rank)
-        has_old_logps = samples[0].old_logps is not None
         while len(batches) < most_batches:
-            batches.append(empty_batch(length=length, rows=rows, has_old_logps=has_old_logps))
+            batches.append(empty_batch(samples, length=length, rows=rows))
         return batches, places
 
     # ---- steps
@@ -396,19 +480,23 @@ class RolloutSource:
         is_truncated = torch.tensor([text.truncated for text in completions])
         ended_lengths = lengths[~is_truncated]
         totals = torch.tensor(scored.totals)
+        # Completions are compared with those of their prompt; one that is alone in its own, with all.
+        groups = totals.view(-1, generations if generations > 1 else len(totals))
         deviations = [
             float(group[group.isfinite()].std()) if group.isfinite().sum() > 1 else 0.0
-            for group in totals.view(-1, generations)
+            for group in groups
         ]
         metrics = {
             "reward": float(totals.nanmean()),
             "reward_std": sum(deviations) / len(deviations),
-            "frac_reward_zero_std": share_without_variance(scored.totals, generations),
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": float(is_truncated.float().mean()),
         }
+        if generations > 1:
+            share = share_without_variance(scored.totals, generations)
+            metrics["frac_reward_zero_std"] = share
         if len(ended_lengths):
             metrics["completions/mean_terminated_length"] = float(ended_lengths.mean())
         for name, rewards in scored.by_name.items():
@@ -443,6 +531,10 @@ class RolloutSource:
                 "logps": text.logps,
                 "truncated": text.truncated,
             }
+            if sample.targets is not None:
+                # Of each token, in place of one for all of them.
+                del entry["advantage"]
+                entry |= {name: list(getattr(sample.targets, name)) for name in TARGETS}
             lines.append(json.dumps(entry, ensure_ascii=False))
         draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -453,9 +545,12 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     """The source of the plan's objective and rewards."""
     plan = inputs.plan
     objective = plan.objective
-    assert isinstance(objective, Grpo | Rloo)
+    assert isinstance(objective, Rollouts)
     scoring = Scoring(
-        plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
+        plan.model.score_chunk,
+        plan.train.compile,
+        native=plan.model.scores == "compiled",
+        value_head=inputs.state.model.value_head,
     )
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
     if inputs.state.model_and_optimizer.mesh.first_rank:
@@ -490,7 +585,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
 def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
     """`stop_ids` end a completion."""
     objective = plan.objective
-    assert isinstance(objective, Grpo | Rloo)
+    assert isinstance(objective, Rollouts)
     sampling = GroupSampling(
         max_new_tokens=objective.max_completion_length,
         temperature=objective.temperature,
@@ -499,17 +594,34 @@ def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
         min_p=objective.min_p,
         stop_ids=stop_ids,
     )
-    is_rloo = isinstance(objective, Rloo)
     return RolloutSettings(
         num_generations=objective.num_generations,
         sampling=sampling,
-        advantages="leave_one_out" if isinstance(objective, Rloo) else objective.scale_rewards,
+        advantages=advantages_of(objective),
         num_iterations=objective.num_iterations,
         steps_per_generation=objective.steps_per_generation,
-        mask_truncated=objective.mask_truncated_completions,
-        reward_beta=objective.beta if is_rloo else 0.0,
+        mask_truncated=isinstance(objective, GroupRollouts)
+        and objective.mask_truncated_completions,
+        reward_beta=objective.beta if isinstance(objective, Rloo) else 0.0,
         shown=plan.logging.completions,
     )
+
+
+def advantages_of(objective: Rollouts) -> Scale | TokenRewarding:
+    """How the objective turns rewards into advantages."""
+    if isinstance(objective, Ppo):
+        return TokenRewarding(
+            kl_coef=objective.kl_coef,
+            kl_estimator=objective.kl_estimator,
+            missing_eos_penalty=objective.missing_eos_penalty,
+            whiten_rewards=objective.whiten_rewards,
+            gamma=objective.gamma,
+            lam=objective.lam,
+        )
+    if isinstance(objective, Rloo):
+        return "leave_one_out"
+    assert isinstance(objective, Grpo)
+    return objective.scale_rewards
 
 
 def sources_of_rewards(plan: RunPlan) -> list[RewardSource]:

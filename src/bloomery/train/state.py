@@ -14,7 +14,7 @@ from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
 from bloomery.model.config import whole_model
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
@@ -41,6 +41,7 @@ from bloomery.train.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
 OPTIMIZER = "optimizer"
+VALUES = "value_head"  # the part with PPO's value head, which no exported model has
 ROLLOUT = "rollout"  # the part with completions that are still to be trained on
 TRAINED = "trained"  # the part with the trained weights, where the model is their average
 
@@ -120,8 +121,14 @@ class TrainState:
             **self.checkpointed_model.resume_parts(),
             **trained,
             **({} if rollout is None else {ROLLOUT: rollout.tensors()}),
+            **self._value_head_part,
             OPTIMIZER: self.optimizer.named_tensors(),
         }
+
+    @property
+    def _value_head_part(self) -> Parts:
+        value_head = self.model.value_head
+        return {} if value_head is None else {VALUES: {VALUE_HEAD: value_head.weight.detach()}}
 
     @property
     def _unfinished_rollout(self) -> Rollout | None:
@@ -245,11 +252,17 @@ def build_state(
 def empty_model(plan: RunPlan) -> Decoder:
     """The model to train, on the meta device: with LoRA matrices, quantized and in its dtypes."""
     with torch.device("meta"):
-        model = Decoder(plan.model.config, attention=plan.model.attention)
+        model = Decoder(
+            plan.model.config,
+            attention=plan.model.attention,
+            value_head=plan.objective.spec.value_head,
+        )
         if isinstance(plan.adapter, Lora):
             adapt(model, plan.adapter)
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds its parameters once the base weights are read
+        if model.value_head is not None:
+            model.value_head.requires_grad_()
     if plan.quantize.kind != "none":
         quantize_model(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
@@ -285,6 +298,8 @@ def build_checkpointed_model(
         initial.fill(model)
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
         peft_adapter = PeftAdapter(model, config, seed=plan.train.seed)
+        if model.value_head is not None:
+            model.value_head.requires_grad_()  # PEFT freezes what is not its own
         apply(model, plan.train)
         return PeftWeights(peft_adapter, base)
     return FullWeights(model, initial)
@@ -308,6 +323,9 @@ def _restore_start(state: TrainState, plan: RunPlan, *, non_finite_counts: bool)
     if non_finite_counts:
         state.non_finite.load(NonFinite().state())
     state.checkpointed_model.initialize()
+    if state.model.value_head is not None:
+        # The first rollout has no baseline: its values are 0, as far from any reward as from its opposite.
+        state.model.value_head.weight.data.zero_()
     if state.average is not None:
         state.average.restore(None, 0)
     state.optimizer.load({}, {})
@@ -331,6 +349,8 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: b
     # Where there is an average, the model's part holds the averaged weights, and TRAINED the trained ones. Every stage
     # of a pipeline reads the whole part and takes the tensors of its own layers.
     state.checkpointed_model.read(folder)
+    if state.model.value_head is not None:
+        state.model.value_head.weight.data.copy_(read_part(folder, VALUES)[VALUE_HEAD])
     if state.average is not None:
         trained = read_part(folder, TRAINED)
         if state.model.stage != whole_model(state.model.config):

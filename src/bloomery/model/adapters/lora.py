@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.model.adapters.settings import Adaptation, Pair, adaptation
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.norms import widened
@@ -220,13 +220,17 @@ def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, 
 
 def trained_state(model: Decoder) -> dict[str, Tensor]:
     """The live tensors of an adapter file by native names: trained parameters and PiSSA's initial matrices."""
-    kept = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    kept = {
+        name: p.detach()
+        for name, p in model.named_parameters()
+        if p.requires_grad and name != VALUE_HEAD
+    }
     for name, module in adapted(model):
         if module.pissa:
             kept |= {f"{name}.first_A": module.first_A, f"{name}.first_B": module.first_B}
     return kept
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter, not to the model that it adapts."""
-    return name.rpartition(".")[2] in ADAPTER_NAMES
+def is_added(name: str) -> bool:
+    """Whether a parameter of that name belongs to what training adds to a model: an adapter or a value head."""
+    return name.rpartition(".")[2] in ADAPTER_NAMES or name == VALUE_HEAD

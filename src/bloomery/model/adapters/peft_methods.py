@@ -24,7 +24,7 @@ from bloomery.model.adapters.settings import (
     right_base,
 )
 from bloomery.model.config import ModelConfig
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.recipe.schema import Peft
 
@@ -76,7 +76,9 @@ class PeftAdapter:
     def _method_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The method's trainable parameters and buffers by the decoder's names."""
         trainable_names = {
-            name for name, parameter in self._model.named_parameters() if parameter.requires_grad
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and name != VALUE_HEAD
         }
         addresses = set[int]()  # VeRA's projections are one tensor under many names
         for name, tensor in self._model.state_dict().items():

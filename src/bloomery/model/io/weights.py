@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter, note_base
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import open_method
 from bloomery.model.adapters.settings import (
@@ -196,7 +196,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     logit_deviation = config.initializer_range * config.hidden_size**0.5
     last_gain = min(1.0, LOGIT_DEVIATION / (logit_deviation or 1.0))
     for name, parameter in decoder.named_parameters():
-        if is_adapter(name):
+        if is_added(name):
             continue
         if name.endswith(".bias"):
             parameter.zero_()
@@ -324,7 +324,7 @@ def read_model(
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
         for name, parameter in decoder.named_parameters():
-            if not is_adapter(name):
+            if not is_added(name):
                 model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
             _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
@@ -398,7 +398,7 @@ class StoredModel:
 
 def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
     for name, parameter in decoder.named_parameters():
-        if is_adapter(name):
+        if is_added(name):
             continue
         parameter.data[: len(values[name])] = values[name].to(parameter.device)
         if name in VOCABULARY:

@@ -14,7 +14,7 @@ from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, MemoryEstimate
-from bloomery.recipe.schema import Grpo, Rloo
+from bloomery.recipe.schema import Rollouts
 
 # Of the matmul rate of a CPU, the share that decoding reaches: every completion reads the weights for itself, so that
 # its numbers do not depend on the others. Measured on two cores with AVX2, models of 1.5 to 42 million parameters: 0.07
@@ -37,6 +37,10 @@ STORED_ID = 40
 STORED_LOGP = 32
 # Bytes of a token of a packed micro-batch: five integers, four floats. All micro-batches of a step are packed at once.
 PACKED_TOKEN = 56
+# With a value head: the numbers of a token that Python stores (advantage, value, return), and bytes of a packed token
+# for two of them; every policy has packed advantages.
+STORED_TARGETS = 3
+PACKED_TARGETS = 8
 LANES = 16  # the compiled step pads the rank of LoRA to so many
 
 
@@ -60,6 +64,7 @@ class RolloutShape:
     filters: bool
     scored_passes: int
     steps_per_pass: int = 1
+    has_values: bool = False  # of a value head: each token has a value, an advantage and a return
     sharded: bool = False  # then each rank samples with a whole copy of the weights
 
     @property
@@ -89,7 +94,7 @@ class RolloutShape:
         return max(1, math.ceil(sequences / self.step.micro_batch_size))
 
 
-def completion_tokens_of(objective: Grpo | Rloo, config: ModelConfig, *, fresh: bool) -> Estimate:
+def completion_tokens_of(objective: Rollouts, config: ModelConfig, *, fresh: bool) -> Estimate:
     """The mean length of completions, unknown until some are sampled.
 
     Fresh weights sample every token equally often, also the one that ends a completion. A trained model may end after a
@@ -168,15 +173,18 @@ def stored_bytes(shape: RolloutShape) -> float:
     """Bytes of the rollout that is trained on: ids, log-probabilities as sampled and under the old model, as Python has
     them. On a CPU they share its memory.
     """
-    logps = 2 if shape.scored_passes else 1
-    completion_bytes = shape.completion_tokens.value * (STORED_ID + logps * STORED_LOGP)
+    numbers = 2 if shape.scored_passes else 1
+    if shape.has_values:
+        numbers += STORED_TARGETS
+    completion_bytes = shape.completion_tokens.value * (STORED_ID + numbers * STORED_LOGP)
     return shape.num_completions * (shape.prompt_tokens * STORED_ID + completion_bytes)
 
 
 def packed_bytes(shape: RolloutShape) -> float:
     """Bytes of all micro-batches of a step."""
     micro_batches = shape.micro_batches(shape.completion_tokens.value)
-    return float(PACKED_TOKEN * micro_batches * shape.step.tokens_per_micro_batch)
+    token_bytes = PACKED_TOKEN + (PACKED_TARGETS if shape.has_values else 0)
+    return float(token_bytes * micro_batches * shape.step.tokens_per_micro_batch)
 
 
 def with_stored_rollout(shape: RolloutShape, training: MemoryEstimate) -> MemoryEstimate:

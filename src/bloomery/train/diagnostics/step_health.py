@@ -24,7 +24,7 @@ from bloomery.data.batch import Batch
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.backend_checks import check_head, check_rows
 from bloomery.model.decoder import Attention, Decoder
-from bloomery.model.heads import Divergence, LabelScores
+from bloomery.model.heads import Divergence, LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
 from bloomery.plan.types import RunPlan
@@ -194,11 +194,9 @@ def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     """Whether labels are the next tokens, and whether the order of tokens is random."""
     # Some batches, and some of their rows, are enough. An objective without labels has nothing to compare.
     checked_batches = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
-    heads = [
-        head
-        for head in map(objective.head, checked_batches)
-        if isinstance(head, LabelScores | Divergence)
-    ]
+    all_heads = map(objective.head, checked_batches)
+    label_heads = (head.scores if isinstance(head, ScoresAndValues) else head for head in all_heads)
+    heads = [head for head in label_heads if isinstance(head, LabelScores | Divergence)]
     if len(heads) < len(checked_batches):
         return LabelFacts()
     rows = slice(max(1, POSITIONS // batches[0].tokens.shape[1]))

@@ -7,6 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.model.decoder import VALUE_HEAD
 from bloomery.train.optim.common import Gate, Rounding, State, float32_norm
 
 
@@ -105,12 +106,18 @@ class FusedBackward:
 
 
 def head_weights_of(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable weights of output layers outside the blocks that are not tied to an embedding."""
+    """The trainable weights of output layers outside the blocks that are not tied to an embedding.
+
+    Without a value head's, whose gradient autograd sees.
+    """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = [
         module.weight
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and ".layers." not in name and module.weight.requires_grad
+        if isinstance(module, nn.Linear)
+        and ".layers." not in name
+        and f"{name}.weight" != VALUE_HEAD
+        and module.weight.requires_grad
     ]
     return [
         weight
