@@ -33,7 +33,6 @@ from bloomery.recipe.schema import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
 NOTE = "<!-- `python scripts/reference_pages.py` writes this page from the code. -->"
-BUILT = [kind for kind, spec in OBJECTIVES.items() if spec.source == "dataset"]
 
 
 # Commands
@@ -266,7 +265,7 @@ def formats_page() -> str:
     ]
     head = "| `data.format` | required columns | optional roles | objectives |\n|---|---|---|---|"
     plain = (
-        f"| [`text`](#text) | one text column | | {_names(k for k in BUILT if _reads_text(k))} |"
+        f"| [`text`](#text) | one text column | | {_names(k for k in OBJECTIVES if _reads_text(k))} |"
     )
     tokens = "| [`tokens`](#tokens) | one column of token ids | a loss mask | `pretrain`, `sft`, `distill` |"
     return "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections]) + "\n" + PLAIN
@@ -324,8 +323,7 @@ def objectives_table() -> Iterator[str]:
     sections = recipe_page.sections_of(schema, schema["properties"]["objective"])
     yield "| `objective.kind` | dataset formats | loss per | reference model | keys and defaults |"
     yield "|---|---|---|---|---|"
-    for kind in BUILT:
-        spec = OBJECTIVES[kind]
+    for kind, spec in OBJECTIVES.items():
         section = next(one for one in sections if recipe_page.takes(one, kind))
         keys = {
             key: part.get("default") for key, part in section["properties"].items() if key != "kind"
@@ -340,6 +338,8 @@ def objectives_table() -> Iterator[str]:
             spec.loss_unit, spec.loss_unit
         )
         reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
+        if spec.source == "rollouts":
+            reference = f"with `{'kl_coef' if 'kl_coef' in keys else 'beta'}`"
         yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"
 
 

@@ -104,6 +104,32 @@ def test_seconds_have_parts_that_add_up():
     assert both["log-probabilities"].value == pytest.approx(2 * both["update"].value / 2)
 
 
+def test_a_value_head_needs_a_pass_before_the_first_step_and_numbers_of_each_token():
+    one_pass = {"kind": "ppo", "num_iterations": 1}
+    alone = rl(objective={**one_pass, "kl_coef": 0})
+    rollout = planned(alone, machine(), dataset=prompts()).rollout
+    assert (rollout.num_prompts, rollout.num_completions) == (32, 32)
+    seconds = rollout.seconds
+    assert seconds["log-probabilities"].value == pytest.approx(seconds["update"].value / 3)
+
+    # With a divergence the reference model has a pass, too.
+    adapter = {"kind": "lora", "target_modules": ["q_proj", "v_proj"]}
+    lora = planned(rl(objective=one_pass, adapter=adapter), machine(), dataset=prompts())
+    both = lora.rollout.seconds
+    assert both["log-probabilities"].value == pytest.approx(2 * both["update"].value / 2)
+
+    # Three numbers of Python and two packed floats more than a run that keeps old log-probabilities.
+    grpo = planned(
+        rl(objective={"num_iterations": 2, "num_generations": 2}), machine(), dataset=prompts()
+    )
+    tokens = 32 * grpo.rollout.completion_tokens.value
+    packed = rollout.micro_batches * grpo.train.micro_batch_size * 128
+    ppo = planned(alone, machine(), dataset=prompts())
+    assert ppo.memory.parts["rollout"] - grpo.memory.parts["rollout"] == pytest.approx(
+        3 * 32 * tokens + 8 * packed
+    )
+
+
 def test_longer_completions_take_longer_and_need_more():
     short = planned(rl(), machine(), dataset=prompts()).rollout
     long = planned(rl(objective={"max_completion_length": 64}), machine(), dataset=prompts())

@@ -89,6 +89,10 @@ MISFITS = {
         "objective: grpo\ntrain: {batch_size: 12}",
         "12 completions, which is no multiple of the 8",
     ),
+    "a reference model that is trained": (
+        "objective: ppo",
+        "the KL divergence is measured from the base model",
+    ),
     "no room": (
         "objective: {kind: grpo, max_completion_length: 1024}",
         "leave no room for a prompt in sequences of 1,024",
@@ -109,6 +113,28 @@ def test_settings_that_contradict_each_other_are_refused(read, case):
 def test_one_completion_is_no_group(read):
     with pytest.raises(UserError, match="at least 2"):
         read("objective: {kind: grpo, num_generations: 1}" + REWARDS)
+
+
+def test_ppo_has_the_defaults_of_trl_and_one_completion_a_prompt(read):
+    """Those of PPOConfig in TRL 1.4, which has no such trainer any more."""
+    ppo = read("objective: ppo").objective
+    assert ppo.num_generations == 1
+    assert (ppo.num_iterations, ppo.temperature, ppo.kl_coef) == (4, 0.7, 0.05)
+    assert (ppo.gamma, ppo.lam, ppo.vf_coef) == (1.0, 0.95, 0.1)
+    assert (ppo.cliprange, ppo.cliprange_value, ppo.kl_estimator) == (0.2, 0.2, "k1")
+    assert not ppo.whiten_rewards and not ppo.missing_eos_penalty
+    with pytest.raises(UserError, match="num_generations: must be 1, not 8"):
+        read("objective: {kind: ppo, num_generations: 8}" + REWARDS)
+    for key in ("beta: 0.1", "epsilon: 0.1", "mask_truncated_completions: true"):
+        with pytest.raises(UserError, match="no such key"):
+            read(f"objective: {{kind: ppo, {key}}}" + REWARDS)
+
+
+def test_a_divergence_that_cannot_be_measured_names_the_key_of_its_weight(read):
+    with pytest.raises(UserError) as told:
+        refuse_reward_misfits(read("objective: ppo" + REWARDS))
+    assert told.value.where == "objective.kl_coef=0.05"
+    refuse_reward_misfits(read("objective: {kind: ppo, kl_coef: 0}" + REWARDS))
 
 
 def test_rewards_without_completions_are_refused_before_a_run(read):

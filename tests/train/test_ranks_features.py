@@ -26,6 +26,7 @@ from bloomery.recipe.schema import (
     Kto,
     Lora,
     Peft,
+    Ppo,
     Preference,
     Quantize,
     Reward,
@@ -75,7 +76,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     ],
     "objective reward": [("pairs", {"objective": Reward(kind="reward"), "head": "values"}, 1e-5)],
     "objective distill": [("text", {"objective": "distill"}, 1e-5)],
-    "objective grpo, rloo": [
+    "objective grpo, rloo, ppo": [
         (
             "prompts",
             {
@@ -95,6 +96,15 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
                     num_iterations=2,
                     beta=0.05,
                 ),
+                "rewards": (VerifierReward(verifier="length", max_characters=6),),
+                "adapter": Lora(**LORA),
+            },
+            1e-5,
+        ),
+        (
+            "prompts",
+            {
+                "objective": Ppo(kind="ppo", max_completion_length=8, num_iterations=2),
                 "rewards": (VerifierReward(verifier="length", max_characters=6),),
                 "adapter": Lora(**LORA),
             },

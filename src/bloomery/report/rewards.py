@@ -188,9 +188,18 @@ def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
         completion=_cut(row["completion"]),
         reward=_number(row.get("reward")),
         rewards=", ".join(f"{name} {_number(value)}" for name, value in by_name.items()),
-        advantage=_number(row.get("advantage"), sign="+"),
+        advantage=_number(_advantage_of(row), sign="+"),
         ended=not row.get("truncated"),
     )
+
+
+def _advantage_of(row: Mapping[str, Any]) -> object:
+    """Of the completion; PPO's tokens have one each, of which this is the mean."""
+    advantages = row.get("advantages")
+    if not isinstance(advantages, list) or not advantages:
+        return row.get("advantage")
+    numbers = [number for number in advantages if isinstance(number, int | float)]
+    return sum(numbers) / len(numbers) if len(numbers) == len(advantages) else None
 
 
 def _cut(text: str) -> str:
