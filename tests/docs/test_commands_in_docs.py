@@ -34,6 +34,7 @@ WRITTEN_IN_PIECES = {
     "train-first.bin",
     "train-kto-labels.bin",
     "train-loss-mask-00000.bin",
+    "value_head.safetensors",
     "validation-00000.bin",
 }
 OF_OTHERS = {"index.html", "mlflow.db", "convert_llama.py", "sftTrainer.py"}
