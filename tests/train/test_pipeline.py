@@ -19,6 +19,7 @@ from test_ranks_features import gradients_in, train_noting_gradients
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.native import find_compiler
 from bloomery.recipe.schema import Kto, Lora, Preference, Quantize, Reward, Sft, SimPo
 from bloomery.train.diagnostics.step_health import SLOW_STEPS
 from ranks import fields, losses, on_ranks, ranks, train
@@ -82,6 +83,7 @@ SHARDS = {"pipeline": 2, "shard": 2}
 DPO = {"objective": Preference(kind="dpo", beta=0.5)}
 KTO = {"objective": Kto(kind="kto", beta=0.5)}
 SLOW = {"optimizer": {"learning_rate": 0.003}}
+COMPILED = {"model": {"attention": "compiled", "scores": "compiled"}}
 # These run in `make test`, all others in `make soak`.
 QUICK = {
     "1f1b": Case(),
@@ -105,9 +107,14 @@ QUICK = {
         fields=lora(target_modules=["*.layers.3.*"], dropout=0.2) | KTO,
     ),
     "float16": Case(sections=training(precision="float16") | SLOW),
+    "compiled code": Case(sections=COMPILED),
     "average": Case(config=TIED, sections=training(ema_decay=0.3), sums=True),
 }
 SOAK = {
+    "compiled code, tied": Case(config=TIED, sections=COMPILED, sums=True),
+    "compiled code, copies": Case(mesh=COPIES, sections=COMPILED, sums=True),
+    "compiled code, shards": Case(mesh=SHARDS, sections=COMPILED, sums=True),
+    "compiled code, interleaved, lora": Case(mesh=INTERLEAVED, sections=COMPILED, fields=lora()),
     "gpipe": Case(mesh={"pipeline": 2, "schedule": "gpipe"}),
     "four stages": Case(mesh=FOUR),
     "four stages, tied": Case(config=TIED, mesh=FOUR, sums=True),
@@ -330,6 +337,8 @@ def over_ranks(plan, case: Case):
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_trains_as_one_rank(plan_of, tmp_path, case) -> None:
     plan = plan_of(case)
+    if plan.model.scores == "compiled" and find_compiler() is None:
+        pytest.skip("no C++ compiler")
     several = over_ranks(plan, case)
     folders = tmp_path / "one", tmp_path / "many"
     for folder in folders:

@@ -202,9 +202,9 @@ def build_state(
     model.tie()  # again: `to_empty` has given the head a tensor of its own
 
     # Compiled code adds the few rows of an embedding's gradient that a batch has into `.grad`, and autograd never sees
-    # them. An optimizer inside backward and the sum over other ranks wait for autograd, so they exclude it.
-    gradients_are_watched = mesh.world > 1 or plan.optimizer.fused_backward
-    if plan.model.scores == "compiled" and not gradients_are_watched:
+    # them. An optimizer inside backward and FSDP2 wait for autograd, so they exclude it.
+    gradients_are_watched = mesh.shard > 1 or plan.optimizer.fused_backward
+    if plan.model.scores == "compiled" and model.stage.embeds and not gradients_are_watched:
         embedding = model.model.embed_tokens.weight
         model.model.adds_rows = embedding.requires_grad and embedding.dtype == torch.float32
 
