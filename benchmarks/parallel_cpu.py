@@ -1,6 +1,7 @@
 """What Bloomery's step costs over a bare torch loop with the same collectives, on ranks of one CPU; memory per rank.
 
     python benchmarks/parallel_cpu.py [--ranks 2] [--rounds 12] [--out FILE]     # --rounds 0: memory alone
+    python benchmarks/parallel_cpu.py --stages [--rounds 12] [--out FILE]        # pipelines: parallel_stages.py
 
 Both sides train copies of one model on the same micro-batches with fused AdamW and clipping, in the same processes,
 one step each in turn, A B and B A. Bare: `all_reduce` of the counts, of gradients in 25 MiB buckets and of the loss
@@ -17,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,15 @@ BAR, MEMORY_BAR = 0.03, 0.75
 WARM = 2  # rounds that are not counted
 
 
-def plan_of(folder: Path, *, replicate: int, shard: int, micro_batch_size: int) -> Any:
+def plan_of(folder: Path, *, gpus: int, micro_batch_size: int, words: Sequence[str]) -> Any:
+    """The plan of a 33 M model on so many ranks; `words`: further settings of the recipe."""
     from bloomery.data.prepare.prepare import prepare
     from bloomery.hardware.detect import detect
     from bloomery.plan.gather import gather
     from bloomery.plan.resolve import resolve
     from bloomery.recipe.load import load_recipe
 
-    words = [
+    settings = [
         "train.max_steps=4",
         "train.tokens_per_step=1024",
         f"train.micro_batch_size={micro_batch_size}",
@@ -42,8 +45,6 @@ def plan_of(folder: Path, *, replicate: int, shard: int, micro_batch_size: int) 
         "optimizer.kind=adamw",
         "data.sequence_length=128",
         f"data.prepared={folder / 'prepared'}",
-        f"parallel.replicate={replicate}",
-        f"parallel.shard={shard}",
     ]
     size = {
         "hidden_size": 512,
@@ -52,12 +53,17 @@ def plan_of(folder: Path, *, replicate: int, shard: int, micro_batch_size: int) 
         "num_heads": 8,
         "num_kv_heads": 8,
     }
-    words += [f"model.{key}={value}" for key, value in size.items()]
-    loaded = load_recipe("demo", words)
+    settings += [f"model.{key}={value}" for key, value in size.items()]
+    loaded = load_recipe("demo", [*settings, *words])
     prepare(loaded, folder / "prepared")
-    return resolve(
-        loaded, gather(loaded, detect(), prepared=folder / "prepared"), gpus=replicate * shard
-    )
+    return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"), gpus=gpus)
+
+
+def copies_or_shards(folder: Path, kind: str, ranks: int, micro_batch_size: int) -> Any:
+    """The plan of so many copies ("replicate") or shards ("shard")."""
+    sizes = {"replicate": 1, "shard": 1} | {kind: ranks}
+    words = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
+    return plan_of(folder, gpus=ranks, micro_batch_size=micro_batch_size, words=words)
 
 
 def rank_main(job: dict[str, Any], rank: int, answers: Any) -> None:
@@ -236,8 +242,14 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--stages", action="store_true", help="pipelines, and nothing else")
+    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    if asked.stages:
+        import parallel_stages
+
+        parallel_stages.compare_schedules(asked.rounds, asked.out or parallel_stages.RESULTS)
+        return
     report: dict[str, Any] = {
         "ranks": asked.ranks,
         "cores": os.cpu_count(),
@@ -246,12 +258,11 @@ def main() -> None:
     peaks, start = dict[str, float](), 0.0
     with tempfile.TemporaryDirectory() as place:
         for kind in ("one device", "replicate", "shard") if asked.rounds else ():
-            sizes = {"replicate": 1, "shard": 1} | (
-                {} if kind == "one device" else {kind: asked.ranks}
-            )
-            pairs = run_ranks(plan_of(Path(place), **sizes, micro_batch_size=4), asked.rounds)[0][
-                "seconds"
-            ]
+            if kind == "one device":
+                plan = copies_or_shards(Path(place), "replicate", 1, micro_batch_size=4)
+            else:
+                plan = copies_or_shards(Path(place), kind, asked.ranks, micro_batch_size=4)
+            pairs = run_ranks(plan, asked.rounds)[0]["seconds"]
             ratios = [ours / bare - 1 for bare, ours in pairs]
             overhead = statistics.median(ratios)
             report[kind] = {
@@ -267,8 +278,7 @@ def main() -> None:
                 flush=True,
             )
         for kind in ("replicate", "shard"):
-            sizes = {"replicate": 1, "shard": 1} | {kind: asked.ranks}
-            plan = plan_of(Path(place), **sizes, micro_batch_size=1)
+            plan = copies_or_shards(Path(place), kind, asked.ranks, micro_batch_size=1)
             answers = run_ranks(plan, 0)
             peaks[kind], start = (
                 max(each["peak_gib"] for each in answers),
@@ -287,7 +297,8 @@ def main() -> None:
         f"(at most {MEMORY_BAR}: {'met' if share <= MEMORY_BAR else 'NOT MET'}); "
         f"without the {start:.2f} GiB of torch itself {model_share:.2f}"
     )
-    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    out = asked.out or RESULTS
+    out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
