@@ -6,6 +6,7 @@ auto, cpu, or a GPU number; call the first function before torch is imported, so
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]
 Recipe = str | Path | Mapping[str, Any]
+# A function score(prompts, completions, completion_ids, **columns), or an entry as in a recipe.
+RewardOfRun = Callable[..., Any] | Mapping[str, Any]
 OnText = Callable[[str], None]
 OnEvent = Callable[["Event"], None]
 
@@ -63,6 +66,7 @@ def train(
     recover: bool = False,
     quiet: bool = False,
     on_event: OnEvent | None = None,
+    rewards: Sequence[RewardOfRun] | None = None,
     **sections: Any,
 ) -> "Run":
     """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
@@ -71,17 +75,31 @@ def train(
     its exception ends the run. Returns when the run ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and
     stops. `quiet`: no progress.
 
+    `rewards` of `objective.kind: grpo` or `rloo`, in place of the recipe's: functions, and entries as in a recipe;
+    {"function": score, "weight": 0.5} gives a function a weight. A function is called in a copy of this process, made
+    by fork when training starts; on other systems than Linux, or where this process uses a GPU, in a thread of it.
+
         run = bloomery.train("go-coder-tiny", data={"path": "code"}, train={"epochs": 2}, adapter="lora")
         run.metrics(), run.model().generate("func main() {")
     """
     from bloomery.runs.lifecycle import start
+    from bloomery.train.reward_functions import served
 
     folder = None if run_dir is None else Path(run_dir)
     watch = _watch(on_event)
+    entries, functions = _reward_entries(rewards or ())
+    if rewards is not None:
+        sections["rewards"] = entries
     loaded_recipe = _loaded_recipe(recipe, overrides, sections)
-    outcome = start(
-        loaded_recipe, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch
-    )
+    with served(functions, _print_note):
+        outcome = start(
+            loaded_recipe,
+            run_dir=folder,
+            devices=devices,
+            recover=recover,
+            quiet=quiet,
+            watch=watch,
+        )
     return Run(outcome.folder, outcome.code)
 
 
@@ -127,25 +145,62 @@ class Run:
         step: int | None = None,
         quiet: bool = False,
         on_event: OnEvent | None = None,
+        rewards: Sequence[RewardOfRun] = (),
         **sections: Any,
     ) -> "Run":
         """Resume, with overrides of the length, eval, sample, checkpoint and logging, as in `train`. Raises UserError.
 
-        `step`: the checkpoint to continue from, by default the newest. Examples:
+        `step`: the checkpoint to continue from, by default the newest. `rewards`: the functions that `train` was given,
+        which a run folder cannot hold. Examples:
 
             run = run.resume("train.epochs=4")
             run = run.resume(train={"epochs": 5}, eval={"every": "10%"})
         """
         from bloomery.runs.lifecycle import resume
+        from bloomery.train.reward_functions import served
 
-        outcome = resume(
-            self.folder,
-            step=step,
-            overrides=(*overrides, *_key_overrides(sections)),
-            quiet=quiet,
-            watch=_watch(on_event),
-        )
+        _, functions = _reward_entries(rewards)
+        with served(functions, _print_note):
+            outcome = resume(
+                self.folder,
+                step=step,
+                overrides=(*overrides, *_key_overrides(sections)),
+                quiet=quiet,
+                watch=_watch(on_event),
+            )
         return Run(outcome.folder, outcome.code)
+
+
+def _print_note(note: str) -> None:
+    print(f"rewards    {note}", file=sys.stderr)
+
+
+def _reward_entries(
+    rewards: Sequence[RewardOfRun],
+) -> tuple[list[Mapping[str, Any]], dict[str, Callable[..., Any]]]:
+    """Entries as in a recipe, and the functions by the names that these have there. Raises UserError."""
+    entries: list[Mapping[str, Any]] = []
+    functions: dict[str, Callable[..., Any]] = {}
+    for reward in rewards:
+        entry: dict[str, Any] = (
+            dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+        )
+        function = entry.get("function")
+        if callable(function):
+            own_name: str = getattr(function, "__name__", type(function).__name__)
+            name = str(entry.get("name") or own_name)
+            if not name.isidentifier() or functions.get(name, function) is not function:
+                problem = (
+                    f"two rewards have the name {name}"
+                    if name in functions
+                    else "a reward has no name"
+                )
+                fix = 'give it one: rewards=[{"function": score, "name": "score"}]'
+                raise UserError(problem, where="rewards", fix=fix, code=2)
+            entry["function"] = name
+            functions[name] = function
+        entries.append(entry)
+    return entries, functions
 
 
 def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
@@ -185,23 +240,27 @@ def evaluate(
     template: str | None = None,
     device: str = "auto",
     quantize: str | None = None,
+    rewards: Sequence[RewardOfRun] = (),
     on_load: OnText = lambda _: None,
     on_note: OnText = lambda _: None,
 ) -> "TextScores | PairMetrics | RewardScores":
     """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model;
     for a run with rewards the mean reward of completions of prompts.
 
-    `data`: None uses a run's validation set. `bos`: add a BOS token to each text, so that its first token is scored.
-    `template`: the chat template of conversations, by default the tokenizer's own. `on_note` gets each remark about
-    the result.
+    `data`: None uses a run's validation set. `rewards`: the functions that `train` was given. `bos`: add a BOS token to
+    each text, so that its first token is scored. `template`: the chat template of conversations, by default the
+    tokenizer's own. `on_note` gets each remark about the result.
     """
     folder, use = _located(model, device, quantize)
     from bloomery.runs.evaluate import evaluate_model
+    from bloomery.train.reward_functions import served
 
     data = None if data is None else Path(data)
-    result, notes = evaluate_model(
-        folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load
-    )
+    _, functions = _reward_entries(rewards)
+    with served(functions, on_note):
+        result, notes = evaluate_model(
+            folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load
+        )
     for note in notes:
         on_note(note)
     return result

@@ -72,84 +72,24 @@ def _unpacked(text: bytes | bytearray, content: bytes) -> Message:
 
 
 @final
-class Child:
-    """`python -m MODULE` in its own session; the end of the block kills it and the processes that it started.
+class Channel:
+    """Messages through a connected socket, with a process that may hang or end."""
 
-    The child receives `job` and replies through a socket; `environment` holds all of its variables. The last lines that
-    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        job: Mapping[str, Any],
-        *,
-        environment: Mapping[str, str],
-        dying_seconds: float = DYING_SECONDS,
-    ) -> None:
-        # -P: do not import from the working folder
-        self._command = [sys.executable, "-P", "-X", "faulthandler", "-m", module]
-        self._environment = dict(environment)
-        self._dying_seconds = dying_seconds
-        self._unsent = memoryview(_packed(job, b""))
-        self._unread = bytearray()
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-
-    def start(self) -> "Child":
-        """Raises OSError if the process cannot be started."""
-        self._socket, child_socket = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [*self._command, str(child_socket.fileno()), str(os.getpid())],
-                stdin=subprocess.PIPE,  # nothing is written: it closes when the parent ends
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                pass_fds=(child_socket.fileno(),),
-                # Ctrl+C does not reach the child, and its process group can be killed.
-                start_new_session=True,
-            )
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            child_socket.close()
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._socket.setblocking(False)
-        self._pump = threading.Thread(
-            target=self._collect_tail, name="output of a child", daemon=True
-        )
-        self._pump.start()
-        self._send_some()
-        return self
-
-    __enter__ = start
+        self._unsent = memoryview(b"")
+        self._unread = bytearray()
 
     def close(self) -> None:
-        """Kills the child and the processes that it started. One that is stuck in a driver ends later."""
-        kill_group(self._process.pid)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._dying_seconds)
-        self._pump.join(0.0 if self._process.poll() is None else 2.0)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        if not self._pump.is_alive():
-            self._process.stdout.close()
         self._socket.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def send(
         self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
     ) -> bool:
         """Sends a message without waiting for a reply; False if sending takes longer than `seconds`.
 
-        True also if the child has ended, which `next` reports. Messages received meanwhile are kept for `next`.
+        True also if the other side has ended, which `next` reports. Messages received meanwhile are kept for `next`.
         """
         self._unsent = memoryview(b"".join((self._unsent, _packed(message, content))))
         return self._converse(time.monotonic() + seconds, lambda: not self._unsent) != "silent"
@@ -164,7 +104,7 @@ class Child:
         return self.next(deadline - time.monotonic())
 
     def next(self, seconds: float) -> Message | Silence:
-        """The next message; "ended" if the child ended without one, "silent" if none arrives within `seconds`."""
+        """The next message; "ended" if the other side ended without one, "silent" if none arrives within `seconds`."""
         silence = self._converse(time.monotonic() + seconds, self._has_message)
         if silence is not None:
             return silence
@@ -197,7 +137,7 @@ class Child:
                     piece = self._socket.recv(_PIECE)
                 except BlockingIOError:
                     continue
-                except ConnectionResetError:  # the child ended without reading everything
+                except ConnectionResetError:  # it ended without reading everything
                     piece = b""
                 if not piece:
                     return "ended"
@@ -211,8 +151,97 @@ class Child:
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):
-            # The child has ended; its messages can still be read.
+            # The other side has ended; its messages can still be read.
             self._unsent = memoryview(b"")
+
+
+@final
+class Child:
+    """`python -m MODULE` in its own session; the end of the block kills it and the processes that it started.
+
+    The child receives `job` and replies through a socket; `environment` holds all of its variables. The last lines that
+    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str],
+        dying_seconds: float = DYING_SECONDS,
+    ) -> None:
+        # -P: do not import from the working folder
+        self._command = [sys.executable, "-P", "-X", "faulthandler", "-m", module]
+        self._environment = dict(environment)
+        self._dying_seconds = dying_seconds
+        self._job = dict(job)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def start(self) -> "Child":
+        """Raises OSError if the process cannot be started."""
+        parent_socket, child_socket = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [*self._command, str(child_socket.fileno()), str(os.getpid())],
+                stdin=subprocess.PIPE,  # nothing is written: it closes when the parent ends
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                pass_fds=(child_socket.fileno(),),
+                # Ctrl+C does not reach the child, and its process group can be killed.
+                start_new_session=True,
+            )
+        except BaseException:
+            parent_socket.close()
+            raise
+        finally:
+            child_socket.close()
+        self._channel = Channel(parent_socket)
+        self._pump = threading.Thread(
+            target=self._collect_tail, name="output of a child", daemon=True
+        )
+        self._pump.start()
+        self._channel.send(self._job, seconds=0.0)  # what the socket takes now; the rest later
+        return self
+
+    __enter__ = start
+
+    def close(self) -> None:
+        """Kills the child and the processes that it started. One that is stuck in a driver ends later."""
+        kill_group(self._process.pid)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._dying_seconds)
+        self._pump.join(0.0 if self._process.poll() is None else 2.0)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        if not self._pump.is_alive():
+            self._process.stdout.close()
+        self._channel.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def send(
+        self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
+    ) -> bool:
+        """As `Channel.send`."""
+        return self._channel.send(message, content, seconds=seconds)
+
+    def ask(
+        self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
+    ) -> Message | Silence:
+        """As `Channel.ask`."""
+        return self._channel.ask(message, content, seconds=seconds)
+
+    def next(self, seconds: float) -> Message | Silence:
+        """As `Channel.next`."""
+        return self._channel.next(seconds)
 
     def ending(self) -> str:
         """How the child ended, as text. Call it after `next` returned "ended"."""

@@ -662,9 +662,23 @@ class ModelReward(RewardSource):
     )
 
 
+class FunctionReward(RewardSource):
+    function: str = Field(
+        description="Name of a Python function that `bloomery.train(recipe, rewards=[...])` is given.",
+        examples=["score"],
+    )
+    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
+    memory: Memory = key(4 * GIB, "Address space beyond that of the calling process.", "4GiB")
+
+
 def _reward_tag(value: Any) -> str | None:
     """A reward has no `kind`: the key that it must have tells which one it is."""
-    tags = {"python": "PythonReward", "verifier": "VerifierReward", "model": "ModelReward"}
+    tags = {
+        "python": "PythonReward",
+        "verifier": "VerifierReward",
+        "model": "ModelReward",
+        "function": "FunctionReward",
+    }
     if isinstance(value, RewardSource):
         return type(value).__name__
     keys = value if isinstance(value, dict) else {}
@@ -674,16 +688,17 @@ def _reward_tag(value: Any) -> str | None:
 AnyReward = Annotated[
     Annotated[PythonReward, Tag("PythonReward")]
     | Annotated[VerifierReward, Tag("VerifierReward")]
-    | Annotated[ModelReward, Tag("ModelReward")],
+    | Annotated[ModelReward, Tag("ModelReward")]
+    | Annotated[FunctionReward, Tag("FunctionReward")],
     Discriminator(
         _reward_tag,
         custom_error_type="reward",
-        custom_error_message="a reward with python, verifier or model",
+        custom_error_message="a reward with python, verifier, model or function",
     ),
 ]
 
 
-def reward_name(reward: PythonReward | VerifierReward | ModelReward) -> str:
+def reward_name(reward: PythonReward | VerifierReward | ModelReward | FunctionReward) -> str:
     """The name of a reward in metrics and files."""
     if reward.name is not None:
         return reward.name
@@ -691,6 +706,8 @@ def reward_name(reward: PythonReward | VerifierReward | ModelReward) -> str:
         return reward.python.rpartition(":")[2]
     if isinstance(reward, VerifierReward):
         return reward.verifier
+    if isinstance(reward, FunctionReward):
+        return reward.function
     return reward.model.rstrip("/").rpartition("/")[2]
 
 

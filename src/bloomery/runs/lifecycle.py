@@ -69,6 +69,7 @@ from bloomery.runs.signals import stop_requests
 from bloomery.runs.supervisor import existing
 from bloomery.runs.worker import DONE
 from bloomery.train.model_folder import saved_steps
+from bloomery.train.reward_functions import refuse_missing_functions
 from bloomery.train.run import is_done, read_history
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
@@ -116,6 +117,7 @@ def start(
     # come with it, although only training reads them: a model that cannot be downloaded or has damaged files is refused
     # now, and not after hours of preparing data.
     refuse_recipe(loaded_recipe.recipe)
+    refuse_missing_functions(loaded_recipe.recipe.rewards)
     fetch(loaded_recipe.recipe, weights=True)
     machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
     if machine.software.torch is None:
@@ -193,6 +195,7 @@ def resume(
         read_sealed(folder.recipe)
         loaded_recipe = load_recipe(folder.recipe, overrides)
         refuse_foreign_rewards(folder.path, loaded_recipe.recipe)
+        refuse_missing_functions(loaded_recipe.recipe.rewards)
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
         # that it is done; it is finished where the last checkpoint is on disk, too.

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from bloomery.core.child import Child, Message
+from bloomery.core.child import Channel, Child, Message
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.train.reward_functions import connect
 from bloomery.train.run import Stopped
 
 WORKER = "bloomery.train.rewards_worker"
@@ -24,7 +25,7 @@ POLL_SECONDS = 0.2  # between two looks whether the run is to stop
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSource:
-    """One reward. `job`: what the worker runs.
+    """One reward. `job`: what the worker runs; with `connect` a function that another process has.
 
     `timeout` in seconds, for all completions of a rollout; `seconds_of` adds to it by how many completions there are.
     """
@@ -68,7 +69,7 @@ class Rewards:
         self._columns = None if columns is None else list(columns)
         self._on_error = on_error
         self._stop = stop
-        self._children = dict[str, Child]()
+        self._children = dict[str, Child | Channel]()
 
     def __enter__(self) -> "Rewards":
         return self
@@ -88,14 +89,19 @@ class Rewards:
                 "columns": self._columns,
                 "on_error": self._on_error,
             }
-            self._children[source.name] = Child(WORKER, job, environment=os.environ).start()
+            if "connect" in source.job:
+                channel = connect(source.job["connect"])
+                channel.send(job, seconds=source.timeout)
+                self._children[source.name] = channel
+            else:
+                self._children[source.name] = Child(WORKER, job, environment=os.environ).start()
         for source in new_sources:
             answer = self._children[source.name].next(START_SECONDS)
             if answer == "silent":
                 problem = f"the reward {source.name} did not load within {START_SECONDS:g} s"
                 raise self._failed(source, problem, "move slow work out of the file's top level")
             if answer == "ended":
-                ending = self._children[source.name].ending()
+                ending = self._ending(source)
                 raise self._failed(
                     source, f"the reward {source.name} did not load: {ending}", "correct its file"
                 )
@@ -167,12 +173,16 @@ class Rewards:
                 f"make it faster, or set a longer timeout in rewards (rewards, {source.name})",
             )
         if answer == "ended":
-            problem = f"the reward {source.name} ended its process: {child.ending()}"
+            problem = f"the reward {source.name} ended its process: {self._ending(source)}"
             raise self._failed(source, problem, "correct the function; its last lines are above")
         assert isinstance(answer, dict)
         if "error" in answer:
             raise self._failed(source, answer["error"], answer["fix"])
         return answer
+
+    def _ending(self, source: RewardSource) -> str:
+        child = self._children[source.name]
+        return child.ending() if isinstance(child, Child) else "a copy of the one that called train"
 
     def _failed(self, source: RewardSource, problem: str, fix: str) -> UserError:
         """The error; the worker is of no more use."""

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,25 @@ class Unusable(Exception):
 def main() -> None:
     job = accept()
     limit_memory(job["memory"])
-    name = job["name"]
     try:
         function = loaded(job)
+    except Unusable as error:
+        reply(job, {"error": error.problem, "fix": error.fix})
+        return
+    serve(function, job, requests(job))
+
+
+def serve(function: Reward, job: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]) -> None:
+    """Answers the messages; `job["socket"]` is where the answers go."""
+    name = job["name"]
+    try:
         refuse_missing_columns(function, job)
     except Unusable as error:
         reply(job, {"error": error.problem, "fix": error.fix})
         return
     reply(job, {"loaded": True})
     worker = os.getpid()
-    for request in requests(job):
+    for request in messages:
         try:
             rewards, skipped = answered(function, request, name, skip=job["on_error"] == "skip")
             answer = {"rewards": rewards, "skipped": skipped}

@@ -29,6 +29,7 @@ from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import (
+    FunctionReward,
     GroupRollouts,
     Grpo,
     ModelReward,
@@ -631,8 +632,16 @@ def sources_of_rewards(plan: RunPlan) -> list[RewardSource]:
     ]
 
 
-def source_of_reward(reward: PythonReward | VerifierReward) -> RewardSource:
+def source_of_reward(reward: PythonReward | VerifierReward | FunctionReward) -> RewardSource:
     """What the worker of a reward runs."""
+    if isinstance(reward, FunctionReward):
+        return RewardSource(
+            name=reward_name(reward),
+            job={"connect": reward.function},
+            weight=reward.weight,
+            timeout=reward.timeout.amount,
+            memory=reward.memory,
+        )
     if isinstance(reward, PythonReward):
         file, _, function = reward.python.rpartition(":")
         return RewardSource(
