@@ -67,8 +67,8 @@ def test_defaults_are_those_of_trl(read):
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
-        ("[{pyton: 'a.py:f'}]", "a reward with python, verifier or model"),
-        ("[score]", "a reward with python, verifier or model"),
+        ("[{pyton: 'a.py:f'}]", "a reward with python, verifier, model or function"),
+        ("[score]", "a reward with python, verifier, model or function"),
         ("[{python: a.py}]", "FILE:FUNCTION"),
         ("[{python: 'a.py:my score'}]", "FILE:FUNCTION"),
         ("[{verifier: mth}]", "did you mean math"),

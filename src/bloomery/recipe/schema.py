@@ -1016,6 +1016,7 @@ class Recipe(Section):
                 "program_timeout": "5s",
                 "program_memory": "256MiB",
             },
+            {"function": "score"},
         ],
     )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
