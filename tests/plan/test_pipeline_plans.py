@@ -156,12 +156,28 @@ def test_micro_batches_that_contradict_their_size_are_refused():
         planned(load_recipe("go-coder-125m", words), gpu_machine("RTX 4090"))
     assert "train.micro_batch_size=4" in refused.value.fix
 
+    # Of a whole number of rounds first: no size of one micro-batch fills two interleaved stages.
+    words = [
+        "parallel.pipeline=2",
+        "parallel.pipeline_schedule=interleaved",
+        "parallel.pipeline_microbatches=1",
+        "train.micro_batch_size=2",
+    ]
+    with pytest.raises(UserError, match="in rounds of 2, not 1"):
+        planned(load_recipe("go-coder-125m", words), gpu_machine("RTX 4090"))
 
-def test_a_step_that_does_not_fill_its_stages_is_planned_with_a_warning():
-    words = ["parallel.pipeline=4", "parallel.pipeline_microbatches=2"]
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (2, "2 micro-batches per step do not fill 4 stages: each waits 60%"),  # 3 / (2 + 3)
+        (1, "1 micro-batch per step does not fill 4 stages: each waits 75%"),
+    ],
+)
+def test_a_step_that_does_not_fill_its_stages_is_planned_with_a_warning(count, expected):
+    words = ["parallel.pipeline=4", f"parallel.pipeline_microbatches={count}"]
     report = reported(load_recipe("go-coder-125m", words), gpu_machine("RTX 4090"), gpus=4)
-    (warning,) = [warning for warning in report.warnings if "do not fill" in warning]
-    assert "60%" in warning  # 3 / (2 + 3)
+    assert [warning for warning in report.warnings if warning.startswith(expected)]
 
 
 def test_a_30b_goes_over_four_gaming_cards():

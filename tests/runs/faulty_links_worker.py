@@ -1,6 +1,7 @@
-"""The training child of a pipeline whose links fail as `link.txt` next to the run states: "silent" or "gpus".
+"""The training child of a pipeline whose links fail as `link.txt` next to the run states.
 
-silent: the first rank's tensors never arrive. gpus: the trial of the GPUs' link fails, once.
+silent: the first rank's tensors never arrive. wrong: the last rank gets other numbers than were sent. gpus: the trial
+of the GPUs' link fails, once.
 """
 
 import os
@@ -19,6 +20,11 @@ def break_links(fault: str, runs: Path) -> None:
         links.LINK_SECONDS = 1.0
         if os.environ["RANK"] == "0":
             links.HostTransport.send = lambda self, tensor, *way: None
+        return
+    if fault == "wrong":
+        receive = links.HostTransport.receive
+        if os.environ["RANK"] == "1":
+            links.HostTransport.receive = lambda self, *way: receive(self, *way).neg_()
         return
     marker = runs / f"tried-{os.environ['RANK']}"
     if not marker.exists():

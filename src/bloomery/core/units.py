@@ -146,8 +146,11 @@ def _amount(value: float | Duration) -> float:
 
 
 def counted(count: int, things: str) -> str:
-    """ "1 pair", "2 pairs"."""
-    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
+    """ "1 pair", "2 pairs", "1 batch", "2 batches"."""
+    if count != 1:
+        return f"{count:,} {things}"
+    suffix = "es" if things.endswith(("ches", "shes", "sses", "xes")) else "s"
+    return f"1 {things.removesuffix(suffix)}"
 
 
 def format_count(value: float) -> str:

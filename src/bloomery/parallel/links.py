@@ -68,12 +68,12 @@ class LinkTrial:
         return f"pipeline {path}, slowest edge {ranks} at {rate}"
 
 
-def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | None:
+def try_links(mesh: Mesh, plan: TrainPlan, rank_names: Sequence[str]) -> LinkTrial | None:
     """Tries the transport between stages that the plan names, for "auto" both. Returns the faster trial.
 
-    None without a pipeline. `hosts`: the host of each rank. Raises UserError, with the same sentence on every rank,
-    where a neighbor receives nothing or wrong numbers; LinkFailed where only the GPUs' link fails and the plan leaves
-    the choice to this trial.
+    None without a pipeline. `rank_names`: of each rank, with its layers and its host. Raises UserError, with the same
+    sentence on every rank, where a neighbor receives nothing or wrong numbers; LinkFailed where only the GPUs' link
+    fails and the plan leaves the choice to this trial.
     """
     if mesh.stages == 1:
         return None
@@ -82,11 +82,11 @@ def try_links(mesh: Mesh, plan: TrainPlan, hosts: Sequence[str]) -> LinkTrial | 
     trials = list[LinkTrial]()
     if plan.pipeline_link != "device":
         host_transport = HostTransport(under_way=2 * num_edges)
-        trials.append(try_edges(mesh, host_transport, "host", num_edges, hosts))
+        trials.append(try_edges(mesh, host_transport, "host", num_edges, rank_names))
     if plan.pipeline_link != "host" and mesh.groups.edges:
         device_transport = DeviceTransport(mesh.groups.edges, under_way=2 * num_edges)
         try:
-            trials.append(try_edges(mesh, device_transport, "device", num_edges, hosts))
+            trials.append(try_edges(mesh, device_transport, "device", num_edges, rank_names))
         except UserError as error:
             if plan.pipeline_link == "device":
                 raise
@@ -101,7 +101,7 @@ def try_edges(
     transport: Transport,
     name: PipelineTransport,
     num_edges: int,
-    hosts: Sequence[str],
+    rank_names: Sequence[str],
 ) -> LinkTrial:
     """Every edge in both directions: one after the other, timed, then all of them at once. Raises UserError."""
     count = GPU_NUMBERS if mesh.device == "cuda" else CPU_NUMBERS
@@ -117,7 +117,7 @@ def try_edges(
             start = time.perf_counter()
             problem = ""
             if mesh.rank in (transfer.sender, transfer.receiver):
-                problem = _exchange(mesh, transport, [transfer], [numbers], hosts)
+                problem = _exchange(mesh, transport, [transfer], [numbers], rank_names)
             if mesh.rank == transfer.receiver:
                 best_seconds[index] = min(best_seconds[index], time.perf_counter() - start)
             _raise_everywhere(mesh, problem, name)
@@ -127,7 +127,7 @@ def try_edges(
         transfer for transfer in transfers if mesh.rank in (transfer.sender, transfer.receiver)
     ]
     numbers_of_transfers = [transfer.numbers(count, mesh.device) for transfer in own_transfers]
-    problem = _exchange(mesh, transport, own_transfers, numbers_of_transfers, hosts)
+    problem = _exchange(mesh, transport, own_transfers, numbers_of_transfers, rank_names)
     _raise_everywhere(mesh, problem, name)
 
     # 3. The slowest edge of all copies sets the pace.
@@ -160,7 +160,7 @@ def _exchange(
     transport: Transport,
     transfers: Sequence[Transfer],
     numbers: Sequence[Tensor],
-    hosts: Sequence[str],
+    rank_names: Sequence[str],
 ) -> str:
     """Sends and receives these transfers of this rank. Returns the problem as a sentence, "" where numbers are right.
 
@@ -190,11 +190,11 @@ def _exchange(
     failure = _run_within(LINK_SECONDS, send_and_receive)
     if failure:
         neighbor = waits_for.sender if waits_for.receiver == mesh.rank else waits_for.receiver
-        return f"{_rank(mesh.rank, hosts)} got no answer from {_rank(neighbor, hosts)}: {failure}"
+        return f"{rank_names[mesh.rank]} got no answer from {rank_names[neighbor]}: {failure}"
     for transfer, expected in zip(transfers, numbers, strict=True):
         if transfer.receiver == mesh.rank and not torch.equal(received_numbers[transfer], expected):
-            receiver = _rank(mesh.rank, hosts)
-            return f"{receiver} received wrong numbers from {_rank(transfer.sender, hosts)}"
+            receiver = rank_names[mesh.rank]
+            return f"{receiver} received wrong numbers from {rank_names[transfer.sender]}"
     return ""
 
 
@@ -217,10 +217,6 @@ def _run_within(seconds: float, work: Callable[[], None]) -> str:
     if thread.is_alive():
         return f"waited {format_seconds(seconds)}"
     return str(errors[0]).partition("\n")[0][:200] if errors else ""
-
-
-def _rank(rank: int, hosts: Sequence[str]) -> str:
-    return f"rank {rank} on {hosts[rank]}"
 
 
 def _raise_everywhere(mesh: Mesh, problem: str, name: PipelineTransport) -> None:

@@ -25,6 +25,7 @@ from bloomery.parallel.environment import rank_environment
 from bloomery.parallel.links import LinkTrial, try_links
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.process_group import RanksMissing, join
+from bloomery.plan.pipeline import rank_name
 from bloomery.plan.types import RunPlan, TrainPlan
 
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
@@ -147,7 +148,8 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     # 3. The links work, and how fast.
     hosts = tuple(facts.host for facts in facts_by_rank)
     reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
-    link = try_links(mesh, plan.train, hosts)
+    rank_names = [f"{rank_name(rank, plan)} on {host}" for rank, host in enumerate(hosts)]
+    link = try_links(mesh, plan.train, rank_names)
     return Preflight(
         hosts=hosts,
         bytes_per_second=bytes_per_second,

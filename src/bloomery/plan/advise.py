@@ -649,7 +649,8 @@ def warnings(
             chunks=plan.train.pipeline_chunks,
         )
         micro_batches = counted(plan.train.accumulation, "micro-batches")
-        unfilled = f"{micro_batches} per step do not fill {plan.train.pipeline} stages"
+        verb = "does" if plan.train.accumulation == 1 else "do"
+        unfilled = f"{micro_batches} per step {verb} not fill {plan.train.pipeline} stages"
         yield f"{unfilled}: each waits {waiting:.0%} of the time; use smaller micro-batches or a larger batch"
     dataset = plan.dataset
     length = plan.data.sequence_length

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 from bloomery.hardware.profile import Profile
 from bloomery.model.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.plan import stages
@@ -282,7 +283,7 @@ def _plan_layout(
         # The size of a pipeline's micro-batches follows from their number, which the reason names.
         if split.pipeline > 1 and recipe.train.micro_batch_size == "auto":
             count = sequences // micro_batching.micro_batch_size.value
-            reason = f"{count:,} micro-batches per step fill {split.pipeline} stages"
+            reason = f"{counted(count, 'micro-batches')} per step for {split.pipeline} stages"
             if recipe.parallel.pipeline_microbatches != "auto":
                 reason = f"parallel.pipeline_microbatches={count}"
             size = replace(micro_batching.micro_batch_size, reason=reason)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_overhead
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.stages import (
@@ -99,15 +100,15 @@ def micro_batch_misfit(recipe: Recipe, split: MeshSplit, sequences: int) -> User
         if not possible_counts:
             fix = "set parallel.pipeline_schedule=1f1b"
         if sequences % count:
-            return misfit(
-                f"{count:,} micro-batches do not divide {of_a_copy}", where=where, fix=fix
-            )
-        if size != "auto" and size * count != sequences:
-            problem = f"{count:,} micro-batches of {size:,} sequences are not {of_a_copy}"
-            fix = f"set train.micro_batch_size={sequences // count}, or leave out one of the two"
+            problem = f"{count:,} micro-batches do not divide {of_a_copy}"
             return misfit(problem, where=where, fix=fix)
         if is_interleaved and count % stages:
             problem = f"interleaved stages take micro-batches in rounds of {stages}, not {count:,}"
+            return misfit(problem, where=where, fix=fix)
+        if size != "auto" and size * count != sequences:
+            micro_batches = f"{counted(count, 'micro-batches')} of {counted(size, 'sequences')}"
+            problem = f"{micro_batches} are not {of_a_copy}"
+            fix = f"set train.micro_batch_size={sequences // count}, or leave out one of the two"
             return misfit(problem, where=where, fix=fix)
         return None
 
