@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
@@ -107,6 +108,27 @@ def test_adapters_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     step, cache = CompiledStep(decoder), Cache(decoder.config, 40)
     found = torch.cat([step([row[at : at + 20]], 0, cache, every=True) for at in (0, 20)])
     assert_close(found, decoder(torch.tensor([row])).head[0], atol=2e-4, rtol=1e-4)
+
+
+def test_weights_are_moved_once_and_updates_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = wide("qwen2", tmp_path, monkeypatch)
+    adapt(decoder, Lora(kind="lora", rank=8, target_modules=["q_proj"]))
+    init_adapters(decoder, seed=0)
+    CompiledStep(decoder)
+    addresses = [tensor.data_ptr() for tensor in decoder.parameters()]
+    with torch.no_grad():
+        for parameter in decoder.parameters():  # as an optimizer does, in place
+            parameter += 0.01
+    weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+    steps = list[CompiledStep]()
+    assert peak_bytes(lambda: steps.append(CompiledStep(decoder))) < weight_bytes / 2
+    assert [tensor.data_ptr() for tensor in decoder.parameters()] == addresses
+    row = tokens(rows=1)[0].tolist()
+    expected = decoder(torch.tensor([row])).head[0, -1]
+    logits = steps[0]([row], 0, Cache(decoder.config, capacity=40, slots=2))
+    assert_close(logits[0], expected, atol=1e-4, rtol=0)
 
 
 def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -327,9 +328,12 @@ class CompiledStep:
 def _move_together(tensors: Sequence[Tensor]) -> None:
     """Moves the tensors into one block of huge pages, one after another, so that no copy is left.
 
-    With small pages, a CPU spends a tenth of a step on looking up their addresses.
+    With small pages, a CPU spends a tenth of a step on looking up their addresses. Tensors that are there already, as
+    those of a model that trains between rollouts, stay.
     """
     sizes = [-(-tensor.nbytes // LINE) * LINE for tensor in tensors]
+    if _are_together(tensors, sizes):
+        return
     block = torch.empty(sum(sizes) + 2 * HUGE, dtype=torch.uint8)
     start = -block.data_ptr() % HUGE
     huge_bytes = (len(block) - start) // HUGE * HUGE
@@ -343,6 +347,16 @@ def _move_together(tensors: Sequence[Tensor]) -> None:
         moved_tensor.copy_(tensor)
         tensor.data = moved_tensor
         start += size
+
+
+def _are_together(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether they are in one block of memory, one after another, each with so many bytes of room."""
+    block = tensors[0].untyped_storage().data_ptr()
+    addresses = accumulate(sizes[:-1], initial=tensors[0].data_ptr())
+    return all(
+        tensor.untyped_storage().data_ptr() == block and tensor.data_ptr() == address
+        for tensor, address in zip(tensors, addresses, strict=True)
+    )
 
 
 def _unsupported(decoder: Decoder) -> str | None:

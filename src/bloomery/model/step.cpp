@@ -25,7 +25,7 @@ constexpr Long LANES = 16, TEXTS = 8;
 constexpr Long LANES = 8, TEXTS = 3;
 #endif
 constexpr Long BLOCK = 64, ROWS = 4;
-constexpr Long LINE = 64, AHEAD = 8192;  // bytes
+constexpr Long LINE = 64, AHEAD = 8192, CACHED = 1 << 17;  // bytes
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -80,6 +80,15 @@ static inline Floats load(const int8_t *from) {
     return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
 #endif
 }
+// Compilers read a number again for each product, and the CPU reads no more than one vector per product.
+static inline Floats in_register(Floats x) {
+#if defined __AVX512F__
+    __asm__("" : "+v"(x));
+#elif defined __AVX2__
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
 static inline float sum(Floats x) {
 #if defined __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
@@ -91,10 +100,32 @@ static inline float sum(Floats x) {
     return x[0];
 #endif
 }
+#ifdef __AVX512F__
+// The sum of each of 4 vectors in a quarter of the register, and then of 16 vectors: number 4 q + e is that of vector
+// [e][q]. Numbers are added in the order of `sum`, of many vectors with one instruction.
+static inline __m512 quarters(Floats a, Floats b, Floats c, Floats d) {
+    __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c, w = (__m512)d;
+    __m512 xy = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+    __m512 zw = _mm512_add_ps(_mm512_shuffle_f32x4(z, w, 0x44), _mm512_shuffle_f32x4(z, w, 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(xy, zw, 0x88), _mm512_shuffle_f32x4(xy, zw, 0xdd));
+}
+static inline __m512 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_ps(c, d, 0x44), _mm512_shuffle_ps(c, d, 0xee));
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+}
+#endif
 // Of R rows and one text: the sums of the rows, each added in the order of `sum`.
 template <Long R, Long N>
 static inline void sum_rows(const Floats (&total)[R][N], Long n, float *into) {
-#if defined __AVX2__ && !defined __AVX512F__
+#if defined __AVX512F__
+    if constexpr (R == 4) {
+        __m512 quarter = quarters(total[0][n], total[1][n], total[2][n], total[3][n]);
+        __m512 repeated = sums(quarter, quarter, quarter, quarter);
+        _mm_storeu_ps(into, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, repeated)));
+        return;
+    }
+#elif defined __AVX2__
     if constexpr (R == 4) {
         __m256 first = _mm256_hadd_ps((__m256)total[0][n], (__m256)total[1][n]);
         __m256 fours = _mm256_hadd_ps(first, _mm256_hadd_ps((__m256)total[2][n], (__m256)total[3][n]));
@@ -103,6 +134,21 @@ static inline void sum_rows(const Floats (&total)[R][N], Long n, float *into) {
     }
 #endif
     for (Long r = 0; r < R; r++) into[r] = sum(total[r][n]);
+}
+template <Long R, Long N>
+static inline void sum_all(const Floats (&total)[R][N], float (&into)[N][R]) {
+#ifdef __AVX512F__
+    if constexpr (R * N == 16) {  // the sums of text n follow each other: vector [e][q] is that of number 4 q + e
+        __m512 quarter[4];
+#pragma GCC unroll 4
+        for (Long e = 0; e < 4; e++)
+            quarter[e] = quarters(total[e % R][e / R], total[e % R][(4 + e) / R], total[e % R][(8 + e) / R],
+                                  total[e % R][(12 + e) / R]);
+        _mm512_storeu_ps(&into[0][0], sums(quarter[0], quarter[1], quarter[2], quarter[3]));
+        return;
+    }
+#endif
+    for (Long n = 0; n < N; n++) sum_rows(total, n, into[n]);
 }
 static inline Half rounded(float x) {
     uint32_t bits; memcpy(&bits, &x, sizeof bits);
@@ -140,7 +186,7 @@ static inline void dots(const T *weight, const float *scales, Long inputs, const
                 for (Long r = 0; r < R; r++) w[r] = load(weight + r * inputs + i);
 #pragma GCC unroll 8
                 for (Long n = 0; n < N; n++) {
-                    Floats given = load(x + n * inputs + i);
+                    Floats given = in_register(load(x + n * inputs + i));
 #pragma GCC unroll 8
                     for (Long r = 0; r < R; r++) sums[r][n] += w[r] * given;
                 }
@@ -171,25 +217,28 @@ static inline void block(const Matrix &m, Long row, const float *x, float *y) {
     Floats total[R][N];
     const float *scales = m.scales ? m.scales + row * m.inputs / BLOCK : nullptr;
     dots<T, R, N>((const T *)m.weight + row * m.inputs, scales, m.inputs, x, total);
+    float products[N][R];
+    sum_all(total, products);
     for (Long n = 0; n < N; n++) {
         float *into = y + n * m.outputs + row;
-        sum_rows(total, n, into);
-        if (m.bias) for (Long r = 0; r < R; r++) into[r] += m.bias[row + r];
+        for (Long r = 0; r < R; r++) into[r] = m.bias ? products[n][r] + m.bias[row + r] : products[n][r];
     }
 }
 
+// The rows from `first` to before `last`, whose number is a multiple of ROWS, times up to TEXTS inputs.
 template <class T>
-static inline void rows(const Matrix &m, Long row, const float *x, Long count, float *y) {
-    for (Long n = 0; n < count;) {
-        const float *from = x + n * m.inputs;
-        float *into = y + n * m.outputs;
-        Long left = std::min(count - n, TEXTS);
-        if (left == 8) { for (Long r = 0; r < ROWS; r += 2) block<T, 2, 8>(m, row + r, from, into); n += 8; }
-        else if (left >= 4) { block<T, ROWS, 4>(m, row, from, into); n += 4; }
-        else if (left == 3) { block<T, ROWS, 3>(m, row, from, into); n += 3; }
-        else if (left == 2) { block<T, ROWS, 2>(m, row, from, into); n += 2; }
-        else { block<T, ROWS, 1>(m, row, from, into); n += 1; }
-    }
+static inline void rows(const Matrix &m, Long first, Long last, const float *x, Long count, float *y) {
+    for (Long row = first; row < last; row += ROWS)
+        for (Long n = 0; n < count;) {
+            const float *from = x + n * m.inputs;
+            float *into = y + n * m.outputs;
+            Long left = count - n;
+            if (left == 8) { for (Long r = 0; r < ROWS; r += 2) block<T, 2, 8>(m, row + r, from, into); n += 8; }
+            else if (left >= 4) { block<T, ROWS, 4>(m, row, from, into); n += 4; }
+            else if (left == 3) { block<T, ROWS, 3>(m, row, from, into); n += 3; }
+            else if (left == 2) { block<T, ROWS, 2>(m, row, from, into); n += 2; }
+            else { block<T, ROWS, 1>(m, row, from, into); n += 1; }
+        }
 }
 
 struct Part { Long first, last; };
@@ -202,7 +251,12 @@ static Part part_of(Long size, Long unit, Long thread, Long threads) {
 template <class T>
 static void product(const Matrix &m, const float *x, Long count, float *y, Part part) {
     Long row = part.first;
-    for (; row + ROWS <= part.last; row += ROWS) rows<T>(m, row, x, count, y);
+    // The inputs of a few texts stay in the first cache while the rows that stay in the second pass by.
+    Long height = std::max<Long>(ROWS, CACHED / (m.inputs * sizeof(T)) / ROWS * ROWS);
+    const Long end = part.first + (part.last - part.first) / ROWS * ROWS;
+    for (; row < end; row = std::min(row + height, end))
+        for (Long n = 0; n < count; n += TEXTS)
+            rows<T>(m, row, std::min(row + height, end), x + n * m.inputs, std::min(count - n, TEXTS), y + n * m.outputs);
     for (; row < part.last; row++)
         for (Long n = 0; n < count; n++) block<T, 1, 1>(m, row, x + n * m.inputs, y + n * m.outputs);
 }
