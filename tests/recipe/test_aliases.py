@@ -463,7 +463,7 @@ def test_what_training_refuses_is_never_the_answer():
     for program, name, text in every_row():
         # `plan` takes them
         assert program == "recipe version 1" or not refused.search(text), (program, name)
-    for name in ("ppo", "ebft", "online_dpo"):
+    for name in ("remax", "ebft", "online_dpo"):
         assert aliases.look_up(("rl",), name, {}, program="Axolotl").edits == ()
     for value in ("float8", "fp8", "mxfp8"):
         answer = aliases.look_up_value(("train", "precision"), value)
@@ -543,6 +543,58 @@ def test_every_import_loads_and_names_every_key(program, more):
             return
         for path, _ in aliases.leaves(data):
             assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), (path, text)
+
+
+# PPOConfig of TRL 1.4 with its defaults: TRL 1.16 has no such trainer.
+PPO_CONFIG = """
+num_mini_batches: 1
+total_episodes: 10000
+local_rollout_forward_batch_size: 64
+num_sample_generations: 10
+response_length: 53
+stop_token: eos
+stop_token_id: 2
+temperature: 0.7
+missing_eos_penalty: 1.0
+sft_model_path: a/b
+reward_model_path: org/reward-model
+model_adapter_name: policy
+ref_adapter_name: reference
+num_ppo_epochs: 4
+whiten_rewards: false
+kl_coef: 0.05
+kl_estimator: k3
+cliprange: 0.2
+vf_coef: 0.1
+cliprange_value: 0.2
+gamma: 1.0
+lam: 0.95
+ds3_gather_for_generation: true
+num_total_batches: 100
+local_batch_size: 8
+local_mini_batch_size: 8
+mini_batch_size: 8
+"""
+
+
+def test_a_file_of_trls_ppo_trainer_becomes_a_recipe(tmp_path):
+    config = dict(yaml.YAML(typ="safe").load(PPO_CONFIG))
+    for name, value in config.items():
+        answer = aliases.look_up((name,), value, {}, program=aliases.ROLLOUTS)
+        assert answer is not None and not answer.guess and (answer.edits or answer.reason), name
+    more = "dataset_name: c/d\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n"
+    more += "use_peft: true\n"
+    text, recipe = imported(PPO_CONFIG + more, tmp_path)
+    for name in config:
+        assert re.search(rf"[# ,]{name}\b", text), name
+    ours = recipe.objective
+    assert (ours.kind, ours.num_iterations, ours.max_completion_length) == ("ppo", 4, 53)
+    same = {"temperature", "missing_eos_penalty", "whiten_rewards", "kl_coef", "kl_estimator"}
+    same |= {"cliprange", "cliprange_value", "vf_coef", "gamma", "lam"}
+    assert {name: getattr(ours, name) for name in same} == {name: config[name] for name in same}
+    assert recipe.rewards[0].model == "org/reward-model"
+    assert (recipe.model.from_, recipe.train.batch_size) == ("a/b", 8)
+    assert recipe.optimizer.learning_rate == 3e-6
 
 
 def test_rewards_of_trl_are_functions_verifiers_and_models(tmp_path):

@@ -65,6 +65,18 @@ _ROLLOUT_KEYS = {
     "scale_rewards",
     "steps_per_generation",
 }
+# Keys that only PPOConfig of TRL has.
+_PPO_KEYS = {
+    "cliprange",
+    "cliprange_value",
+    "kl_coef",
+    "kl_estimator",
+    "missing_eos_penalty",
+    "num_ppo_epochs",
+    "response_length",
+    "vf_coef",
+    "whiten_rewards",
+}
 _ROLLOUT_LOSSES = {"grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"}
 _PROMPT_TOKENS = 512  # TRL has no limit for prompts
 _DEFAULTS = {  # where they differ from those of a recipe
@@ -262,7 +274,7 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     if refused is not None:
         reason = f"{refused}={plain(data.get(refused))} is not supported: choose another"
     values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
-    if values["objective.kind"][0] in ("grpo", "rloo"):
+    if values["objective.kind"][0] in ("grpo", "rloo", "ppo"):
         _complete_rollouts(values, program)
 
     # Defaults of the program that differ from those of a recipe.
@@ -318,8 +330,9 @@ def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
 
 
 def _trains_on_completions(data: Mapping[str, Any]) -> bool:
-    """Whether a file of TRL is one of GRPOConfig or RLOOConfig."""
-    return bool(_ROLLOUT_KEYS & data.keys()) or data.get("loss_type") in _ROLLOUT_LOSSES
+    """Whether a file of TRL is one of GRPOConfig, RLOOConfig or PPOConfig."""
+    keys = _ROLLOUT_KEYS | _PPO_KEYS
+    return bool(keys & data.keys()) or data.get("loss_type") in _ROLLOUT_LOSSES
 
 
 def _complete_rollouts(values: dict[str, tuple[str, str]], program: str) -> None:
@@ -337,17 +350,19 @@ def _complete_rollouts(values: dict[str, tuple[str, str]], program: str) -> None
 def _complete_trl(values: dict[str, tuple[str, str]], data: Mapping[str, Any]) -> None:
     """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
     if _trains_on_completions(data):
-        is_rloo = {"normalize_advantages", "reward_clip_range"} & data.keys()
-        reason = "of `trl grpo`; set rloo for `trl rloo`"
-        values.setdefault(
-            "objective.kind", ("rloo", "of `trl rloo`") if is_rloo else ("grpo", reason)
-        )
+        objective = ("grpo", "of `trl grpo`; set rloo for `trl rloo`")
+        if {"normalize_advantages", "reward_clip_range"} & data.keys():
+            objective = ("rloo", "of `trl rloo`")
+        if _PPO_KEYS & data.keys():
+            objective = ("ppo", "of PPOTrainer, up to TRL 1.15")
+        values.setdefault("objective.kind", objective)
     if "objective.beta" in values:
         values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
     kind, _ = values.setdefault(
         "objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command")
     )
-    learning_rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
+    rates = {"sft": "2e-05", "reward": "0.0001", "ppo": "3e-06"}
+    learning_rate = rates.get(kind, "1e-06")
     values.setdefault("optimizer.learning_rate", (learning_rate, f"the default of TRL for {kind}"))
     adapter_kind, _ = values.setdefault(
         "adapter.kind", ("none", "the default of TRL: use_peft is not set")
