@@ -1,6 +1,7 @@
 """Runs of PPO: resume, ranks, micro-batches, what a checkpoint holds. Oracles: the uninterrupted run, its own files."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bloomery.train.ppo import TokenRewarding
+from bloomery.train.rollouts import RolloutSource
 from ranks import fields, losses, on_ranks, train
 
 PPO = ["objective={kind: ppo, num_generations: 1, max_completion_length: 8, num_iterations: 2}"]
@@ -97,6 +99,21 @@ def test_the_files_of_a_run_have_what_its_advantages_are_made_of(recipe, tmp_pat
     loss = losses(events)[3]
     expected = third["loss/policy_avg"] + plan.objective.vf_coef * third["loss/value_avg"]
     assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_step_does_not_wait_for_data_while_completions_are_scored(recipe, tmp_path, monkeypatch):
+    """The forwards of the model and of its reference before the first step of a rollout are none of the dataset's."""
+    rows_of_head = RolloutSource._rows_of_head
+
+    def slow_rows_of_head(*arguments, **named):
+        time.sleep(1.0)
+        return rows_of_head(*arguments, **named)
+
+    monkeypatch.setattr(RolloutSource, "_rows_of_head", slow_rows_of_head)
+    events = train(plan_of(recipe, *LORA, "train.max_steps=1"), tmp_path)
+    (step,) = fields(events, "StepDone")
+    assert step["step_seconds"] > 2.0
+    assert step["data_wait_seconds"] < 1.0
 
 
 def test_the_divergence_is_from_the_base_model(recipe, tmp_path):

@@ -247,7 +247,9 @@ class RolloutSource:
             for text in completions
         ]
 
-        # 3. By how much each completion, or each of its tokens, was better than expected.
+        # 3. By how much each completion, or each of its tokens, was better than expected. That may take forwards of the
+        # model and of its reference.
+        start_time = time.perf_counter()
         num_steps = settings.num_iterations * settings.steps_per_generation
         if isinstance(settings.advantages, TokenRewarding):
             samples, more_metrics = self._with_targets(
@@ -267,7 +269,11 @@ class RolloutSource:
         return DrawnRollout(
             rollout,
             {**metrics, **more_metrics},
-            {"rollout": rollout_seconds, "reward": reward_seconds},
+            {
+                "rollout": rollout_seconds,
+                "reward": reward_seconds,
+                "advantages": time.perf_counter() - start_time,
+            },
         )
 
     def _with_advantages(
