@@ -1,10 +1,14 @@
 """`bloomery train`: words for a launcher, and how a stopped run ends."""
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
+from test_eval_and_runs import STEP
 
 from bloomery.cli import cli
 from bloomery.cli.train import conclude
+from bloomery.monitor.events import EventLog
 from bloomery.runs.flow import EndedRun
 
 
@@ -17,10 +21,17 @@ def test_words_for_a_launcher_are_shown_as_a_command():
 
 
 @pytest.mark.parametrize(
-    ("saved", "told"), [([], "starts over"), (["step-00000003"], "checkpoint saved")]
+    ("saved", "steps", "told"),
+    [
+        ([], 3, "starts over"),
+        (["step-00000003"], 3, "checkpoint saved"),
+        (["step-00000003"], 5, "continues from step 3"),  # its ranks did not answer, and were ended
+    ],
 )
-def test_a_stopped_run_claims_no_checkpoint_that_it_lacks(saved, told, tmp_path, capsys):
+def test_a_stopped_run_claims_no_checkpoint_that_it_lacks(saved, steps, told, tmp_path, capsys):
     for name in saved:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with EventLog(tmp_path / "events.jsonl") as emit:
+        emit(replace(STEP, step=steps))
     assert conclude(EndedRun(tmp_path, 75)) == 75
     assert told in capsys.readouterr().err

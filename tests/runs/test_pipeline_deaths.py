@@ -87,6 +87,19 @@ def test_killed_and_stopped_stages_leave_no_trace(bloomery, calm) -> None:
         assert (saved / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_stopped_stage_is_named_with_its_layers(bloomery, monkeypatch) -> None:
+    monkeypatch.setenv("BLOOMERY_HANG_SECONDS", "3")
+    long = ("train.max_steps=100000", "checkpoint.every=1000 steps", "eval.every=1000 steps")
+    with bloomery.start("train", *PIPELINE, *long) as process:
+        wait_for(bloomery.saw(StepDone, 2))
+        os.kill(rank_process(bloomery.run_dir, 1), signal.SIGSTOP)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: rank 1 (layer 1) does not respond: it is stopped" in told, told
+    assert "Traceback" not in told
+    assert ranks_of(bloomery.run_dir) == []
+
+
 def test_a_stage_without_memory_is_named_with_its_layers_and_the_run_goes_on(
     dying_workshop, calm
 ) -> None:

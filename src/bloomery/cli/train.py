@@ -174,11 +174,16 @@ def conclude(run: "EndedRun") -> int:
 
     # A run that stopped before its end is resumed; exit code 75 is a stop that was asked for.
     if run.code != 0:
+        from bloomery.runs.event_hub import last_step
+        from bloomery.runs.folder import RunFolder
         from bloomery.train.model_folder import saved_steps
 
-        state = "checkpoint saved" if run.code == 75 else "interrupted without a new checkpoint"
-        if not saved_steps(run.folder / "checkpoints"):
-            state = "before the first checkpoint: a resumed run starts over"
+        saved = saved_steps(run.folder / "checkpoints")
+        state = "before the first checkpoint: a resumed run starts over"
+        if saved and run.code == 75 and saved[-1] >= last_step(RunFolder(run.folder)):
+            state = "checkpoint saved"
+        elif saved:  # a second Ctrl+C, or ranks that did not answer
+            state = f"without a new checkpoint: a resumed run continues from step {saved[-1]}"
         echo(f"stopped    {state}\nnext       bloomery resume {run.name}", err=True)
         return run.code
 
