@@ -15,6 +15,7 @@ from bloomery.core.child import Channel, Child, Message
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.train.reward_functions import connect
+from bloomery.train.rewards_worker import shown
 from bloomery.train.run import Stopped
 
 WORKER = "bloomery.train.rewards_worker"
@@ -136,7 +137,7 @@ class Rewards:
         by_name: dict[str, Sequence[float | None]] = {}
         skipped: list[str] = []
         for source in self._sources:
-            answer = self._answer(source, start_time, len(completions))
+            answer = self._answer(source, start_time, request)
             by_name[source.name] = answer["rewards"]
             skipped += answer["skipped"]
 
@@ -155,8 +156,12 @@ class Rewards:
             totals.append(sum(weighted) if weighted else math.nan)
         return ScoredCompletions(by_name, tuple(totals), tuple(skipped))
 
-    def _answer(self, source: RewardSource, start_time: float, count: int) -> Message:
+    def _answer(
+        self, source: RewardSource, start_time: float, request: Mapping[str, Any]
+    ) -> Message:
         """The checked numbers of one reward, which was asked at `start_time`."""
+        count = len(request["completions"])
+        first_prompt = f"the first prompt was {shown(request, 0)}"
         child = self._children[source.name]
         timeout = source.timeout + source.seconds_of(count)
         deadline = start_time + timeout
@@ -169,11 +174,14 @@ class Rewards:
             raise self._failed(
                 source,
                 f"the reward {source.name} did not answer within {timeout:g} s for"
-                f" {count:,} completions",
+                f" {count:,} completions; {first_prompt}",
                 f"make it faster, or set a longer timeout in rewards (rewards, {source.name})",
             )
         if answer == "ended":
-            problem = f"the reward {source.name} ended its process: {self._ending(source)}"
+            problem = (
+                f"the reward {source.name} ended its process ({self._ending(source)});"
+                f" {first_prompt}"
+            )
             raise self._failed(source, problem, "correct the function; its last lines are above")
         assert isinstance(answer, dict)
         if "error" in answer:

@@ -140,7 +140,6 @@ def answered(
     """One number or None a completion, and why some were skipped: at a row that a verifier cannot score it abstains
     where `skip` is set. Raises Unusable.
     """
-    count = len(request["completions"])
     try:
         answer = function(
             prompts=request["prompts"],
@@ -176,7 +175,8 @@ def answered(
         f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}"
         for index, problem in unscored
     ]
-    return checked(answer, count, name), skipped
+    rewards, problems = checked(answer, request, name, skip=skip)
+    return rewards, skipped + problems
 
 
 def shown(request: Mapping[str, Any], index: int) -> str:
@@ -186,34 +186,51 @@ def shown(request: Mapping[str, Any], index: int) -> str:
     return repr(str(text)[:SHOWN])
 
 
-def checked(answer: Any, count: int, name: str) -> list[float | None]:
-    """Raises Unusable for anything but `count` finite numbers, of which some may be None."""
+def checked(
+    answer: Any, request: Mapping[str, Any], name: str, *, skip: bool = False
+) -> tuple[list[float | None], list[str]]:
+    """The numbers, and why some are None that were none: with `skip` a value that is no finite number is left out.
+
+    Raises Unusable for anything but a list with a finite number, or None, for each completion.
+    """
+    count = len(request["completions"])
     fix = f"return a list of {count:,} numbers, None where the function has no opinion"
+    first_prompt = f"the first prompt was {shown(request, 0)}" if count else "there was no prompt"
     if isinstance(answer, str) or (
         not isinstance(answer, Sequence) and not hasattr(answer, "tolist")
     ):
-        raise Unusable(f"the reward {name} returned {type(answer).__name__}, not a list", fix)
+        problem = f"the reward {name} returned {type(answer).__name__}, not a list; {first_prompt}"
+        raise Unusable(problem, fix)
     values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
     if not isinstance(values, Sequence) or len(values) != count:
         size = len(values) if isinstance(values, Sequence) else 1
         problem = f"the reward {name} returned {size:,} numbers for {count:,} completions"
-        raise Unusable(problem, fix)
+        raise Unusable(f"{problem}; {first_prompt}", fix)
+
     rewards: list[float | None] = []
+    problems: list[str] = []
     for index, value in enumerate(values):
         number = value.item() if hasattr(value, "item") else value
-        if number is None:
-            rewards.append(None)
+        is_number = isinstance(number, int | float)
+        if number is None or (is_number and math.isfinite(number)):
+            rewards.append(None if number is None else float(number))
             continue
-        if not isinstance(number, int | float):
-            problem = f"the reward {name} returned {type(number).__name__} for completion {index}"
-            raise Unusable(f"{problem}, not a number", fix)
-        if not math.isfinite(number):
-            raise Unusable(f"the reward {name} returned {number} for completion {index}", fix)
-        rewards.append(float(number))
+        what = str(number) if is_number else f"{type(number).__name__}, not a number,"
+        problem = (
+            f"the reward {name} returned {what} for completion {index}, of the prompt"
+            f" {shown(request, index)}"
+        )
+        if not skip:
+            raise Unusable(problem, f"{fix}, or set data.on_error=skip")
+        rewards.append(None)
+        problems.append(problem)
     if count and all(reward is None for reward in rewards):
-        problem = f"the reward {name} returned None for all {count:,} completions"
-        raise Unusable(problem, "return a number for those that it can score")
-    return rewards
+        problem = problems[0] if problems else f"the reward {name} returned None"
+        raise Unusable(
+            f"{problem}: none of {count:,} completions has a reward; {first_prompt}",
+            "return a number for those that it can score",
+        )
+    return rewards, problems
 
 
 def described(error: BaseException) -> str:

@@ -61,7 +61,7 @@ from bloomery.train.rollout import (
     empty_batch,
     pack,
 )
-from bloomery.train.sampler import Sampler
+from bloomery.train.sampler import JointWait, Sampler
 from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
@@ -122,6 +122,7 @@ class RolloutSource:
         prompts: Prompts,
         held_out: Prompts,
         rewards: Rewards,
+        reward_wait: JointWait,
         reward_models: RewardModels,
         scoring: Scoring,
         tokenizer: Tokenizer,
@@ -136,6 +137,7 @@ class RolloutSource:
         self._prompts = prompts
         self._held_out = held_out
         self._rewards = rewards
+        self._reward_wait = reward_wait
         self._reward_models = reward_models
         self._scoring = scoring
         self._tokenizer = tokenizer
@@ -356,6 +358,7 @@ class RolloutSource:
                 [None if total != total else total for total in scored.totals],
                 list(scored.skipped),
             ]
+        self._reward_wait.finish()
         by_name, totals, skipped = self._mesh.all_gather_json(answer)[0]
         return ScoredCompletions(
             by_name,
@@ -563,13 +566,12 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     if inputs.state.model_and_optimizer.mesh.first_rank:
         for reason in changed_rewards(inputs.run_dir, plan):
             inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
-    is_alone = inputs.state.model_and_optimizer.mesh.world == 1
+    reward_wait = JointWait(inputs.state.model_and_optimizer.mesh, inputs.stop)
     rewards = Rewards(
         sources_of_rewards(plan),
         columns=columns_of(prompts),
         on_error=plan.data.on_error,
-        # Several ranks agree on a stop after the rewards, which the first rank alone waits for.
-        stop=inputs.stop if is_alone else lambda: False,
+        stop=reward_wait.go_on,
     )
     return RolloutSource(
         inputs.state,
@@ -579,6 +581,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         prompts=prompts,
         held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
         rewards=rewards,
+        reward_wait=reward_wait,
         reward_models=RewardModels(plan, inputs.state.model_and_optimizer.mesh),
         scoring=policy_scoring(objective, scoring),
         tokenizer=inputs.tokenizer,

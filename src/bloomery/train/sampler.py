@@ -19,6 +19,7 @@ from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
+from bloomery.model.decoding import NotFinite
 from bloomery.model.group_decoding import Completion, GroupSampling, Uniforms, draw_completions
 from bloomery.model.io.parameters import full
 from bloomery.model.limits import ROLLOUT_SLOTS
@@ -28,7 +29,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import OutOfMemory, Stopped, TimeIsUp
+from bloomery.train.run import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.state import TrainState, empty_model
 
 FORWARDS_PER_CHECK = 16  # of one of several ranks, from one agreement to the next
@@ -89,6 +90,38 @@ class Agreement:
         return num_waiting == self._mesh.world
 
 
+@final
+class JointWait:
+    """All ranks wait for what the first one waits for, and any of them may be asked to stop meanwhile.
+
+    The first rank asks as often as it likes; the others ask with it until it is done. Raises Stopped on all of them.
+    """
+
+    def __init__(self, mesh: Mesh, stop: Callable[[], bool]) -> None:
+        self._mesh = mesh
+        self._stop = stop
+
+    def go_on(self) -> bool:
+        """For the first rank, as an answer to whether it is to stop: it raises instead."""
+        return self._ask(is_done=False)
+
+    def finish(self) -> None:
+        """The first rank is done; the others return when it is."""
+        if self._mesh.first_rank:
+            self._ask(is_done=True)
+            return
+        while not self._ask(is_done=False):
+            pass
+
+    def _ask(self, *, is_done: bool) -> bool:
+        """Whether the first rank is done."""
+        if self._mesh.broadcast_bool(is_done):
+            return True
+        if self._stop():
+            raise Stopped
+        return False
+
+
 def keyed_uniforms(keys: Mapping[tuple[int, int], int]) -> Uniforms:
     """Random numbers by the key of a completion and the position of its token. `keys`: by prompt and number."""
 
@@ -136,7 +169,7 @@ class Sampler:
         """`num_generations` of each prompt, in order, on every rank; all completions of a prompt are of one rank.
 
         `key`: of the random numbers of a completion, by its prompt's place and its own. `time_is_up`: asked on the
-        first rank. `phase`: the name of its progress. Raises Stopped, TimeIsUp, NotFinite and OutOfMemory.
+        first rank. `phase`: the name of its progress. Raises Stopped, TimeIsUp, Diverged and OutOfMemory.
         """
         mesh = self._mesh
         own_places = range(mesh.data_rank, len(prompts), mesh.data_world)
@@ -158,15 +191,23 @@ class Sampler:
         )
 
         def sample(model: Decoder) -> list[Completion]:
-            return draw_completions(
-                model,
-                [prompts[place].ids.tolist() for place in own_places],
-                num_generations,
-                self._sampling,
-                uniforms,
-                slots=self._slots,
-                on_step=agreement.before_forward,
-            )
+            try:
+                return draw_completions(
+                    model,
+                    [prompts[place].ids.tolist() for place in own_places],
+                    num_generations,
+                    self._sampling,
+                    uniforms,
+                    slots=self._slots,
+                    on_step=agreement.before_forward,
+                )
+            except NotFinite as error:
+                step = self._state.progress.step
+                raise Diverged(
+                    f"non-finite logits after step {step}, while completions are sampled",
+                    where=f"step {step}",
+                    fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
+                ) from error
 
         slots_before = self._slots
         completions: list[Completion] = []
