@@ -3,7 +3,7 @@ PYTHON ?= python3
 JOBS ?= 3   # on two cores: the third works while the others wait for a child
 PY := .venv/bin/python
 
-.PHONY: setup demo quick test check docs soak bench clean clean-venv
+.PHONY: setup demo quick test check docs triton soak bench clean clean-venv
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -15,14 +15,15 @@ demo:
 	@$(PYTHON) scripts/setup.py
 	@$(PY) -m bloomery demo
 
-# Leaves out the other folders (model, train, runs, serve, ...), and in these the longest file and each test that
-# starts a process or trains:
-# `--quick` (tests/conftest.py) notices that when it happens.
+# Leaves out the other folders (model, train, runs, serve, ...), and in these the files that try every GPU, every mesh and
+# every kind of dataset, and each test that starts a process or trains: `--quick` (tests/conftest.py) notices that when
+# it happens.
 QUICK := core recipe plan data hardware monitor runs/tasks
+EXHAUSTIVE := data/test_prepare.py plan/test_every_gpu.py plan/test_every_mesh.py
 
 quick:
 	@$(PYTHON) scripts/setup.py test
-	@$(PY) -m pytest --quick -n 2 --dist loadfile --no-loadscope-reorder $(QUICK:%=tests/%) --ignore tests/data/test_prepare.py
+	@$(PY) -m pytest --quick -n 2 --dist loadfile --no-loadscope-reorder $(QUICK:%=tests/%) $(EXHAUSTIVE:%=--ignore tests/%)
 
 test:
 	@$(PYTHON) scripts/setup.py test
@@ -42,8 +43,14 @@ docs:
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-soak:
+# Compiles kernels for GPUs that are not here, and runs them on the CPU; PyTorch for the CPU brings none. 0.9 GB.
+TRITON := 3.8.0
+TRITON_FOLDER := $(HOME)/.cache/bloomery/triton-$(TRITON)
+triton:
 	@$(PYTHON) scripts/setup.py test
+	@test -d $(TRITON_FOLDER)/triton || $(PY) -m pip install --quiet --no-deps --target $(TRITON_FOLDER) triton==$(TRITON)
+
+soak: triton
 	@$(PY) -m pytest -m soak --timeout=7200
 
 bench:

@@ -56,6 +56,7 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
+    triton: str | None  # the installed version
     # Whether this package's C++ for training is compiled and quicker than PyTorch here.
     native: Choice[bool]
     fused_optimizer: Choice[bool]
@@ -111,6 +112,7 @@ def build_profile(machine: Machine) -> Profile:
         dtype=_dtype(machine, accelerator, arch, cpu),
         attention=_attention(machine, accelerator, arch),
         compile=_compile(machine, accelerator, arch),
+        triton=machine.software.triton,
         native=_native(machine, accelerator),
         fused_optimizer=Choice(True, "one kernel for all parameters; same results"),
         memory_share=memory_share,

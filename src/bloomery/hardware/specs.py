@@ -49,6 +49,8 @@ class ArchSpec(TableEntry):
     cautious: bool = False  # no published training: float32 and no pinned memory until probes pass
     compile: bool
     compile_reason: str
+    triton_from: str = "3.5"
+    triton_before: str = ""  # empty: every newer one compiles for it
     efficiency: tuple[float, float, float] | None = None
     efficiency_source: str = "no published figure"
     context_mib: int
@@ -68,18 +70,32 @@ class ArchSpec(TableEntry):
             else self.fused_attention
         )
 
-    def absent_attention(self) -> dict[str, str]:
-        """Backends of `train.attention` that have no kernel for this GPU, with the reason."""
-        absent = (
-            {}
-            if self.varlen_attention
-            else {"varlen": f"varlen_attn has no kernel for {self.names[0]}"}
-        )
-        return (
-            absent
-            if self.compile
-            else absent | {"flex": f"FlexAttention needs Triton: {self.compile_reason}"}
-        )
+    def absent_attention(self, triton: str | None = None) -> dict[str, str]:
+        """Backends of `train.attention` that have no kernel for this GPU, with the reason.
+
+        `triton`: the installed version of Triton; None where it is unknown, as on a GPU that is only planned for.
+        """
+        absent = {}
+        if not self.varlen_attention:
+            absent["varlen"] = f"varlen_attn has no kernel for {self.names[0]}"
+        if not self.compile:
+            absent["flex"] = f"FlexAttention needs Triton: {self.compile_reason}"
+        reason = self._triton_refusal(triton)
+        if reason:
+            absent["triton"] = reason
+        return absent
+
+    def _triton_refusal(self, triton: str | None) -> str:
+        """Why this Triton cannot compile for the GPU; empty where it can."""
+        if self.triton_from == "never":
+            return self.compile_reason
+        if triton is None:
+            return ""
+        if series(triton) < series(self.triton_from):
+            return f"Triton {triton} cannot compile for {self.names[0]}, {self.triton_from} can"
+        if self.triton_before and series(triton) >= series(self.triton_before):
+            return f"Triton {triton} cannot compile for {self.names[0]}, those before {self.triton_before} can"
+        return ""
 
 
 class GpuSpec(TableEntry):

@@ -125,7 +125,7 @@ def choose_attention(
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     requested = recipe.train.attention
-    absent = profile.arch.absent_attention() if profile.arch else {}
+    absent = _absent_attention(profile, precision)
     if config.transformers_backend is not None:
         return transformers_attention(requested, config.transformers_backend, packed=packed)
 
@@ -169,7 +169,7 @@ def choose_attention(
             choice.value, profile.attention.reason if profile.attention.value == "plain" else reason
         )
     # flex may compile all the same
-    unfit = unfit_for(requested) or (absent.get(requested) if requested == "varlen" else None)
+    unfit = unfit_for(requested) or (absent.get(requested) if requested != "flex" else None)
     if unfit is not None:
         raise UserError(
             f"train.attention={requested} does not support this recipe: {unfit}",
@@ -178,6 +178,19 @@ def choose_attention(
             code=2,
         )
     return Choice(requested, ASKED)
+
+
+def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:
+    """Backends without a kernel for the GPU in this precision, with the reason."""
+    arch = profile.arch
+    if arch is None:
+        return {}
+    absent = arch.absent_attention(profile.triton)
+    if precision.startswith("bfloat16") and arch.bf16 == "none":
+        absent.setdefault(
+            "triton", f"{arch.names[0]} has no bfloat16 instruction: set train.precision=float16"
+        )
+    return absent
 
 
 def compiled_attention(profile: Profile, precision: str) -> str | None:

@@ -128,7 +128,7 @@ Family = Literal[
 # The facts about each are OPTIMIZERS of plan/estimate/optimizers.py.
 OptimizerKind = Literal["adamw", "muon", "adafactor"]
 AttentionBackend = Literal[
-    "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"
+    "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "triton", "blockwise", "math"
 ]
 
 

@@ -23,6 +23,7 @@ from bloomery.model.attention.blockwise import (
 )
 from bloomery.model.attention.compiled import compiled
 from bloomery.model.attention.per_document import per_document
+from bloomery.model.attention.triton_attention import triton
 from bloomery.model.norms import working_dtype
 
 FLEX_BLOCK = 128
@@ -220,6 +221,13 @@ def _blockwise(
     return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
 
 
+def _triton(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
+    documents = QueryDocuments(layout.first_BT, None, _seed(options.dropout))
+    return triton(q_BHTE, k_BKTE, v_BKTE, documents, options)
+
+
 def _by_document(
     run: Attention,
     q_BHTE: Tensor,
@@ -306,4 +314,5 @@ _BACKENDS: dict[str, Backend] = {
     "flex": _flex,
     "blockwise": _blockwise,
     "math": _math,
+    "triton": _triton,
 }

@@ -45,12 +45,15 @@ BACKENDS = {
     "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
     "blockwise": BackendSupport(("cpu", "cuda")),
     "math": BackendSupport(("cpu", "cuda")),
+    # on request alone: no AMD GPU has run it yet
+    "triton": BackendSupport(("cuda",)),
 }
 _ON_DEVICE = {
     "per_document": "one call per document uses a kernel that only the CPU has",
     "compiled": "its code is compiled for the CPU",
     "varlen": "varlen_attn has no kernel for the CPU",
     "flex": "FlexAttention has no backward on the CPU",
+    "triton": "Triton compiles for GPUs",
 }
 
 

@@ -289,6 +289,8 @@ def attention_scratch(step: StepShape, layer: TrainedLayer) -> float:
         return float(step.element_bytes * tokens * (query_width + 2 * key_width))
     if step.attention == "compiled":  # the gradients of keys and values by query head, float32
         return 8.0 * tokens * query_width if query_width != key_width else 0.0
+    if step.attention == "triton":  # a float32 number for each query
+        return 4.0 * tokens * facts.num_heads
     # flash sums the queries' gradient in float32
     return 4.0 * tokens * query_width if step.on_gpu else 0.0
 

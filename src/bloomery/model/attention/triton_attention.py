@@ -1,0 +1,184 @@
+"""Launches Triton's attention kernels: exact attention whose memory grows with T, in one kernel a pass.
+
+For GPUs without a fused kernel of PyTorch, and where those that PyTorch has refuse the options. `triton` is imported
+when the first kernel runs.
+"""
+
+import math
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from bloomery.model.attention.blockwise import (
+    Options,
+    QueryDocuments,
+    attention_operator,
+    like_projection,
+    sums_like,
+)
+from bloomery.model.attention.tiles import TileShape, padded_width, tile_shape
+
+SHARE_STEPS = 2**16  # dropout's probability is a multiple of one in so many
+
+
+@cache
+def _kernels() -> ModuleType:
+    from bloomery.model.attention import triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def _arch(device_index: int) -> str:
+    """Such as gfx1030 or sm_90."""
+    properties = torch.cuda.get_device_properties(device_index)
+    amd_name: str = getattr(properties, "gcnArchName", "")
+    return amd_name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+def _tile(kernel: str, q: Tensor) -> TileShape:
+    arch = (
+        _arch(q.device.index) if q.device.type == "cuda" else "any"
+    )  # the interpreter runs on the CPU
+    return tile_shape(kernel, arch=arch, width=q.shape[-1])
+
+
+def _heads(x_BHTE: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor whose head numbers are neighbors, and the strides of its other axes."""
+    return x_BHTE, x_BHTE.stride(0), x_BHTE.stride(1), x_BHTE.stride(2)
+
+
+def _with_neighbors(x_BHTE: Tensor) -> Tensor:
+    """The tensor itself if the numbers of a head are neighbors in memory, else a copy."""
+    return x_BHTE if x_BHTE.stride(3) == 1 else x_BHTE.contiguous()
+
+
+def _first(documents: QueryDocuments) -> Tensor | None:
+    return None if documents.first_BT is None else documents.first_BT.to(torch.int32).contiguous()
+
+
+def _stop(first_BT: Tensor) -> Tensor:
+    """Where each token's document ends: the number of tokens whose document starts no later."""
+    return torch.searchsorted(first_BT, first_BT, right=True).to(torch.int32)
+
+
+def _numbers(options: Options, seed: Tensor | None) -> dict[str, float]:
+    """The scalar arguments that all kernels have."""
+    num_dropped = min(round(options.dropout * SHARE_STEPS), SHARE_STEPS - 1)
+    seed_bits = 0 if seed is None else int(seed)
+    return {
+        "seed_low": _signed(seed_bits & 0xFFFFFFFF),
+        "seed_high": _signed(seed_bits >> 32 & 0xFFFFFFFF),
+        "scale": options.scale,
+        "softcap": options.softcap or 1.0,
+        # Kept shares are larger, so that their expectation stays.
+        "boost": SHARE_STEPS / (SHARE_STEPS - num_dropped),
+        "num_dropped": num_dropped,
+        "window": options.window or 0,
+    }
+
+
+def _signed(bits: int) -> int:
+    """32 bits as the int32 that has them: one type of argument, whatever the number."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+def _variant(q: Tensor, first_BT: Tensor | None, options: Options) -> dict[str, int | bool]:
+    """The constants that a kernel is compiled for."""
+    return {
+        "HAS_DOCUMENTS": first_BT is not None,
+        "HAS_WINDOW": options.window is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "HAS_DROPOUT": options.dropout > 0,
+        "E": q.shape[-1],
+        "WIDTH": padded_width(q.shape[-1]),
+    }
+
+
+def _launch(
+    kernel: str, num_blocks_of: str, programs: int, q: Tensor, arguments: dict[str, object]
+) -> None:
+    tile = _tile(kernel, q)
+    block = tile.rows if num_blocks_of == "rows" else tile.keys
+    grid = (math.ceil(q.shape[2] / block), programs)
+    getattr(_kernels(), kernel)[grid](
+        **arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    out = like_projection(q)
+    sums_BHT = sums_like(q)
+    if out.numel() == 0:
+        return out, sums_BHT
+    q, k, v = (_with_neighbors(x) for x in (q, k, v))
+    first_BT = _first(documents)
+    arguments = {
+        "q_heads": _heads(q),
+        "k_heads": _heads(k),
+        "v_heads": _heads(v),
+        "out_heads": _heads(out),
+        "sums_pointer": sums_BHT,
+        "first_pointer": sums_BHT if first_BT is None else first_BT,
+        "length": length,
+        "num_heads": heads,
+        "heads_per_key": heads // k.shape[1],
+        **_numbers(options, documents.seed),
+        **_variant(q, first_BT, options),
+    }
+    _launch("forward", "rows", batch * heads, q, arguments)
+    return out, sums_BHT
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    documents: QueryDocuments,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    key_heads = k.shape[1]
+    dq = like_projection(q)
+    dk = like_projection(k)
+    dv = like_projection(v)
+    if dq.numel() == 0:
+        return dq, dk, dv
+    grad, q, k, v = (_with_neighbors(x) for x in (grad, q, k, v))
+    first_BT = _first(documents)
+    delta_BHT = torch.empty_like(sums)
+    shared = {
+        "q_heads": _heads(q),
+        "k_heads": _heads(k),
+        "v_heads": _heads(v),
+        "d_out_heads": _heads(grad),
+        "sums_pointer": sums,
+        "delta_pointer": delta_BHT,
+        "first_pointer": sums if first_BT is None else first_BT,
+        "length": length,
+        "heads_per_key": heads // key_heads,
+        **_numbers(options, documents.seed),
+        **_variant(q, first_BT, options),
+    }
+    # The gradient of queries comes first: it also writes `delta`.
+    of_queries = {"out_heads": _heads(output), "dq_heads": _heads(dq), "num_heads": heads}
+    _launch("backward_q", "rows", batch * heads, q, shared | of_queries)
+    of_keys = {
+        "dk_heads": _heads(dk),
+        "dv_heads": _heads(dv),
+        "stop_pointer": sums if first_BT is None else _stop(first_BT),
+        "num_key_heads": key_heads,
+    }
+    _launch("backward_kv", "keys", batch * key_heads, q, shared | of_keys)
+    return dq, dk, dv
+
+
+triton = attention_operator("triton", _forward, _backward, sums=sums_like)

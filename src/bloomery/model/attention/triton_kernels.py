@@ -1,0 +1,399 @@
+"""Flash attention as Triton kernels, for GPUs that PyTorch's fused kernels left out. Imports triton: import it late.
+
+Legend: B batch, T time, H query heads, K key heads, E head width. A tile is ROWS queries against KEYS keys. Forward
+runs the online softmax over the tiles of its queries (Milakov and Gimelshein, arXiv:1805.02867) and keeps a
+log-sum-exp; backward computes each tile again from it (Dao et al., arXiv:2205.14135, algorithm 4), once for the
+gradients of queries and once for those of keys and values, so that no two programs add to the same number: equal
+inputs give equal bits.
+
+Heads, rows and keys that programs read lie anywhere in memory; the E numbers of a head are neighbors. Sums are
+float32. `first` is where each query's document starts in its row, `stop` where it ends: tiles that no document
+crosses are never read.
+"""
+
+import triton
+import triton.language as tl
+
+# exp(x) = exp2(x log2(e)): GPUs have an instruction for exp2
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Their values never change the code: without this, some would be compiled in.
+NUMBERS = ("seed_low", "seed_high", "num_dropped", "window")
+
+
+@triton.jit
+def _mixed(bits):
+    """A 32-bit hash whose every input bit flips every output bit half of the time (lowbias32 of C. Wellons)."""
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _is_kept(seed_low, seed_high, head, rows, keys, num_dropped):
+    """[ROWS, KEYS], False where dropout takes a share: one bit pattern for each seed, head, row and key.
+
+    `head`: its number in the batch. `num_dropped`: of 2 ** 16.
+    """
+    of_head = _mixed(_mixed(head.to(tl.uint32) + seed_low.to(tl.uint32)) ^ seed_high.to(tl.uint32))
+    of_rows = _mixed(rows.to(tl.uint32) * 0x9E3779B9 + of_head)
+    bits = _mixed(of_rows[:, None] + keys.to(tl.uint32)[None, :] * 0x85EBCA6B)
+    return (bits >> 16).to(tl.int32) >= num_dropped
+
+
+@triton.jit
+def _is_seen(rows, keys, first, length, window, HAS_WINDOW: tl.constexpr):
+    """[ROWS, KEYS], True where the query sees the key. `first` [ROWS]."""
+    seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= first[:, None])
+    seen = seen & (keys[None, :] < length)
+    if HAS_WINDOW:
+        seen = seen & (rows[:, None] - keys[None, :] < window)
+    return seen
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap * tanh(scores / softcap)."""
+    exponential = tl.exp2(scores * (2.0 * LOG2_E / softcap))
+    return softcap * (1.0 - 2.0 / (exponential + 1.0))
+
+
+@triton.jit
+def _of_head(heads, batch, head):
+    """The pointer to a head's first number. `heads`: (pointer, stride of the batch, of a head, of a token)."""
+    return heads[0] + batch * heads[1] + head * heads[2]
+
+
+@triton.jit
+def _read(pointer, rows, stride, length, E: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH] of one head: 0 for rows from `length` on, and for columns from E on."""
+    columns = tl.arange(0, WIDTH)
+    is_inside = (rows[:, None] < length) & (columns[None, :] < E)
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=is_inside, other=0.0)
+
+
+@triton.jit
+def _write(
+    pointer,
+    values,
+    rows,
+    stride,
+    length,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    columns = tl.arange(0, WIDTH)
+    is_inside = (rows[:, None] < length) & (columns[None, :] < E)
+    target = pointer + rows[:, None] * stride + columns[None, :]
+    tl.store(target, values.to(pointer.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def forward(
+    q_heads,
+    k_heads,
+    v_heads,
+    out_heads,
+    sums_pointer,
+    first_pointer,
+    seed_low,
+    seed_high,
+    scale,
+    softcap,
+    boost,
+    num_dropped,
+    window,
+    length,
+    num_heads,
+    heads_per_key,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The output [B, H, T, E] and the log-sum-exp [B, H, T] of ROWS queries of one head."""
+    first_row = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    batch = (head // num_heads).to(tl.int64)
+    head_of_row = (head % num_heads).to(tl.int64)
+    key_head = head_of_row // heads_per_key
+    rows = first_row + tl.arange(0, ROWS)
+    q = _read(_of_head(q_heads, batch, head_of_row), rows, q_heads[3], length, E, WIDTH)
+    k_pointer = _of_head(k_heads, batch, key_head)
+    v_pointer = _of_head(v_heads, batch, key_head)
+
+    # 1. From which key on: the first query's document starts first, as documents lie in order.
+    first = tl.zeros((ROWS,), tl.int32)
+    first_key = first_row * 0
+    if HAS_DOCUMENTS:
+        first_pointer += batch * length
+        first = tl.load(first_pointer + rows, mask=rows < length, other=0)
+        first_key = tl.load(first_pointer + first_row)
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_key, first_row - window + 1)
+    first_key = first_key // KEYS * KEYS
+
+    # 2. Online softmax: shares are relative to the largest score so far, and sums are scaled down when a larger one
+    # comes.
+    max_score = tl.full((ROWS,), float("-inf"), tl.float32)
+    share_sum = tl.zeros((ROWS,), tl.float32)
+    value_sum = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile_key in range(first_key, tl.minimum(first_row + ROWS, length), KEYS):
+        keys = tile_key + tl.arange(0, KEYS)
+        k = _read(k_pointer, keys, k_heads[3], length, E, WIDTH)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = _capped(scores, softcap)
+        is_seen = _is_seen(rows, keys, first, length, window, HAS_WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_max_score = tl.maximum(max_score, tl.max(scores, 1))
+        # A query that has seen no key yet has no largest score; its shares stay 0.
+        base = tl.where(new_max_score == float("-inf"), 0.0, new_max_score)
+        shares = tl.exp2((scores - base[:, None]) * LOG2_E)
+        scale_down = tl.exp2((max_score - base) * LOG2_E)
+        share_sum = share_sum * scale_down + tl.sum(shares, 1)
+        # Dropped shares still count in the softmax's sum.
+        if HAS_DROPOUT:
+            is_kept = _is_kept(seed_low, seed_high, head, rows, keys, num_dropped)
+            shares = tl.where(is_kept, shares, 0.0)
+        v = _read(v_pointer, keys, v_heads[3], length, E, WIDTH)
+        value_sum = value_sum * scale_down[:, None]
+        value_sum += tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        max_score = new_max_score
+
+    out_pointer = _of_head(out_heads, batch, head_of_row)
+    _write(
+        out_pointer, value_sum * (boost / share_sum)[:, None], rows, out_heads[3], length, E, WIDTH
+    )
+    sums = max_score + tl.log2(share_sum) * LN_2
+    tl.store(sums_pointer + head.to(tl.int64) * length + rows, sums, mask=rows < length)
+
+
+@triton.jit
+def _score_gradients(
+    q,
+    k,
+    v,
+    d_out,
+    sums,
+    delta,
+    rows,
+    keys,
+    first,
+    head,
+    seed_low,
+    seed_high,
+    scale,
+    softcap,
+    boost,
+    num_dropped,
+    window,
+    length,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
+    """Of one tile: the shares that met values, times `boost`, and the gradients of the scaled scores [ROWS, KEYS]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = _capped(scores, softcap)
+    is_seen = _is_seen(rows, keys, first, length, window, HAS_WINDOW)
+    shares = tl.where(is_seen, tl.exp2((scores - sums[:, None]) * LOG2_E), 0.0)
+    d_shares = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+    kept_shares = shares
+    if HAS_DROPOUT:
+        is_kept = _is_kept(seed_low, seed_high, head, rows, keys, num_dropped)
+        kept_shares = tl.where(is_kept, shares * boost, 0.0)
+        d_shares = tl.where(is_kept, d_shares * boost, 0.0)
+    d_scores = shares * (d_shares - delta[:, None])
+    if HAS_SOFTCAP:
+        slope = 1.0 - (scores / softcap) * (scores / softcap)
+        d_scores = tl.where(is_seen, d_scores * slope, 0.0)
+    return kept_shares, d_scores
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def backward_q(
+    q_heads,
+    k_heads,
+    v_heads,
+    out_heads,
+    d_out_heads,
+    dq_heads,
+    sums_pointer,
+    delta_pointer,
+    first_pointer,
+    seed_low,
+    seed_high,
+    scale,
+    softcap,
+    boost,
+    num_dropped,
+    window,
+    length,
+    num_heads,
+    heads_per_key,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The gradient of ROWS queries of one head, and `delta` [B, H, T], their sums of d_out * out, for `backward_kv`."""
+    first_row = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    batch = (head // num_heads).to(tl.int64)
+    head_of_row = (head % num_heads).to(tl.int64)
+    key_head = head_of_row // heads_per_key
+    rows = first_row + tl.arange(0, ROWS)
+    q = _read(_of_head(q_heads, batch, head_of_row), rows, q_heads[3], length, E, WIDTH)
+    d_out = _read(_of_head(d_out_heads, batch, head_of_row), rows, d_out_heads[3], length, E, WIDTH)
+    out = _read(_of_head(out_heads, batch, head_of_row), rows, out_heads[3], length, E, WIDTH)
+    k_pointer = _of_head(k_heads, batch, key_head)
+    v_pointer = _of_head(v_heads, batch, key_head)
+    row_numbers = head.to(tl.int64) * length + rows
+    sums = tl.load(sums_pointer + row_numbers, mask=rows < length, other=0.0)
+    delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_pointer + row_numbers, delta, mask=rows < length)
+
+    first = tl.zeros((ROWS,), tl.int32)
+    first_key = first_row * 0
+    if HAS_DOCUMENTS:
+        first_pointer += batch * length
+        first = tl.load(first_pointer + rows, mask=rows < length, other=0)
+        first_key = tl.load(first_pointer + first_row)
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_key, first_row - window + 1)
+    first_key = first_key // KEYS * KEYS
+
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile_key in range(first_key, tl.minimum(first_row + ROWS, length), KEYS):
+        keys = tile_key + tl.arange(0, KEYS)
+        k = _read(k_pointer, keys, k_heads[3], length, E, WIDTH)
+        v = _read(v_pointer, keys, v_heads[3], length, E, WIDTH)
+        _, d_scores = _score_gradients(
+            q,
+            k,
+            v,
+            d_out,
+            sums,
+            delta,
+            rows,
+            keys,
+            first,
+            head,
+            seed_low,
+            seed_high,
+            scale,
+            softcap,
+            boost,
+            num_dropped,
+            window,
+            length,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            HAS_DROPOUT,
+        )
+        dq += tl.dot(d_scores.to(k.dtype), k, input_precision="ieee")
+    dq_pointer = _of_head(dq_heads, batch, head_of_row)
+    _write(dq_pointer, dq * scale, rows, dq_heads[3], length, E, WIDTH)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def backward_kv(
+    q_heads,
+    k_heads,
+    v_heads,
+    d_out_heads,
+    dk_heads,
+    dv_heads,
+    sums_pointer,
+    delta_pointer,
+    first_pointer,
+    stop_pointer,
+    seed_low,
+    seed_high,
+    scale,
+    softcap,
+    boost,
+    num_dropped,
+    window,
+    length,
+    num_key_heads,
+    heads_per_key,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The gradients of KEYS keys and values of one key head, from all query heads that share it."""
+    first_key = tl.program_id(0) * KEYS
+    batch = (tl.program_id(1) // num_key_heads).to(tl.int64)
+    key_head = (tl.program_id(1) % num_key_heads).to(tl.int64)
+    keys = first_key + tl.arange(0, KEYS)
+    k = _read(_of_head(k_heads, batch, key_head), keys, k_heads[3], length, E, WIDTH)
+    v = _read(_of_head(v_heads, batch, key_head), keys, v_heads[3], length, E, WIDTH)
+
+    # Up to which query: the last key's document ends last.
+    stop_row = first_key * 0 + length
+    if HAS_DOCUMENTS:
+        first_pointer += batch * length
+        stop_row = tl.load(stop_pointer + batch * length + tl.minimum(first_key + KEYS, length) - 1)
+    if HAS_WINDOW:
+        stop_row = tl.minimum(stop_row, first_key + KEYS - 1 + window)
+
+    dk = tl.zeros((KEYS, WIDTH), tl.float32)
+    dv = tl.zeros((KEYS, WIDTH), tl.float32)
+    for member in range(heads_per_key):
+        head_of_row = key_head * heads_per_key + member
+        head = (batch * num_key_heads * heads_per_key + head_of_row).to(tl.int32)
+        q_pointer = _of_head(q_heads, batch, head_of_row)
+        d_out_pointer = _of_head(d_out_heads, batch, head_of_row)
+        for tile_row in range(first_key // ROWS * ROWS, stop_row, ROWS):
+            rows = tile_row + tl.arange(0, ROWS)
+            q = _read(q_pointer, rows, q_heads[3], length, E, WIDTH)
+            d_out = _read(d_out_pointer, rows, d_out_heads[3], length, E, WIDTH)
+            row_numbers = head.to(tl.int64) * length + rows
+            sums = tl.load(sums_pointer + row_numbers, mask=rows < length, other=0.0)
+            delta = tl.load(delta_pointer + row_numbers, mask=rows < length, other=0.0)
+            first = tl.zeros((ROWS,), tl.int32)
+            if HAS_DOCUMENTS:
+                first = tl.load(first_pointer + rows, mask=rows < length, other=0)
+            kept_shares, d_scores = _score_gradients(
+                q,
+                k,
+                v,
+                d_out,
+                sums,
+                delta,
+                rows,
+                keys,
+                first,
+                head,
+                seed_low,
+                seed_high,
+                scale,
+                softcap,
+                boost,
+                num_dropped,
+                window,
+                length,
+                HAS_WINDOW,
+                HAS_SOFTCAP,
+                HAS_DROPOUT,
+            )
+            dv += tl.dot(tl.trans(kept_shares.to(d_out.dtype)), d_out, input_precision="ieee")
+            dk += tl.dot(tl.trans(d_scores.to(q.dtype)), q, input_precision="ieee")
+    _write(_of_head(dk_heads, batch, key_head), dk * scale, keys, dk_heads[3], length, E, WIDTH)
+    _write(_of_head(dv_heads, batch, key_head), dv, keys, dv_heads[3], length, E, WIDTH)

@@ -1,0 +1,157 @@
+"""Triton's attention kernels in Triton's interpreter, and compiled for GPUs that are not here.
+
+Oracles: attention in float64, and the error of PyTorch's math attention in the same precision.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton_here
+
+from bloomery.hardware.specs import arch_spec
+from bloomery.model.attention.tiles import KERNELS, WIDTHS, TileShape, padded_width, tile_shape
+from bloomery.model.attention.triton_attention import _stop
+
+ROOT = Path(__file__).parents[2]
+# Of numbers of size 1: half of the distance to the next number above 1.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Math attention subtracts the largest score and divides by a sum; the kernels subtract a log-sum-exp, whose rounding
+# is that of a number of several units. In half types the rounding of the results is larger than either.
+ALLOWED_ROUNDINGS = {"float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
+
+
+def in_interpreter(first: int, last: int) -> list[dict]:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            Path(__file__).with_name("triton_cases.py"),
+            str(first),
+            str(last),
+        ],
+        env=triton_here.environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_right(case: dict) -> None:
+    rounding = ROUNDING[case["dtype"]] * ALLOWED_ROUNDINGS[case["dtype"]]
+    for name, error, of_math in zip("oqkv", case["error"], case["math"], strict=True):
+        assert error <= max(of_math, rounding), (name, case)
+    assert case["repeats"], case
+    if case["kept"] is not None:
+        # Dropout: within four standard deviations of a coin that is thrown for each share.
+        dropout = case["options"][3]
+        expected = case["seen"] * (1 - dropout)
+        deviation = (case["seen"] * dropout * (1 - dropout)) ** 0.5
+        assert abs(case["kept"] - expected) <= 4 * deviation + 1, case
+
+
+def test_kernels_are_as_exact_as_math_attention():
+    cases = in_interpreter(0, 6)
+    assert len(cases) == 6
+    for case in cases:
+        assert_right(case)
+
+
+@pytest.mark.soak
+def test_two_hundred_cases():
+    for case in in_interpreter(6, 206):
+        assert_right(case)
+
+
+def test_edges():
+    """Layouts that a launch must not assume: strides, no rows, no tokens; the fake tensors of a compiled block."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", Path(__file__).with_name("triton_edges.py")],
+        env=triton_here.environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_where_a_document_ends():
+    first_BT = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 3, 3]])
+    assert _stop(first_BT).tolist() == [[2, 2, 5, 5, 5, 6], [1, 2, 3, 6, 6, 6]]
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "gfx908", "gfx1030", "gfx1100", "sm_90"])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_every_width_has_a_tile(arch, width):
+    assert padded_width(width) in WIDTHS
+    for kernel in KERNELS:
+        tile = tile_shape(kernel, arch=arch, width=width)
+        assert tile.rows >= 16
+        assert tile.keys >= 16  # what a dot instruction of Triton takes
+
+
+def test_an_rx_6700_xt_has_the_tiles_of_its_family():
+    assert tile_shape("forward", arch="gfx1031", width=64) == TileShape(64, 16, 8)
+    assert tile_shape("forward", arch="gfx1031", width=80) == TileShape(32, 16, 8)
+    assert tile_shape("forward", arch="gfx1031", width=256) == TileShape(16, 16, 4)
+    assert tile_shape("forward", arch="gfx1100", width=64) == TileShape(32, 32, 4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "words"),
+    [
+        ("gfx906", "3.7.0", "cannot compile for gfx906, 3.8 can"),
+        ("gfx906", "3.8.0", None),
+        ("gfx1031", "3.8.0", None),
+        ("gfx1031", "3.9.0", "those before 3.9 can"),
+        ("gfx1012", "3.9.1+rocm7.14", "those before 3.9 can"),
+        ("gfx908", "3.5.1", None),
+        ("gfx1031", None, None),
+        ("sm_61", "3.8.0", "Triton begins at sm_70"),
+    ],
+)
+def test_which_triton_compiles_for_which_gpu(arch, version, words):
+    reason = arch_spec(arch).absent_attention(version).get("triton")
+    assert (reason is None) == (words is None)
+    assert words is None or words in reason
+
+
+def compiled(*arguments: str) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "triton_tiles.py", *arguments],
+        env=triton_here.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_fits(row: dict) -> None:
+    """No register goes to memory, the tile fits on the chip, and pairs or tiles are multiplied by one instruction."""
+    assert "problem" not in row, row
+    assert row["spilled"] == 0, row
+    assert row["shared_bytes"] <= 65536, row
+    assert row["dot"], row
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [("gfx1030", "forward"), ("gfx906", "backward_kv")])
+def test_a_kernel_compiles_for_a_gpu_that_is_not_here(arch, kernel):
+    (row,) = compiled("--arch", arch, "--width", "64", "--kernel", kernel)
+    assert_fits(row)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", ["gfx906", "gfx908", "gfx1012", "gfx1030"])
+def test_all_kernels_compile_without_spills(arch):
+    rows = compiled("--arch", arch, "--width", "64", "128")
+    assert len(rows) == 6
+    for row in rows:
+        assert_fits(row)
