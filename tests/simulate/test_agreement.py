@@ -244,6 +244,12 @@ def test_compiled_blocks_agree_with_what_the_compiler_makes(family):
     all_agree(small_plan(family, precision="bfloat16", compile=True), apart=0.05)
 
 
+def test_compiled_blocks_can_be_checkpointed():
+    settings = {"device": "cuda", "attention": "varlen", "compile": True, "rows": 1}
+    plan = small_plan(activation_checkpointing="full", sizes={"num_layers": 1}, **settings)
+    assert counted(plan) == pytest.approx(simulated(plan), rel=0.08)
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_both_agree_with_what_a_step_of_compiled_code_holds_here():
     all_agree(small_plan(precision="bfloat16", attention="compiled"), apart=0.03)

@@ -37,6 +37,11 @@ SMALL = {
     "bfloat16-pure": {"family": "qwen3", "precision": "bfloat16-pure"},
     "checkpointed": {"precision": "bfloat16", "activation_checkpointing": "full"},
     "compiled": {"precision": "bfloat16", "compile": True},
+    "compiled, checkpointed": {
+        "precision": "bfloat16",
+        "compile": True,
+        "activation_checkpointing": "full",
+    },
     "Muon": {"precision": "float32", "optimizer": "muon"},
     "two micro-batches": {"precision": "bfloat16", "micro_batches": 2},
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
 from bloomery.model.attention.attend import DocumentLayout
@@ -20,6 +21,10 @@ from bloomery.simulate.tracker import MemoryTracker
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
@@ -56,11 +61,12 @@ class _Graphs:
             layout_tensors = [getattr(layout, name) for name in layout_names]
             tables = [] if rotary is None else list(rotary)
             inputs = [*block.parameters(), *block.buffers()], tables, layout_tensors, x_BTD
-            # The first call traces, which makes tensors that a compiled block does not.
+            # The first call traces, which makes tensors that a compiled block does not. What it saves for backward is
+            # kept from the hooks of activation checkpointing, which would miss it in the recomputation.
             rotates = rotary is not None
             if rotates not in self._traced:
                 self._traced[rotates] = self._trace(layout_names, rotates=rotates)
-                with self._tracker.unseen():
+                with self._tracker.unseen(), saved_tensors_hooks(_itself, _itself):
                     self._traced[rotates](*inputs)
             return self._traced[rotates](*inputs)
 
