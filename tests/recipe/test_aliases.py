@@ -626,6 +626,21 @@ def test_micro_batches_of_a_rollout_become_optimizer_steps(
     assert same.objective.steps_per_generation == recipe.objective.steps_per_generation
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "edit"),
+    [
+        ("trl.epsilon", 0.2, "objective.epsilon=0.2"),
+        ("trl.temperature", 0.7, "objective.temperature=0.7"),
+        ("trl.num_iterations", 2, "objective.num_iterations=2"),
+        ("epsilon", 1e-6, "optimizer.eps=1e-06"),
+        ("num_iterations", 1000, "train.max_steps=1000"),
+    ],
+)
+def test_a_key_of_the_trl_section_is_one_of_completions(key, value, edit):
+    """Elsewhere the same name means another key."""
+    assert aliases.look_up(tuple(key.split(".")), value, {}).edits == (edit,)
+
+
 @pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
 def test_every_field_of_trls_configs_is_answered(kind, tmp_path):
     """Of the installed TRL: each is a key of the recipe, or has a reason that is no guess."""

@@ -72,6 +72,8 @@ def look_up(
     """
     names = tuple(part for part in path if isinstance(part, str))
     name = ".".join(names)
+    if names[0] == "trl":  # Axolotl hands the keys of this section to GRPOConfig
+        program = ROLLOUTS
     at_top = _row(f".{names[-1]}", program) if len(names) == 1 else None
     row = at_top or _row(name, program) or _row(names[-1], program)
     if row is not None:

@@ -197,8 +197,8 @@ def _aliases(
         if inner == ("overrides_of_model_config",) and isinstance(value, dict):
             yield from _config_aliases(value, inner, program, empty)
             continue
-        if inner == ("trl",) and isinstance(value, dict):  # Axolotl hands them to GRPOConfig
-            yield from _aliases(value, inner, ROLLOUTS, empty, outer=data)
+        if inner == ("trl",) and isinstance(value, dict):
+            yield from _aliases(value, inner, program, empty, outer=data)
             continue
         alias = look_up(inner, value, {**outer, **data}, program=program)
         if alias is None and isinstance(value, dict):

@@ -182,7 +182,8 @@ class Rewards:
                 f"the reward {source.name} ended its process ({self._ending(source)});"
                 f" {first_prompt}"
             )
-            raise self._failed(source, problem, "correct the function; its last lines are above")
+            fix = "correct the function; where the system ended it for its memory, have it use less"
+            raise self._failed(source, problem, fix)
         assert isinstance(answer, dict)
         if "error" in answer:
             raise self._failed(source, answer["error"], answer["fix"])
