@@ -28,6 +28,7 @@ class Cost:
     live_bytes: int | None
     loss: float | None = None
     learned: int | None = None  # labels that the step learned from, where the side counts them
+    generation_seconds: float | None = None  # of the step, where it samples what it learns from
 
 
 class Ended(Exception):
@@ -61,9 +62,15 @@ class Pace:
         self.stack.close()
         self.cost = Cost(wall, cpu, resident, self.held + self.peak() if self.watched else None)
 
-    def tell(self, loss: float | None, learned: int | None = None) -> None:
+    def tell(
+        self,
+        loss: float | None,
+        learned: int | None = None,
+        generation_seconds: float | None = None,
+    ) -> None:
         assert self.cost is not None, "a step was told of that never stopped"
         self.cost.loss, self.cost.learned = loss, learned
+        self.cost.generation_seconds = generation_seconds
         print(json.dumps(asdict(self.cost)), file=self.answers, flush=True)
         self.cost = None
 

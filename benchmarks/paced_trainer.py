@@ -8,11 +8,12 @@ from transformers import Trainer, TrainerCallback
 
 
 class Paced(TrainerCallback):
-    """`learned`: how many labels the step before learned from, for who counts them."""
+    """`learned`: how many labels the step before learned from, for who counts them; `generation_seconds`: of it."""
 
     def __init__(self) -> None:
         self.pace = Pace()
         self.learned: Callable[[], int | None] = lambda: None
+        self.generation_seconds: Callable[[], float | None] = lambda: None
 
     def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
         self.pace.begin()
@@ -22,7 +23,7 @@ class Paced(TrainerCallback):
 
     def on_log(self, *_args: object, logs: dict[str, float], **_kwargs: object) -> None:
         if "loss" in logs:
-            self.pace.tell(float(logs["loss"]), self.learned())
+            self.pace.tell(float(logs["loss"]), self.learned(), self.generation_seconds())
 
 
 def train(trainer: Trainer) -> None:

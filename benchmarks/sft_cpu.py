@@ -14,8 +14,10 @@ import json
 import runpy
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 
 from side_bloomery import RECIPE
 from side_trl import RATES
@@ -41,6 +43,15 @@ SETTINGS = {  # of both sides; sequences: of a step, by objective
     },
 }
 VOCABULARY = 16_384
+SHAPE = MappingProxyType(
+    {
+        "hidden_size": 384,
+        "intermediate_size": 1056,
+        "num_layers": 6,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+    }
+)
 BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0.8)]
 BOUND = "products"  # the matrix products of the same step alone, at the rate that PyTorch reaches
 # SmolLM2
@@ -77,7 +88,7 @@ def make_real(folder: Path) -> dict:
     return {"rows": rows, "model": "SmolLM2-135M-Instruct"}
 
 
-def make_small(folder: Path, length: int) -> dict:
+def make_small(folder: Path, length: int, shape: Mapping[str, int] = SHAPE) -> dict:
     from bloomery.data.tokenizer.training import train_tokenizer
     from bloomery.model.io.weights import fresh_decoder, model_state, write_model
     from bloomery.model.presets import build_config
@@ -102,17 +113,10 @@ def make_small(folder: Path, length: int) -> dict:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
-    shape = {
-        "hidden_size": 384,
-        "intermediate_size": 1056,
-        "num_layers": 6,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-    }
     model = Model(family="qwen2", max_positions=length, tie_embeddings=True, **shape)
     config = build_config(model, vocab_size=tokenizer.vocab_size, **ids)
     write_model(model_state(fresh_decoder(config, seed=0)), config, init)
-    return {"rows": rows, "vocabulary": tokenizer.vocab_size, "shape": shape}
+    return {"rows": rows, "vocabulary": tokenizer.vocab_size, "shape": dict(shape)}
 
 
 def recipe_text(objective: str, setting: dict) -> str:

@@ -28,13 +28,20 @@ def main() -> None:
     pace, plan = Pace(), planned(folder, overrides)
     from bloomery.train.loop import run
 
+    in_step = False  # a rollout asks between its forwards, too, whether it shall stop
+
     def emit(event: Event) -> None:
+        nonlocal in_step
         if isinstance(event, StepDone):
             pace.stop()
-            pace.tell(event.loss, event.loss_tokens)
+            pace.tell(event.loss, event.loss_tokens, event.rollout_seconds)
+            in_step = False
 
     def stop() -> bool:
-        pace.begin()
+        nonlocal in_step
+        if not in_step:
+            pace.begin()
+            in_step = True
         return False
 
     with tempfile.TemporaryDirectory() as place:

@@ -59,6 +59,10 @@ class Side:
             tokens / step[clock] for tokens, step in zip(self.counted(), self.steps, strict=True)
         ]
 
+    def generation_rates(self) -> list[float]:
+        """Tokens a second of sampling, by round, of sides that train on what they sample."""
+        return [step["learned"] / step["generation_seconds"] for step in self.steps]
+
     @property
     def speed(self) -> float:
         """Tokens that count a second: of text, padding left out, or learned ones."""
@@ -76,6 +80,7 @@ class Side:
             "resident_bytes": max(step["resident_bytes"] for step in self.steps),
             "learned": [step["learned"] for step in self.steps],
             "losses": [step["loss"] for step in (*self.warm, *self.steps, self.watched)],
+            "generation_seconds": [step["generation_seconds"] for step in self.steps],
         }
 
 
@@ -152,14 +157,18 @@ def table(
     return "\n".join(lines)
 
 
-def judged(ours: Side, theirs: Side, figure: Literal["speed", "memory"], bar: float) -> dict:
+def judged(
+    ours: Side, theirs: Side, figure: Literal["speed", "generation", "memory"], bar: float
+) -> dict:
     """A bar beside what was measured: memory must not exceed it, speed, compared round by round, must reach it."""
     memory = figure == "memory"
-    ratio = (
-        ours.watched["live_bytes"] / theirs.watched["live_bytes"]
-        if memory
-        else quicker(ours, theirs)
-    )
+    if memory:
+        ratio = ours.watched["live_bytes"] / theirs.watched["live_bytes"]
+    elif figure == "generation":
+        pairs = zip(ours.generation_rates(), theirs.generation_rates(), strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+    else:
+        ratio = quicker(ours, theirs)
     met = ratio <= bar if memory else ratio >= bar
     verdict = {
         "ours": ours.name,
@@ -169,11 +178,9 @@ def judged(ours: Side, theirs: Side, figure: Literal["speed", "memory"], bar: fl
         "bar": bar,
         "met": met,
     }
-    return (
-        verdict
-        if memory
-        else verdict | {"ratio_of_processor_time": quicker(ours, theirs, "cpu_seconds")}
-    )
+    if figure != "speed":
+        return verdict
+    return verdict | {"ratio_of_processor_time": quicker(ours, theirs, "cpu_seconds")}
 
 
 def told(verdict: dict, names: Mapping[str, str] = MappingProxyType({})) -> str:
