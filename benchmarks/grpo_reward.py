@@ -106,24 +106,39 @@ def gain(before: HeldOut, after: HeldOut) -> dict[str, float]:
     }
 
 
-def trained(folder: Path, recipe: str, name: str) -> tuple[Path, float, float]:
-    """The run of a recipe of the folder, with its seconds and the processor seconds of its process."""
+@dataclass(frozen=True)
+class Trained:
+    """A finished run. `cpu_seconds`: of its processes; None where an earlier call of this script trained it."""
+
+    folder: Path
+    seconds: float
+    cpu_seconds: float | None
+
+
+def trained(folder: Path, recipe: str, name: str) -> Trained:
+    """The run of a recipe of the folder; one that is finished there already is not repeated."""
     import bloomery
+    from bloomery.monitor.events import RunEnded
 
     path = folder / f"{name}.yaml"
+    run_dir = folder / "runs" / name
+    is_finished = (run_dir / "metrics.json").is_file() and path.read_text() == recipe
     path.write_text(recipe)
-    children_before = os.times()
-    start = time.perf_counter()
-    run = bloomery.train(str(path), run_dir=folder / "runs" / name, quiet=True)
-    seconds = time.perf_counter() - start
+    before = os.times()
+    run = (
+        bloomery.api.Run(run_dir, 0)
+        if is_finished
+        else bloomery.train(str(path), run_dir=run_dir, quiet=True)
+    )
+    after = os.times()
     if run.code != 0:
         raise SystemExit(f"{run.folder} ended with code {run.code}")
-    children = os.times()
-    cpu_seconds = sum(
-        getattr(children, part) - getattr(children_before, part)
-        for part in ("children_user", "children_system")
+    events = run.events()
+    ended = next(event for event in events if isinstance(event, RunEnded))
+    cpu_seconds = (after.children_user - before.children_user) + (
+        after.children_system - before.children_system
     )
-    return run.folder, seconds, cpu_seconds
+    return Trained(run.folder, ended.time - events[0].time, None if is_finished else cpu_seconds)
 
 
 def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOut:
@@ -194,7 +209,8 @@ def tiny(folder: Path, seeds: list[int], steps: int) -> dict[str, Any]:
         runs = {}
         for reward in ("share_of_e", "shuffled"):
             recipe = filled(TINY, INIT=init.name, REWARD=reward, STEPS=steps, SEED=seed)
-            runs[reward], seconds, _ = trained(folder, recipe, f"{reward}-{seed}")
+            run = trained(folder, recipe, f"{reward}-{seed}")
+            runs[reward] = run.folder
         true_rewards = runs["share_of_e"]
         start = held_out(true_rewards, true_rewards, init)
         end = held_out(true_rewards, true_rewards)
@@ -212,7 +228,7 @@ def tiny(folder: Path, seeds: list[int], steps: int) -> dict[str, Any]:
         print(
             f"seed {seed}: held-out reward {start.mean:.3f} -> {end.mean:.3f} "
             f"({result['above_start']['standard_errors']:.1f} standard errors), shuffled rewards {control.mean:.3f} "
-            f"({result['above_shuffled']['standard_errors']:.1f}); {seconds:.0f} s",
+            f"({result['above_shuffled']['standard_errors']:.1f}); {run.seconds:.0f} s",
             flush=True,
         )
     least = min(
@@ -239,17 +255,17 @@ def smollm2(folder: Path, seeds: list[int], steps: int) -> dict[str, Any]:
     by_seed = []
     for seed in seeds:
         recipe = filled(SMOLLM2, INIT="smollm2/model", STEPS=steps, SEED=seed)
-        run, seconds, cpu_seconds = trained(folder, recipe, f"smollm2-{seed}")
-        start = held_out(run, run, folder / "smollm2" / "model")
-        end = held_out(run, run)
+        run = trained(folder, recipe, f"smollm2-{seed}")
+        start = held_out(run.folder, run.folder, folder / "smollm2" / "model")
+        end = held_out(run.folder, run.folder)
         result = {
             "seed": seed,
             "prompts": len(start.rewards),
             "start": start.mean,
             "end": end.mean,
             "above_start": gain(start, end),
-            "seconds": seconds,
-            "cpu_minutes": cpu_seconds / 60,
+            "seconds": run.seconds,
+            "cpu_seconds": run.cpu_seconds,
             "samples": [
                 {
                     "prompt": start.prompts[number][-1]["content"],
@@ -267,8 +283,9 @@ def smollm2(folder: Path, seeds: list[int], steps: int) -> dict[str, Any]:
             )
         print(
             f"\nseed {seed}: held-out reward {start.mean:.3f} -> {end.mean:.3f} "
-            f"({result['above_start']['standard_errors']:.1f} standard errors), {steps} steps in {seconds / 60:.1f} "
-            f"minutes, {cpu_seconds / 60:.1f} of processor time",
+            f"({result['above_start']['standard_errors']:.1f} standard errors), {steps} steps in "
+            f"{run.seconds / 60:.1f} minutes"
+            + (f", {run.cpu_seconds / 60:.1f} of processor time" if run.cpu_seconds else ""),
             flush=True,
         )
     least = min(result["above_start"]["standard_errors"] for result in by_seed)
