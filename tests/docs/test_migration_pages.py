@@ -34,7 +34,8 @@ def test_the_edits_of_a_table_load_in_a_recipe(page) -> None:
             ]
             kinds = [edit for edit in edits if ".kind=" in edit]
             for edit in edits:
-                objectives = ("grpo", "ppo") if program == ROLLOUTS else ("dpo", "distill")
+                is_of_rollouts = program == ROLLOUTS or line.startswith("| `trl.")
+                objectives = ("grpo", "ppo") if is_of_rollouts else ("dpo", "distill")
                 lora = edit.startswith("adapter.") and "adapter.kind=lora" not in kinds
                 adapter = ["adapter.kind=lora"] if lora else []
                 needs_objective = edit.startswith("objective.") and not kinds
