@@ -1,5 +1,7 @@
 """Views of a run that is judged by rewards: its lines, its picture, the time that is left, metrics.json."""
 
+from dataclasses import replace
+
 import pytest
 from runs_for_tests import step_done
 
@@ -116,6 +118,22 @@ def test_lines_have_the_reward_before_the_loss():
     assert [row[:2] for row in rows] == [["2", "200"], ["4", "400"]]
     assert [row[2] for row in rows] == ["0.150", "0.350"]  # the mean of two rollouts
     assert rows[1][4] == "0.400"
+
+
+def test_no_line_is_wider_than_the_page():
+    """The last row names the best checkpoint and the time that it took: beside it or below it."""
+    for memory in (False, True):
+        lines = []
+        view = PlainView(RunFacts(every_steps=2, show_memory=memory), lines.append)
+        for event in [*rl_run(12, eval_every=4), RunEnded(step=12, status="done", time=6000.0)]:
+            # The last evaluation is worse than that of step 8.
+            if isinstance(event, EvalDone) and event.step == 12:
+                event = replace(event, loss=-0.1, metrics={"reward": 0.1})
+            if not (isinstance(event, Saved) and event.step == 12):
+                view.write(event)
+        view.close()
+        assert any("best: step 8, done in" in line for line in lines)
+        assert [line for line in lines if len(line) > 100] == []
 
 
 def test_progress_of_rollouts_is_quiet_until_one_takes_long():

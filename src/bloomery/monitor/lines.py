@@ -69,7 +69,7 @@ def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
         "tokens": 11,
         **rewards,
         "loss": 9,
-        name: 10 if len(name) < 10 else 16,
+        name: 16 if "acc" in name else 10 if len(name) < 10 else 12,
         "tokens/s": 11,
         "ETA": 9,
     }
@@ -382,11 +382,16 @@ class PlainView:
         row = "".join(
             f"{line.cells.get(title, line.evaluation):>{width}}" for title, width in columns
         )
+        # Notes stand at the end of the row; where they do not fit, on a line below it.
         notes = ", ".join(line.notes)
-        bar_columns = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
-        self._write(
-            f"{row}   {sparkline(self._curve, bar_columns):<{bar_columns}}  {notes}".rstrip()
-        )
+        is_below = len(row) + 5 + len(notes) > self._width
+        notes_columns = 0 if is_below else len(notes)
+        bar_columns = max(min(_BARS, self._width - len(row) - notes_columns - 5), 0)
+        bar = sparkline(self._curve, bar_columns)
+        self._write(f"{row}   {bar:<{bar_columns}}  {'' if is_below else notes}".rstrip())
+        if is_below:
+            for text in textwrap.wrap(notes, self._width - TITLE):
+                self._write(f"{line.step:>6}     {text}")
         self._last_step = line.step
         for event in line.after:
             self._print(event)
