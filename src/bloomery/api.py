@@ -226,6 +226,8 @@ def plan(
     from bloomery.plan.resolve import local_plan
 
     names, gpus = named_gpus(() if gpu is None else (gpu,), gpus)
+    if "rewards" in sections:  # functions by their names, as `train` stores them
+        sections["rewards"], _ = _reward_entries(sections["rewards"])
     loaded_recipe = _loaded_recipe(recipe, overrides, sections)
     gpu_name = names[0] if names else None
     return advise(loaded_recipe, *local_plan(loaded_recipe, gpu=gpu_name, gpus=gpus, nodes=nodes))

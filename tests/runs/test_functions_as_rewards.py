@@ -80,6 +80,17 @@ def test_a_run_takes_functions_of_this_process_and_again_when_it_is_resumed(tmp_
     assert scores.rewards.keys() == {"share", "length"}
 
 
+def test_a_plan_takes_functions_by_their_names(tmp_path, monkeypatch):
+    (tmp_path / "rl.yaml").write_text(RECIPE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 50)
+    monkeypatch.chdir(tmp_path)
+    report = bloomery.plan("rl.yaml", rewards=[raises, {"function": hangs, "weight": 0.5}])
+    assert [(reward.function, reward.weight) for reward in report.plan.rewards] == [
+        ("raises", 1.0),
+        ("hangs", 0.5),
+    ]
+
+
 def test_a_recipe_that_names_a_function_needs_it(tmp_path, monkeypatch):
     (tmp_path / "rl.yaml").write_text(RECIPE + "rewards: [{function: score}]\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 50)
