@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.bench import measuring
-from bloomery.bench.measuring import BenchResult, search
+from bloomery.bench.measuring import BenchResult, Learning, search
 from bloomery.bench.rig import longest_batches, rounds
 
 HERE = Path(__file__).parent
@@ -39,7 +39,8 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     assert row.plan is not None and row.plan.train.accumulation == 4
     assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
     assert 0.1 < row.peak_gib < 3 and row.planned_gib == row.plan.memory.total / 2**30
-    assert phases == ["starting", "building the model", "warming up", "measuring"]
+    assert phases == ["starting", "building the model", "warming up", "measuring", "learning"]
+    assert row.learning.loss_after < row.learning.loss_before and row.learning.grad_norm > 0
     # The cache keeps kernels that were compiled for this CPU.
     assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"tiny.yaml"}
 
@@ -84,6 +85,22 @@ def test_a_child_that_dies_is_a_row_that_says_so(bench, monkeypatch, fault, outc
     row = bench().point(on_phase=silent)
     assert row.outcome == outcome and message in row.message
     assert time.monotonic() - begun < 30
+
+
+def test_steps_that_learn_nothing_are_no_measurement(bench):
+    """Published speeds exist of steps that changed no weight."""
+    row = bench().point("optimizer.learning_rate=1e-30", on_phase=silent)
+    assert row.outcome == "failed"
+    assert "did not fall" in row.message and row.step_seconds is not None
+
+
+def test_a_gradient_of_zero_is_named():
+    assert (
+        Learning(steps=5, loss_before=2.0, loss_after=1.0, grad_norm=0.0).problem
+        == "the gradient norm is 0"
+    )
+    assert not Learning(steps=5, loss_before=2.0, loss_after=1.9, grad_norm=0.5).problem
+    assert Learning(steps=5, loss_before=2.0, loss_after=float("nan"), grad_norm=0.5).problem
 
 
 def test_what_the_recipe_refuses_is_a_row_that_says_why(bench):

@@ -48,6 +48,32 @@ OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learning:
+    """Some steps on one micro-batch: its loss before and after them, and the gradient norm of the first."""
+
+    steps: int
+    loss_before: float
+    loss_after: float
+    grad_norm: float
+
+    @property
+    def problem(self) -> str:
+        """Why the steps were no training; empty where they were."""
+        if self.grad_norm == 0:
+            return "the gradient norm is 0"
+        if not self.loss_after < self.loss_before:
+            return "the loss of a micro-batch did not fall"
+        return ""
+
+    @property
+    def sentence(self) -> str:
+        losses = f"loss {self.loss_before:.4f} -> {self.loss_after:.4f}"
+        return (
+            f"{losses} in {self.steps} steps on one micro-batch; gradient norm {self.grad_norm:.3g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchResult:
     """A setting: its plan and its measurement. `plan` is None where the recipe was refused.
 
@@ -64,6 +90,7 @@ class BenchResult:
     reserved_gib: float | None = None
     # The share of the time that the measuring thread was ready to run and had no core.
     core_wait: float | None = None
+    learning: "Learning | None" = None  # None where it was not tried
 
     @property
     def disturbed(self) -> bool:
@@ -118,7 +145,7 @@ class Bench:
             return BenchResult(
                 overrides=overrides, plan=None, outcome="refused", message=error.problem
             )
-        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase)
+        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
 
     def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
         """A micro-batch size that need not divide the step; the step has whole micro-batches."""
@@ -166,14 +193,23 @@ def sequences_per_step(plan: RunPlan) -> int:
 
 
 def run(
-    plan: RunPlan, overrides: tuple[str, ...], *, seconds: float, on_phase: OnPhase
+    plan: RunPlan,
+    overrides: tuple[str, ...],
+    *,
+    seconds: float,
+    on_phase: OnPhase,
+    learns: bool = False,
 ) -> BenchResult:
-    """Measures `plan` in a child process. Every end of the child is a result: none raises."""
+    """Measures `plan` in a child process. Every end of the child is a result: none raises.
+
+    `learns`: a setting whose steps do not lower the loss counts as failed.
+    """
     prepared = (plan.data.prepared / "manifest.json").is_file()
     job = {
         "plan": plan.model_dump(mode="json"),
         "seconds": seconds,
         "text": "prepared" if prepared else "random",
+        "learns": learns,
     }
     result = partial(BenchResult, overrides=overrides, plan=plan)
 
@@ -205,6 +241,10 @@ def run(
     limit = plan.memory.limit / 2**30
     outcome: Outcome = "ok"
     message = ""
+    learning = None if reply["learning"] is None else Learning(**reply["learning"])
+    if learning is not None and learning.problem:
+        outcome = "failed"
+        message = f"{learning.problem}: {learning.sentence}"
     if peak is not None and peak > limit:
         outcome = "memory"
         message = f"peak memory {peak:.2f} GiB exceeds the limit of {limit:.2f}"
@@ -216,6 +256,7 @@ def run(
         peak_gib=peak,
         reserved_gib=reply["reserved_gib"],
         core_wait=reply["core_wait"],
+        learning=learning,
     )
 
 
@@ -591,6 +632,8 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
     low, high = _planned_range(row, memory)
     memory_span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
     yield _line("", f"{row.peak_gib:.2f} GiB: {PLACES[places['memory']]} {memory_span}")
+    if row.learning is not None:
+        yield _line("", row.learning.sentence)
     if row.reserved_gib is not None:
         yield _line(
             "", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}"

@@ -19,7 +19,7 @@ from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
-from bloomery.train.step import train_step
+from bloomery.train.step import StepResult, train_step
 
 MOST_ROUNDS = 20
 # There is no second round after one that took this many times the seconds to measure.
@@ -27,12 +27,17 @@ MUCH_LONGER = 4.0
 OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: at most so many skipped steps
 # A small learning rate costs the same, and random tokens do not make the weights diverge.
 LR_SCALE = 0.01
+# A step that learns nothing can be fast. So a measured setting also takes some steps on one micro-batch, at a learning
+# rate that lowers its loss and that even a rate without warm-up does not make diverge.
+LEARNING_STEPS = 5
+LEARNING_LR_SCALE = 0.1
 
 
 def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[str, Any]:
     """A step with the longest documents for the peak, then timed steps with the run's dataset where it is prepared.
 
-    Raises torch's out-of-memory errors, and UserError for a damaged dataset or when no step is finite.
+    With `job["learns"]` also a few steps on one micro-batch, to see its loss fall. Raises torch's out-of-memory errors,
+    and UserError for a damaged dataset or when no step is finite.
     """
     plan = RunPlan.model_validate(job["plan"])
     set_up_process(plan)
@@ -65,6 +70,10 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     if core_wait_before is not None:
         core_wait_after = core_wait_seconds() or core_wait_before
         core_wait = (core_wait_after - core_wait_before) / (time.perf_counter() - begin_seconds)
+    learning = None
+    if job["learns"]:
+        on_phase("learning")
+        learning = rig.learn(batches[:1])
     reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
     return {
         "outcome": "ok",
@@ -72,6 +81,7 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
         "peak_gib": peak_memory_gib(plan.train.device),
         "reserved_gib": reserved,
         "core_wait": core_wait,
+        "learning": learning,
     }
 
 
@@ -100,10 +110,25 @@ class Rig:
         self._wait()
         return time.perf_counter() - begin_seconds
 
+    def learn(self, batches: list[Batch]) -> dict[str, float]:
+        """The loss before and after some steps on the same micro-batches, and the first one's gradient norm."""
+        steps = [
+            self._train(batches, lr_scale=LEARNING_LR_SCALE) for _ in range(LEARNING_STEPS + 1)
+        ]
+        return {
+            "steps": LEARNING_STEPS,
+            "loss_before": steps[0].loss,
+            "loss_after": steps[-1].loss,
+            "grad_norm": steps[0].grad_norm,
+        }
+
     def _step(self, batches: list[Batch]) -> bool:
+        return self._train(batches, lr_scale=LR_SCALE).taken
+
+    def _train(self, batches: list[Batch], *, lr_scale: float) -> StepResult:
         return train_step(
-            self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=LR_SCALE
-        ).taken
+            self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=lr_scale
+        )
 
     def _wait(self) -> None:
         if self._plan.device == "cuda":

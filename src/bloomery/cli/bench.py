@@ -278,5 +278,6 @@ def _row(row: "BenchResult") -> dict[str, Any]:
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,
         "core_wait": row.core_wait,
+        "learning": row.learning,
         "plan": plan_document,
     }
