@@ -133,7 +133,7 @@ def _parts() -> Iterator[str]:
         top += 34
         for stage in range(STAGES):
             y = top + stage * ROW
-            yield f'<text class="s" x="12" y="{y + 13:g}">stage {stage}</text>'
+            yield f'<text class="s" x="12" y="{y + 13:g}">stage {stage + 1}</text>'
             yield f'<rect class="w" x="{LEFT}" y="{y:g}" width="{duration * UNIT:g}" height="18"/>'
         for one_pass in passes:
             x_start = LEFT + one_pass.start * UNIT
