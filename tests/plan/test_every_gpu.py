@@ -18,7 +18,9 @@ EVERY = list(devices())
 # Cards of one architecture and one memory size differ in their rates alone: the fastest stands for them.
 CARDS = list({(card.arch, card.memory_bytes): card for card in EVERY}.values())
 # these go on with a run
-RECIPES = sorted(name for name in packaged() if not name.startswith("demo-chat"))
+RECIPES = sorted(
+    name for name in packaged() if not name.startswith("demo-chat") and name != "demo-rl"
+)
 HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.max_steps=10")
 
 

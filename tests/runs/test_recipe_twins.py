@@ -40,7 +40,7 @@ def test_every_recipe_that_starts_from_a_model_has_a_twin():
     # tests/train/test_ranks_recipes.py has theirs
     several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}
     assert asked - sizes - several == set(TWINS)
-    assert len(TWINS) == 16
+    assert len(TWINS) == 17
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -104,6 +104,28 @@ def test_a_twin_learns_small_pairs(tmp_path):
     assert exams[-1] < FIRST["pair"] - 0.005
 
 
+def test_the_twin_with_rewards_begins_with_digits(tmp_path):
+    """On few steps of few completions: the reward of random weights is near the share of digits among all tokens."""
+    done = Bloomery(tmp_path).run(
+        "train",
+        "qwen2.5-1.5b-grpo-tiny",
+        "--run-dir",
+        "run",
+        "train.max_steps=12",
+        "train.batch_size=24",
+        "optimizer.learning_rate=1e-2",
+        "optimizer.warmup=2 steps",
+        "data.chat.template=none",
+        "data.sequence_length=32",
+        "eval.every=6 steps",
+        "checkpoint.every=12 steps",
+    )
+    assert done.returncode == 0, done.stderr
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    rewards = [event.metrics["reward"] for event in events if isinstance(event, EvalDone)]
+    assert rewards[-1] > 0.3
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, tmp_path):
     began = sum(os.times()[2:4])  # of children
@@ -114,6 +136,9 @@ def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, tmp_
     events = list(read_events(tmp_path / "run/events.jsonl"))
     exams = [event for event in events if isinstance(event, EvalDone)]
     unit = load_recipe(f"{name}-tiny").recipe.objective.spec.loss_unit
+    if unit == "completion":
+        assert exams[-1].metrics["reward"] > exams[0].metrics["reward"] + 0.2
+        return
     kind = "token" if unit == "label" else unit  # of distillation, both in nats
     assert exams[-1].loss < FIRST[kind] - (0.005 if kind == "pair" else 1.0)
     assert kind == "pair" or exams[-1].loss < exams[0].loss

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -49,7 +49,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.lines import TITLE, WIDTH, PlainView, titled
-from bloomery.monitor.summary import RunFacts, summary_of
+from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
 from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
@@ -122,10 +122,15 @@ class Story:
         finally:
             self._status.stop()
 
-    def begin_table(self, steps: int) -> None:
-        """Starts the table, once the length of the run is known; earlier lines have no ETA."""
+    def begin_table(self, steps: int, started: RunStarted | None = None) -> None:
+        """Starts the table, once the length of the run is known; earlier lines have no ETA. `started` says how the run
+        is judged, by default by its loss.
+        """
         facts = RunFacts(every_steps=2**62, steps=steps)
-        self._table = PlainView(facts, self._print, width=self.width)
+        summary = RunSummary(steps=steps, announced=steps)
+        if started is not None:
+            summary.add(started)
+        self._table = PlainView(facts, self._print, summary, width=self.width)
         self._steps = steps
 
     def end_table(self) -> None:
@@ -136,18 +141,20 @@ class Story:
 
 @dataclass
 class Kill:
-    """The kill, and the losses of the repeated steps before and after it."""
+    """The kill, and the results of the repeated steps before and after it: their losses, or more than these."""
 
     step: int
     saved_step: int  # of the checkpoint that the run resumes from
-    losses_before: dict[int, float | None]
-    losses_after: dict[int, float | None] = field(default_factory=dict)
+    results_before: dict[int, Any]
+    results_after: dict[int, Any] = field(default_factory=dict)
     killed_at: float = field(default_factory=time.time)
 
     @property
     def differing_steps(self) -> list[int]:
         return [
-            step for step, loss in self.losses_before.items() if self.losses_after.get(step) != loss
+            step
+            for step, result in self.results_before.items()
+            if self.results_after.get(step) != result
         ]
 
 
@@ -202,7 +209,7 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     try:
         kill, forecast = _train_and_kill(folder, story, start_time)
         if kill is not None:
-            _resume(folder, story, kill)
+            resume_killed(folder, story, kill, lambda event: event.loss, "losses")
     finally:
         story.end_table()
     return _evaluate(folder, story, kill, forecast, start_time)
@@ -236,7 +243,7 @@ def run_name(folder: Path) -> str:
     return shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
 
 
-def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
+def follow_run(folder: Path, *arguments: str, poll_seconds: float = 0.05) -> Generator[Event]:
     """The events of `bloomery ARGUMENTS` in a process until it ends; `close` kills it and its ranks.
 
     Its process group is its own, and Ctrl+C is forwarded once. Raises UserError with its error when it fails.
@@ -256,7 +263,10 @@ def follow_run(folder: Path, *arguments: str) -> Generator[Event]:
     try:
         try:
             yield from follow(
-                events, lambda: process.poll() is not None, start=known_bytes, poll_seconds=0.05
+                events,
+                lambda: process.poll() is not None,
+                start=known_bytes,
+                poll_seconds=poll_seconds,
             )
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
@@ -326,8 +336,8 @@ def _train_and_kill(
             if isinstance(event, StepDone) and late:
                 events.close()
                 story.note(event.step, "training process killed on purpose (kill -9)")
-                losses_before = {step: loss for step, loss in losses.items() if step > saved_step}
-                return Kill(event.step, saved_step, losses_before), forecast
+                repeated = {step: loss for step, loss in losses.items() if step > saved_step}
+                return Kill(event.step, saved_step, repeated), forecast
     return None, forecast
 
 
@@ -389,28 +399,38 @@ def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
     )
 
 
-def _resume(folder: Path, story: Story, kill: Kill) -> None:
-    """Resumes the killed run, compares the losses of the steps that it repeats, and follows it to its end."""
+def resume_killed(
+    folder: Path,
+    story: Story,
+    kill: Kill,
+    result_of: Callable[[StepDone], Any],
+    compared: str,
+) -> None:
+    """Resumes the killed run, compares the results of the steps that it repeats, and follows it to its end.
+
+    `compared`: what `result_of` gives of a step, in a word or two.
+    """
     story.show_status("resuming from the last checkpoint")
     first_step_time: float | None = None
     with closing(follow_run(folder, "resume", str(folder))) as events:
         for event in events:
             if event.step > kill.step:
                 story.show(event)
-            if not isinstance(event, StepDone) or event.step not in kill.losses_before:
+            if not isinstance(event, StepDone) or event.step not in kill.results_before:
                 continue
             if first_step_time is None:
                 first_step_time = event.time
-            kill.losses_after[event.step] = event.loss
+            kill.results_after[event.step] = result_of(event)
             if event.step == kill.step:
-                story.note(kill.saved_step, _resume_text(kill, first_step_time - kill.killed_at))
+                seconds = first_step_time - kill.killed_at
+                story.note(kill.saved_step, _resume_text(kill, seconds, compared))
 
 
-def _resume_text(kill: Kill, seconds: float) -> str:
-    """The line about the resume: its time, the repeated steps, and whether their losses are the same."""
-    outcome = "losses bitwise identical"
+def _resume_text(kill: Kill, seconds: float, compared: str) -> str:
+    """The line about the resume: its time, the repeated steps, and whether their results are the same."""
+    outcome = f"{compared} bitwise identical"
     if differing_steps := kill.differing_steps:
-        counts = f"{len(differing_steps)} of {len(kill.losses_before)} losses differ"
+        counts = f"{compared} of {len(differing_steps)} of {len(kill.results_before)} steps differ"
         outcome = f"{counts}, the first at step {differing_steps[0]}"
     steps = f"steps {kill.saved_step + 1} to {kill.step}"
     return f"resumed in {seconds:.1f} s; repeated {steps}: {outcome}"
@@ -477,7 +497,7 @@ def _evaluate(
         "report": str(report),
         "folder": str(folder),
         "killed_at_step": kill.step if kill else None,
-        "repeated_steps": len(kill.losses_before) if kill else 0,
+        "repeated_steps": len(kill.results_before) if kill else 0,
         "differing_losses": len(kill.differing_steps) if kill else 0,
     }
 
@@ -510,12 +530,17 @@ def _compare_with_compressors(
         "bits per byte on the whole validation set "
         f"(lower is better; {repeated_share:.0%} of its lines occur in training)",
     )
-    max_value = max(bits_per_byte.values())
-    for name, value in bits_per_byte.items():
-        num_blocks, eighths = divmod(round(value / max_value * BAR_WIDTH * 8), 8)
-        bar = "█" * num_blocks + EIGHTHS[eighths].strip()
-        story.write("", f"  {name:<10}{value:>6.2f}  {bar}")
+    write_bars(story, bits_per_byte)
     return bits_per_byte
+
+
+def write_bars(story: Story, values: dict[str, float], *, longest: float | None = None) -> None:
+    """A line with a bar for each value. `longest`: the value of a whole bar, by default the largest one."""
+    longest = longest or max(values.values())
+    for name, value in values.items():
+        num_blocks, eighths = divmod(round(value / longest * BAR_WIDTH * 8), 8)
+        bar = "█" * num_blocks + EIGHTHS[eighths].strip()
+        story.write("", f"  {name:<10}{value:>6.2f}  {bar}".rstrip())
 
 
 def _planned_and_measured(folder: Path, plan: RunPlan, forecast: Forecast, seconds: float) -> str:
@@ -536,6 +561,11 @@ def _show_next_steps(story: Story, folder: Path) -> None:
         'bloomery train demo data.path=~/my-code data.glob="*.go"': "your own code",
         'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "before you buy a GPU",
     }
+    write_next_steps(story, commands)
+
+
+def write_next_steps(story: Story, commands: dict[str, str]) -> None:
+    """Commands, each with its purpose."""
     # After `make demo`, bloomery is in an environment that this shell has not activated.
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("bloomery") is None and activate.is_file():

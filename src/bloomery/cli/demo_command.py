@@ -1,4 +1,4 @@
-"""The command `bloomery demo`, and `bloomery demo chat`."""
+"""The command `bloomery demo`, with `bloomery demo chat` and `bloomery demo rl`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from bloomery.cli.common import NewPath, print_json
 
 
 @click.command()
-@click.argument("part", required=False, type=click.Choice(["chat"]))
+@click.argument("part", required=False, type=click.Choice(["chat", "rl"]))
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr."
 )
@@ -17,13 +17,14 @@ def command(part: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
 
     `bloomery demo chat` then fine-tunes that model with LoRA: a minute more.
+    `bloomery demo rl` trains another one with rewards (GRPO): 2 minutes, too.
 
     Example: bloomery demo --run-dir runs/first
     """
-    from bloomery.cli import demo, demo_chat
+    from bloomery.cli import demo, demo_chat, demo_rl
 
-    run_demo = demo_chat.demonstrate if part == "chat" else demo.demonstrate
-    document = run_demo(run_dir=run_dir, as_json=as_json)
+    demos = {None: demo.demonstrate, "chat": demo_chat.demonstrate, "rl": demo_rl.demonstrate}
+    document = demos[part](run_dir=run_dir, as_json=as_json)
     if as_json:
         print_json(document)
     return 0

@@ -339,8 +339,10 @@ class Data(Section):
     columns: dict[str, str] = key(
         {}, "Names of the dataset's columns, by role; default: the usual names.", {"text": "text"}
     )
-    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = key(
-        None, "Dataset made from the Python installation of this machine.", "stdlib-code"
+    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs", "arithmetic"] | None = key(
+        None,
+        "Dataset made on this machine: of Python's standard library, or sums of two numbers.",
+        "stdlib-code",
     )
     sources: list[Source] = key(
         [],

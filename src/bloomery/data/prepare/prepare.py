@@ -24,7 +24,7 @@ from bloomery.data.shards import (
     check_shards,
     read_manifest,
 )
-from bloomery.data.sources import builtin
+from bloomery.data.sources import arithmetic, builtin
 from bloomery.data.sources.formats import FORMATS
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
 from bloomery.data.tokenizer.tokenizer import tokenizer_spec
@@ -52,15 +52,15 @@ def identity(loaded: LoadedRecipe) -> str:
     if data["validation"] == AUTO:  # resolved from the files, which are compared and may be gone
         data["validation"] = "1%"
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
-    if recipe.data.builtin:
+    if recipe.data.builtin not in (None, arithmetic.NAME):
         parts["python"] = builtin.identity()
     if (longest_prompt := max_prompt_tokens(recipe)) is not None:
         parts["max_prompt_tokens"] = longest_prompt
     formats = {recipe.data.format, *(source.format for source in recipe.data.sources)}
     reads_text = recipe.objective.spec.reads_text
     if reads_text:  # can the keys of data.chat change the tokens?
-        mined = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
-        formatted = mined or recipe.data.chat != Chat() or bool(formats & set(FORMATS))
+        has_examples = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
+        formatted = has_examples or recipe.data.chat != Chat() or bool(formats & set(FORMATS))
     else:
         formatted = recipe.data.builtin != "stdlib-code" and not formats <= {
             "text",

@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
-from bloomery.data.sources import builtin
+from bloomery.data.sources import arithmetic, builtin
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
     FORMATS,
@@ -108,6 +108,8 @@ class Dataset:
     @property
     def text_bytes(self) -> float:
         """The approximate bytes of the files that become documents."""
+        if self.builtin == arithmetic.NAME:
+            return arithmetic.num_bytes(self.required_format)
         return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
@@ -131,7 +133,8 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
                 where="data.builtin",
                 fix="use stdlib-code",
             )
-        files = tuple(builtin.stdlib_files())
+        made_here = data.builtin == arithmetic.NAME
+        files = () if made_here else tuple(builtin.stdlib_files())
         return [Dataset(data.builtin, files, required_format=required_format, builtin=data.builtin)]
     return [open_dataset(source, required_format) for source in sources_of(data)]
 
@@ -168,11 +171,10 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
     """Every document in the order of the files. Raises UserError for a row that cannot be read; with on_error "skip"
     counts it in `stats`.
     """
-    if dataset.builtin in ("stdlib-chat", "stdlib-pairs"):
+    builtin_examples = _builtin_examples(dataset)
+    if builtin_examples is not None:
         stats.formats.add(dataset.path)
-        for example in (
-            builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations
-        )(dataset.files):
+        for example in builtin_examples:
             for unit in documents_of(example, dataset.required_format):
                 yield Document(unit.source, unit)
         stats.bytes_read += dataset.bytes
@@ -189,6 +191,18 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
             else:
                 raise document
         stats.bytes_read += file.path.stat().st_size
+
+
+def _builtin_examples(dataset: Dataset) -> Iterator[Example] | None:
+    """The examples of a built-in dataset; None for one of files, also where these are built in."""
+    match dataset.builtin:
+        case "stdlib-chat":
+            return builtin.conversations(dataset.files)
+        case "stdlib-pairs":
+            return builtin.pairs(dataset.files)
+        case arithmetic.NAME:
+            return arithmetic.examples(dataset.required_format)
+    return None
 
 
 _Read = Callable[[Value], Sequence[Document]]  # of a row; raises BadRow
