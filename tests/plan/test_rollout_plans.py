@@ -1,5 +1,8 @@
 """Plans of runs that train on their own completions. Oracles: the tensors of a real rollout, `pack`, and arithmetic."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from plan_help import gpu_machine, loaded, machine, planned, reported
@@ -7,11 +10,16 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.model.cache import Cache
+from bloomery.model.decoder import Decoder
+from bloomery.model.families import config_to_hf
 from bloomery.model.limits import ROLLOUT_SLOTS
+from bloomery.model.presets import build_config
 from bloomery.plan.advise import edited
+from bloomery.plan.estimate.rollouts import ROLLOUT_FRAGMENTATION
 from bloomery.plan.page import page
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import Model
 from bloomery.train.rollout import Sample, pack
 
 VERIFIER = {"verifier": "exact_match", "column": "answer"}
@@ -25,12 +33,12 @@ LARGE = {
 }
 
 
-def rl(*, objective=None, train=None, data=None, **sections):
+def rl(*, objective=None, train=None, data=None, rewards=(VERIFIER,), **sections):
     """A small run with rewards: 8 completions of each of 4 prompts in a step, of 32 tokens at most."""
     kind = {"kind": "grpo", "max_completion_length": 32, **(objective or {})}
     return loaded(
         objective=kind,
-        rewards=[VERIFIER],
+        rewards=list(rewards),
         data={"sequence_length": 128, "builtin": None, "path": "prompts.jsonl", **(data or {})},
         train={"batch_size": 32, "tokens_per_step": "auto", "max_steps": 10, **(train or {})},
         **sections,
@@ -69,6 +77,35 @@ def test_the_cache_has_the_bytes_of_the_one_that_samples():
         layer.memory(config.num_kv_heads, config.head_dim, torch.zeros(1))
     counted = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert rollout.memory.parts["KV cache"] == counted
+
+
+@pytest.mark.parametrize("gpu", [None, "MI300X"])
+def test_reward_models_are_counted_while_sampling_and_in_the_step(gpu, tmp_path):
+    fields = {name: value for name, value in LARGE.items() if name != "vocab_size"}
+    config = replace(build_config(Model(**fields), vocab_size=32_000), head="values")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    on = machine() if gpu is None else gpu_machine(gpu)
+    models = [{"model": str(tmp_path), "name": name} for name in ("one", "again")]
+    plan = planned(rl(rewards=[VERIFIER, *models]), on, dataset=prompts())
+    without = planned(rl(), on, dataset=prompts())
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    weights = 2 * sum(parameter.numel() for parameter in decoder.parameters())  # bfloat16
+    for memory in (plan.memory, plan.rollout.memory):
+        assert memory.parts["reward models"] == weights
+    assert "reward models" not in without.memory.parts
+    assert plan.memory.total - without.memory.total >= weights
+
+
+def test_sampling_between_the_steps_leaves_holes_in_the_memory():
+    uncompiled = {"compile": False}
+    with_rollouts = planned(rl(train=uncompiled), machine(), dataset=prompts())
+    alone = planned(loaded(train=uncompiled), machine())
+    for plan, holes in ((with_rollouts, 0.45 + ROLLOUT_FRAGMENTATION), (alone, 0.45)):
+        parts = plan.memory.parts
+        assert parts["fragmentation"] == pytest.approx(
+            holes * (parts["activations"] + parts["logits"])
+        )
 
 
 @pytest.mark.parametrize("prompt_tokens", [10, 31, 70])

@@ -68,7 +68,7 @@ class Facts:
 
     `known_vocabulary`: of the model that training starts from, None for a fresh one; `new_tokens`: those added to its
     tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: warnings about code of the model
-    that is never run.
+    that is never run; `reward_models`: those whose shapes are known, each once.
     """
 
     machine: Machine
@@ -82,6 +82,7 @@ class Facts:
     new_ids: tuple[int, ...]
     teacher: ModelConfig | None
     unrun: tuple[str, ...]
+    reward_models: tuple[ModelConfig, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -152,9 +153,8 @@ def facts_of(
     teacher = (
         known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
     )
-    for reward in recipe.rewards:
-        if isinstance(reward, ModelReward):
-            _refuse_no_reward_model(reward.model)
+    names = [reward.model for reward in recipe.rewards if isinstance(reward, ModelReward)]
+    reward_models = [_reward_model(name) for name in dict.fromkeys(names)]
     refuse_misfits(recipe, trained, dataset, known_vocabulary=known_vocabulary, added=added)
     return Facts(
         machine=machine,
@@ -168,14 +168,18 @@ def facts_of(
         new_ids=ids,
         teacher=teacher,
         unrun=() if start is None else tuple(_unrun_programs(start, config)),
+        reward_models=tuple(config for config in reward_models if config is not None),
     )
 
 
-def _refuse_no_reward_model(name: str) -> None:
-    """Raises UserError for a folder or a run that has no values; a model that is still to be downloaded passes."""
+def _reward_model(name: str) -> ModelConfig | None:
+    """The shape of a reward model; None for an adapter alone, and for a model that is in no table and not here yet.
+
+    Raises UserError for a folder or a run that has no values.
+    """
     folder = cached_model(name)
     if folder is None:
-        return
+        return published_config(name)
     config: ModelConfig | None = None
     if (folder / "config.json").is_file():
         config = read_config(folder)
@@ -195,6 +199,7 @@ def _refuse_no_reward_model(name: str) -> None:
             fix="train one on preference pairs: objective.kind=reward",
             code=2,
         )
+    return config
 
 
 def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:

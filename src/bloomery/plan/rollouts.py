@@ -95,6 +95,7 @@ def _shape(
     has_values = objective.spec.value_head
     return RolloutShape(
         step=micro_batching.step,
+        reward_models=facts.reward_models,
         num_prompts=num_prompts,
         num_generations=objective.num_generations,
         num_steps=num_steps,

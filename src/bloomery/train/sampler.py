@@ -4,7 +4,9 @@ Ranks take different numbers of forwards, as completions have different lengths.
 ranks hold shards of the model, each gathers a whole copy first.
 """
 
+import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -288,6 +290,16 @@ def generating(state: TrainState, plan: RunPlan) -> Iterator[Decoder]:
             yield model
     finally:
         model.step = None
+        return_sampling_memory()
+
+
+def return_sampling_memory() -> None:
+    """Give the system what malloc keeps of sampling: keys, values and logits of other sizes than those of training."""
+    gc.collect()
+    if sys.platform == "linux":
+        c_library = ctypes.CDLL(None)
+        if hasattr(c_library, "malloc_trim"):  # musl has none
+            c_library.malloc_trim(0)
 
 
 @torch.no_grad()

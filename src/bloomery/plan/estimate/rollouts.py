@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, layers
+from bloomery.model.counting import flops_per_token, layers, parameter_count
 from bloomery.model.limits import ROLLOUT_SLOTS
 from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
@@ -41,6 +41,9 @@ PACKED_TOKEN = 56
 # for two of them; every policy has packed advantages.
 STORED_TARGETS = 3
 PACKED_TARGETS = 8
+# Of activations and logits on a CPU, more than of a run without rollouts: malloc keeps what sampling and micro-batches
+# of other documents leave between live tensors. Measured 0.4 to 0.8 on three runs: docs/explanation/memory.md
+ROLLOUT_FRAGMENTATION = 0.55
 LANES = 16  # the compiled step pads the rank of LoRA to so many
 
 
@@ -66,6 +69,7 @@ class RolloutShape:
     steps_per_pass: int = 1
     has_values: bool = False  # of a value head: each token has a value, an advantage and a return
     sharded: bool = False  # then each rank samples with a whole copy of the weights
+    reward_models: tuple[ModelConfig, ...] = ()  # each rank has a whole copy of each
 
     @property
     def config(self) -> ModelConfig:
@@ -115,7 +119,7 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
         for name, size in training.parts.items()
         if name in ("weights", "adapter", "optimizer", "teacher", "context", "runtime")
     }
-    parts |= sampling_parts(shape)
+    parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:
         model = shape.step.model
         parts["whole copy"] = model.weight_bytes(shape.step.precision) + model.adapter_bytes
@@ -187,14 +191,25 @@ def packed_bytes(shape: RolloutShape) -> float:
     return float(token_bytes * micro_batches * shape.step.tokens_per_micro_batch)
 
 
+def reward_model_parts(shape: RolloutShape) -> dict[str, float]:
+    """Bytes of the weights of reward models, in the dtype of matmuls; their forwards need less than a step's."""
+    if not shape.reward_models:
+        return {}
+    num_parameters = sum(map(parameter_count, shape.reward_models))
+    return {"reward models": float(num_parameters * shape.step.element_bytes)}
+
+
 def with_stored_rollout(shape: RolloutShape, training: MemoryEstimate) -> MemoryEstimate:
-    """The step's memory with the rollout that it trains on; a GPU's own memory does not hold it."""
-    if shape.step.on_gpu:
-        return training
-    kept_bytes = stored_bytes(shape) + packed_bytes(shape)
+    """The step's memory with reward models, and with the rollout that it trains on, which a GPU does not hold."""
+    parts = training.parts | reward_model_parts(shape)
+    if not shape.step.on_gpu:
+        parts["rollout"] = stored_bytes(shape) + packed_bytes(shape)
+        freed_bytes = ROLLOUT_FRAGMENTATION * (parts["activations"] + parts["logits"])
+        parts["fragmentation"] = parts.get("fragmentation", 0.0) + freed_bytes
+    kept_bytes = sum(parts.values()) - training.total
     return training.model_copy(
         update={
-            "parts": {**training.parts, "rollout": kept_bytes},
+            "parts": parts,
             "low": training.low + kept_bytes * (1 - SPREAD),
             "high": training.high + kept_bytes * (1 + SPREAD),
         }
