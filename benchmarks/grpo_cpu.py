@@ -1,6 +1,6 @@
 """GRPO on a CPU: whole steps of Bloomery beside TRL's GRPOTrainer, in turn: generation, rewards and update.
 
-    python benchmarks/grpo_cpu.py [--models small smollm2] [--tokens 16 128] [--steps 3] [--work FOLDER]
+    python benchmarks/grpo_cpu.py [--models small smollm2] [--tokens 16 128] [--steps 2] [--all-forms] [--work FOLDER]
 
 Every side is a process that waits while another one works. All have the same prompts, tokenizer, chat template, first
 weights, reward, number of completions and their greatest length. `small` is a model of 6 layers with random weights,
@@ -29,7 +29,7 @@ SETTINGS = {  # of both sides; a rank of 0: every weight is trained
         "alpha": 0,
         "target_modules": [],
         "learning_rate": 1e-4,
-        "micro_batches": (64, 16),  # of TRL
+        "micro_batches": (16, 64),  # of TRL; the first alone unless all forms are asked for
     },
     "smollm2": {
         "batch_size": 32,
@@ -38,9 +38,11 @@ SETTINGS = {  # of both sides; a rank of 0: every weight is trained
         "alpha": 32,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
         "learning_rate": 1e-5,
-        "micro_batches": (32, 8),
+        "micro_batches": (8, 32),
     },
 }
+# Of TRL. The first was its quickest on a CPU with bf16 instructions, in one micro-batch as in four.
+FORMS = ("bf16", "fp32", "bf16-weights")
 LONGEST_PROMPT = 160  # characters
 PROMPT_TOKENS = 96  # that prompts have at most, with the chat template
 BARS = [("generation", 1.5), ("speed", 1.5), ("memory", 1.0)]
@@ -100,10 +102,13 @@ logging: {{trackers: [], completions: none}}
 """
 
 
-def commands(folder: Path, model: str, forms: list[str]) -> dict[str, list[str]]:
+def commands(folder: Path, model: str, *, all_forms: bool) -> dict[str, list[str]]:
     """Each side's program and arguments. TRL has several forms, of which the quickest counts."""
     theirs, ours = str(HERE / "side_grpo.py"), str(HERE / "side_bloomery.py")
     micro_batches = SETTINGS[model]["micro_batches"]
+    forms = FORMS if all_forms else FORMS[:1]
+    if not all_forms:
+        micro_batches = micro_batches[:1]
     sides = {
         f"TRL {form}, {size}": [theirs, str(folder), form, str(size)]
         for form in forms
@@ -112,14 +117,14 @@ def commands(folder: Path, model: str, forms: list[str]) -> dict[str, list[str]]
     return sides | {"bloomery": [ours, str(folder)]}
 
 
-def measure(folder: Path, model: str, new_tokens: int, forms: list[str], rounds: int) -> dict:
+def measure(folder: Path, model: str, new_tokens: int, *, all_forms: bool, rounds: int) -> dict:
     """All sides of one setting, and what of the target they meet."""
     write_setting(folder, model, new_tokens)
     print(f"\n{model}, {new_tokens} new tokens", flush=True)
     with ExitStack() as stack:
         sides = [
             stack.enter_context(started(name, command, folder))
-            for name, command in commands(folder, model, forms).items()
+            for name, command in commands(folder, model, all_forms=all_forms).items()
         ]
         compare(sides, rounds)
         print(table(sides, counted="whole"))
@@ -142,8 +147,10 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 128], help="new tokens")
-    parser.add_argument("--forms", nargs="+", default=["bf16", "fp32"], help="of TRL")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
+    parser.add_argument(
+        "--all-forms", action="store_true", help="TRL in each precision and micro-batch size"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each side")
     parser.add_argument("--work", type=Path, help="keeps prompts, logs and weights here")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "grpo_cpu.json")
     given = parser.parse_args()
@@ -154,7 +161,15 @@ def main() -> None:
         for model in given.models:
             make_folder(work / model, model)
             for new_tokens in given.tokens:
-                results.append(measure(work / model, model, new_tokens, given.forms, given.steps))
+                results.append(
+                    measure(
+                        work / model,
+                        model,
+                        new_tokens,
+                        all_forms=given.all_forms,
+                        rounds=given.steps,
+                    )
+                )
     report = {
         "machine": machine(),
         "settings": SETTINGS,
