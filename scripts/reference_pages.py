@@ -264,9 +264,7 @@ def formats_page() -> str:
         for name in FORMATS
     ]
     head = "| `data.format` | required columns | optional roles | objectives |\n|---|---|---|---|"
-    plain = (
-        f"| [`text`](#text) | one text column | | {_names(k for k in OBJECTIVES if _reads_text(k))} |"
-    )
+    plain = f"| [`text`](#text) | one text column | | {_names(k for k in OBJECTIVES if _reads_text(k))} |"
     tokens = "| [`tokens`](#tokens) | one column of token ids | a loss mask | `pretrain`, `sft`, `distill` |"
     return "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections]) + "\n" + PLAIN
 
