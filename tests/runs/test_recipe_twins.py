@@ -8,7 +8,7 @@ import random
 import pytest
 from runs_of_bloomery import Bloomery
 
-from bloomery.monitor.events import EvalDone, read_events
+from bloomery.monitor.events import EvalDone, StepDone, read_events
 from bloomery.recipe.load import load_recipe, packaged
 
 TWINS = sorted(
@@ -40,7 +40,7 @@ def test_every_recipe_that_starts_from_a_model_has_a_twin():
     # tests/train/test_ranks_recipes.py has theirs
     several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}
     assert asked - sizes - several == set(TWINS)
-    assert len(TWINS) == 17
+    assert len(TWINS) == 18
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -136,11 +136,52 @@ def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, tmp_
     events = list(read_events(tmp_path / "run/events.jsonl"))
     exams = [event for event in events if isinstance(event, EvalDone)]
     unit = load_recipe(f"{name}-tiny").recipe.objective.spec.loss_unit
-    if unit == "completion":
-        assert exams[-1].metrics["reward"] > exams[0].metrics["reward"] + 0.2
-        return
     kind = "token" if unit == "label" else unit  # of distillation, both in nats
-    assert exams[-1].loss < FIRST[kind] - (0.005 if kind == "pair" else 1.0)
-    assert kind == "pair" or exams[-1].loss < exams[0].loss
+    if kind == "completion":
+        # Held-out prompts, against the completions of random weights.
+        first = next(event for event in events if isinstance(event, StepDone))
+        assert exams[-1].metrics["reward"] > first.metrics["reward"] + 0.2
+    else:
+        assert exams[-1].loss < FIRST[kind] - (0.005 if kind == "pair" else 1.0)
+        assert kind == "pair" or exams[-1].loss < exams[0].loss
     assert json.loads((tmp_path / "run/metrics.json").read_text())
     assert sum(os.times()[2:4]) - began < 60
+
+
+@pytest.mark.soak
+def test_the_three_steps_of_rlhf_follow_each_other(tmp_path):
+    """The commands of the comment of llama2-7b-rlhf, with small models: fine-tuning, a reward model, PPO."""
+    rows = [{"prompt": f"Write a function that adds {number}."} for number in range(80)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = (
+        "data.path=prompts.jsonl",
+        "data.validation=10%",
+        "data.sequence_length=128",
+        "objective.max_completion_length=16",
+        "train.max_steps=8",
+        "train.batch_size=16",
+        "train.micro_batch_size=4",
+    )
+    commands = (
+        ("train", "llama2-7b-lora-qa-tiny", "--run-dir", "runs/rlhf-sft", "train.max_steps=10"),
+        ("export", "runs/rlhf-sft", "--to", "merged", "--out", "models/rlhf-sft"),
+        (
+            *("train", "qwen2.5-1.5b-reward-lora-tiny", "--run-dir", "runs/rlhf-reward"),
+            *("train.max_steps=10",),
+        ),
+        (
+            *("train", "llama2-7b-rlhf", "--run-dir", "runs/rlhf", "model.from=models/rlhf-sft"),
+            *("rewards=[{model: runs/rlhf-reward}]", *small),
+        ),
+        ("export", "runs/rlhf", "--to", "adapter", "--out", "adapter"),
+    )
+    for words in commands:
+        done = Bloomery(tmp_path).run(*words)
+        assert done.returncode == 0, done.stderr
+    events = read_events(tmp_path / "runs/rlhf/events.jsonl")
+    metrics = [event.metrics for event in events if isinstance(event, StepDone)]
+    # The reward model gives scores, and the first rollout is the fine-tuned model's own.
+    assert "rewards/rlhf-reward/mean" in metrics[0]
+    assert metrics[0]["objective/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[4]["objective/kl"] != 0
+    assert not any("value_head" in path.name for path in (tmp_path / "adapter").iterdir())

@@ -228,8 +228,9 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     models = [] if recipe.model.from_ is None else [(recipe.model, recipe.objective.spec.values)]
     if isinstance(recipe.objective, Distill):
         models.append((Model(**{"from": recipe.objective.teacher}), False))
-    # A folder or a run is read as it is; a reward model of the Hub has its values in its weights.
-    models += [(Model(**{"from": name}), False) for name in reward_models_of_hub(recipe)]
+    # A folder or a run is read as it is; a reward model of the Hub has its values in its weights. A plan needs neither.
+    if weights:
+        models += [(Model(**{"from": name}), False) for name in reward_models_of_hub(recipe)]
     for model, reward in models:
         if weights:
             refuse_untrained(str(model.from_))
