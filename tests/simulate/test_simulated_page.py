@@ -45,6 +45,12 @@ def beside(peak_gib):
     return SimulationResult(plan, Simulated({"weights": peak_gib * GIB}, ()))
 
 
+@pytest.mark.parametrize("recipe", ["qwen2.5-1.5b-grpo-tiny", "llama2-7b-rlhf-tiny"])
+def test_a_run_with_rewards_is_refused_in_one_sentence(recipe):
+    result = CliRunner().invoke(cli, ["plan", recipe, "--gpu", "MI300X", "--simulate"])
+    assert "cannot simulate a run with rewards" in result.exception.problem
+
+
 def test_a_simulated_peak_that_does_not_fit_is_told():
     small, large = beside(100), beside(190)
     assert small.fits

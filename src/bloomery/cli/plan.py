@@ -261,6 +261,10 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     if plan.model.config.transformers_backend is not None:
         problem = "cannot simulate transformers layers: they do not run on meta tensors"
         raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)
+    if plan.rollout is not None:
+        problem = "cannot simulate a run with rewards: its sequences are sampled while it trains"
+        fix = "remove --simulate; the plan counts the memory of rollouts"
+        raise UserError(problem, where="--simulate", fix=fix, code=2)
     with progress() as report:
         return SimulationResult(plan, simulate(plan, machine, progress=report))
 
