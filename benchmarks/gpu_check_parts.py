@@ -84,6 +84,7 @@ def ours(method: str, *, tiny: bool) -> Found:
         "plan": plan.model_dump(mode="json"),
         "seconds": TINY_SECONDS if tiny else SECONDS,
         "text": "random",
+        "learns": True,
     }
     told = rig.measure(job, on_phase=lambda name: print(name, flush=True))
     seconds = statistics.median(told["step_seconds"])
@@ -94,6 +95,7 @@ def ours(method: str, *, tiny: bool) -> Found:
         "message": "compiled" if plan.train.compile else "not compiled",
         "tokens_per_second": plan.train.tokens_per_step / seconds,
         "step_seconds": told["step_seconds"],
+        "learning": told["learning"],
         "peak_gib": told["peak_gib"],
         "reserved_gib": told["reserved_gib"],
         "planned_gib": (plan.memory.allocated if on_gpu else plan.memory.total) / GIB,
@@ -118,13 +120,13 @@ def drawn_here(_start: Any, model: Any) -> None:
     """Random weights, drawn where they lie and in pieces: the numbers do not matter, their sizes and places do."""
     import torch
 
-    from bloomery.model.adapters.lora import is_adapter
+    from bloomery.model.adapters.lora import is_added
     from bloomery.model.io.weights import quantized_weights
 
     std = model.config.initializer_range
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name):
+            if is_added(name):
                 continue
             if name.endswith(".bias"):
                 parameter.zero_()

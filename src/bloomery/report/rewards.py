@@ -60,6 +60,15 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
             "sampling/sampling_logp_difference/max": "largest",
         },
     ),
+    (
+        "Importance of samples",
+        "ratio of the trained model's probabilities to the generator's",
+        {
+            "sampling/importance_sampling_ratio/min": "smallest",
+            "sampling/importance_sampling_ratio/mean": "mean",
+            "sampling/importance_sampling_ratio/max": "largest",
+        },
+    ),
 )
 # Metrics that a chart of the page shows in another form.
 DRAWN_ELSEWHERE = ("reward", "clip_ratio/region_mean")
