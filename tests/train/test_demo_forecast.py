@@ -65,10 +65,12 @@ def test_a_start_counts_neither_the_dataset_nor_a_build():
 
 
 def test_a_resume_names_the_steps_whose_losses_differ():
-    kill = Kill(step=63, saved_step=60, losses_before={61: 1.0, 62: 2.0, 63: 3.0})
-    kill.losses_after = {61: 1.0, 62: 2.0, 63: 3.0}
-    assert _resume_text(kill, 6.21) == (
+    kill = Kill(step=63, saved_step=60, results_before={61: 1.0, 62: 2.0, 63: 3.0})
+    kill.results_after = {61: 1.0, 62: 2.0, 63: 3.0}
+    assert _resume_text(kill, 6.21, "losses") == (
         "resumed in 6.2 s; repeated steps 61 to 63: losses bitwise identical"
     )
-    kill.losses_after[62] = 2.5
-    assert "1 of 3 losses differ, the first at step 62" in _resume_text(kill, 6.21)
+    kill.results_after[62] = 2.5
+    assert "losses of 1 of 3 steps differ, the first at step 62" in _resume_text(
+        kill, 6.21, "losses"
+    )
