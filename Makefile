@@ -15,11 +15,11 @@ demo:
 	@$(PYTHON) scripts/setup.py
 	@$(PY) -m bloomery demo
 
-# Leaves out the other folders (model, train, runs, serve, ...), and in these the files that try every GPU, every mesh and
+# Leaves out the other folders (model, train, runs, serve, ...), and in these the files that try every GPU, mesh, model and
 # every kind of dataset, and each test that starts a process or trains: `--quick` (tests/conftest.py) notices that when
 # it happens.
 QUICK := core recipe plan data hardware monitor runs/tasks
-EXHAUSTIVE := data/test_prepare.py plan/test_every_gpu.py plan/test_every_mesh.py
+EXHAUSTIVE := data/test_prepare.py plan/test_every_gpu.py plan/test_every_mesh.py plan/test_without_data.py
 
 quick:
 	@$(PYTHON) scripts/setup.py test
