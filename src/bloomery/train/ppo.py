@@ -184,9 +184,9 @@ class PpoLoss:
         # The policy: of the clipped and the unclipped loss the larger one.
         log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
         ratio_BT = log_ratio_BT.exp()
-        low, high = 1 - self.cliprange, 1 + self.cliprange
+        clipped_ratio_BT = ratio_BT.clamp(1 - self.cliprange, 1 + self.cliprange)
         free_losses_BT = -advantages_BT * ratio_BT
-        clipped_losses_BT = -advantages_BT * ratio_BT.clamp(low, high)
+        clipped_losses_BT = -advantages_BT * clipped_ratio_BT
         policy_losses_BT = torch.max(free_losses_BT, clipped_losses_BT)
 
         # The value head, likewise: a value that has left the range around its old one has no gradient.

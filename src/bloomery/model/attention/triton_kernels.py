@@ -52,6 +52,28 @@ def _is_seen(rows, keys, first, length, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _first_keys(
+    first_pointer,
+    first_row,
+    rows,
+    window,
+    length,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Where the document of each query starts, and the first key of the first tile that one of them sees."""
+    first = tl.zeros_like(rows)
+    first_key = first_row * 0
+    if HAS_DOCUMENTS:
+        first = tl.load(first_pointer + rows, mask=rows < length, other=0)
+        first_key = tl.load(first_pointer + first_row)
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_key, first_row - window + 1)
+    return first, first_key // KEYS * KEYS
+
+
+@triton.jit
 def _capped(scores, softcap):
     """softcap * tanh(scores / softcap)."""
     exponential = tl.exp2(scores * (2.0 * LOG2_E / softcap))
@@ -127,15 +149,16 @@ def forward(
     v_pointer = _of_head(v_heads, batch, key_head)
 
     # 1. From which key on: the first query's document starts first, as documents lie in order.
-    first = tl.zeros((ROWS,), tl.int32)
-    first_key = first_row * 0
-    if HAS_DOCUMENTS:
-        first_pointer += batch * length
-        first = tl.load(first_pointer + rows, mask=rows < length, other=0)
-        first_key = tl.load(first_pointer + first_row)
-    if HAS_WINDOW:
-        first_key = tl.maximum(first_key, first_row - window + 1)
-    first_key = first_key // KEYS * KEYS
+    first, first_key = _first_keys(
+        first_pointer + batch * length,
+        first_row,
+        rows,
+        window,
+        length,
+        HAS_DOCUMENTS,
+        HAS_WINDOW,
+        KEYS,
+    )
 
     # 2. Online softmax: shares are relative to the largest score so far, and sums are scaled down when a larger one
     # comes.
@@ -263,15 +286,16 @@ def backward_q(
     delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_pointer + row_numbers, delta, mask=rows < length)
 
-    first = tl.zeros((ROWS,), tl.int32)
-    first_key = first_row * 0
-    if HAS_DOCUMENTS:
-        first_pointer += batch * length
-        first = tl.load(first_pointer + rows, mask=rows < length, other=0)
-        first_key = tl.load(first_pointer + first_row)
-    if HAS_WINDOW:
-        first_key = tl.maximum(first_key, first_row - window + 1)
-    first_key = first_key // KEYS * KEYS
+    first, first_key = _first_keys(
+        first_pointer + batch * length,
+        first_row,
+        rows,
+        window,
+        length,
+        HAS_DOCUMENTS,
+        HAS_WINDOW,
+        KEYS,
+    )
 
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile_key in range(first_key, tl.minimum(first_row + ROWS, length), KEYS):
