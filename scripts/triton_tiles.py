@@ -3,8 +3,8 @@
     python scripts/triton_tiles.py [--arch gfx1030 gfx906] [--width 64 128] [--dtype fp16] [--search]
 
 Without --search: the tiles of src/bloomery/model/attention/tiles.toml. With it: every tile that could be one, the best
-last: no spills, then the fewest instructions per score. A line of JSON each. Needs a Triton that can be imported, and
-no GPU: what it prints says nothing about time.
+last: no spills, then the fewest instructions per score; the last three that do not spill are the table's. A line of
+JSON each. Needs a Triton that can be imported, and no GPU: what it prints says nothing about time.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bloomery.model.attention import triton_kernels
-from bloomery.model.attention.tiles import KERNELS, WIDTHS, TileShape, tile_shape
+from bloomery.model.attention.tiles import KERNELS, WIDTHS, TileShape, tile_candidates
 
 WAVE_SIZES = {"gfx906": 64, "gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}  # others: 32
 ARCHS = ("gfx906", "gfx908", "gfx1012", "gfx1030", "gfx1100", "gfx1201", "gfx942")
@@ -158,7 +158,9 @@ def main() -> int:
     for arch in given.arch:
         for width in given.width:
             for kernel in given.kernel:
-                tiles = CANDIDATES if given.search else [tile_shape(kernel, arch=arch, width=width)]
+                tiles = (
+                    CANDIDATES if given.search else tile_candidates(kernel, arch=arch, width=width)
+                )
                 rows = [
                     (tile, compiled(kernel, arch, width, tile, dtype=given.dtype)) for tile in tiles
                 ]

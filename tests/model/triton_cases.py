@@ -1,6 +1,8 @@
 """Random cases of Triton's attention kernels in its interpreter, a line of JSON each: test_attention_triton.py runs it.
 
-    TRITON_INTERPRET=1 python triton_cases.py FIRST LAST
+    TRITON_INTERPRET=1 python triton_cases.py FIRST LAST [tiles]
+
+With `tiles`: each case once for every tile of the table.
 
 Oracle: plain attention in float64. Beside it stands the error of PyTorch's math attention in the same precision.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime import interpreter
 
-from bloomery.model.attention import triton_attention
+from bloomery.model.attention import tiles, triton_attention
 from bloomery.model.attention.attend import document_starts
 from bloomery.model.attention.blockwise import Options, QueryDocuments
 from bloomery.model.attention.tiles import TileShape
@@ -119,7 +121,15 @@ def rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
 
 
-def case(number: int) -> dict:
+def table_tiles() -> list[TileShape]:
+    """All candidates of all GPUs; the interpreter has no warps."""
+    rows = [row[kernel] for row in tiles._table() for kernel in tiles.KERNELS]
+    return [
+        TileShape(*size, 4) for size in sorted({tuple(tile[:2]) for row in rows for tile in row})
+    ]
+
+
+def case(number: int, tile: TileShape | None = None) -> dict:
     chosen = random.Random(number)
     torch.manual_seed(number)
     dtype = PRECISIONS[number % 3]
@@ -145,7 +155,8 @@ def case(number: int) -> dict:
 
     # Any tile gives the right numbers; those of GPUs have more queries than keys, or the reverse.
     rows, keys = chosen.choice([(64, 64), (64, 16), (16, 32), (32, 32)])
-    triton_attention.tile_shape = lambda *_args, **_settings: TileShape(rows, keys, 4)
+    tile = tile or TileShape(rows, keys, 4)
+    triton_attention.tile_shape = lambda *_args, **_settings: tile
 
     inputs = [projection(heads), projection(key_heads), projection(key_heads)]
     d_out = torch.randn(batch, heads, length, width).to(dtype)
@@ -168,6 +179,7 @@ def case(number: int) -> dict:
     causal = visible(None, length, None)
     return {
         "case": number,
+        "tile": tile,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": [batch, heads, key_heads, length, width],
         "options": list(options),
@@ -183,4 +195,5 @@ def case(number: int) -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for number in range(int(sys.argv[1]), int(sys.argv[2])):
-        print(json.dumps(case(number)), flush=True)
+        for tile in table_tiles() if "tiles" in sys.argv else [None]:
+            print(json.dumps(case(number, tile)), flush=True)

@@ -15,6 +15,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.plan.types import RunPlan
+from bloomery.train.attention_tiles import fastest_tiles_of, use_tiles
 from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
@@ -93,6 +94,8 @@ class Rig:
         self._plan = plan.train
         self._model_and_optimizer = build_state(plan).model_and_optimizer
         self._objective = build_objective(plan)
+        if plan.model.attention == "triton":
+            use_tiles(plan, fastest_tiles_of(plan))
 
     def warm_up(self, batches: list[Batch]) -> None:
         """The first step: creates the optimizer's states and compiles. Raises UserError."""

@@ -28,6 +28,7 @@ from bloomery.plan.pipeline import stage_of
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
+from bloomery.train.attention_tiles import settle_tiles
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
@@ -258,6 +259,7 @@ def open_context(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
     build_seconds = build_kernels(plan)
+    settle_tiles(plan, run_dir, mesh, resumes=resume_from is not None)
     check_attention(state.model, plan)
 
     # The dataset, and what a reference model says about it; this may take minutes and can be stopped.

@@ -1,10 +1,9 @@
 """The tiles of Triton's attention kernels on each GPU architecture. No torch: the plan reads them, too."""
 
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 KERNELS = ("forward", "backward_q", "backward_kv")
 WIDTHS = (
@@ -17,8 +16,7 @@ WIDTHS = (
 MAX_WIDTH = WIDTHS[-1]
 
 
-@dataclass(frozen=True)
-class TileShape:
+class TileShape(NamedTuple):
     """Queries and keys of one step of a kernel's program, and the warps that share it."""
 
     rows: int
@@ -32,13 +30,32 @@ def padded_width(width: int) -> int:
 
 
 def tile_shape(kernel: str, *, arch: str, width: int) -> TileShape:
-    """Of one of `KERNELS`, for heads of `width` numbers. `arch`: such as gfx1030; unknown ones use small tiles."""
+    """Of one of `KERNELS`, for heads of `width` numbers. `arch`: such as gfx1030; unknown ones use small tiles.
+
+    The one that `use_tile` was given in this process, else the table's first.
+    """
+    fastest = _in_use.get((kernel, arch, padded_width(width)))
+    return fastest or tile_candidates(kernel, arch=arch, width=width)[0]
+
+
+def use_tile(kernel: str, tile: TileShape, *, arch: str, width: int) -> None:
+    """From now on `tile_shape` returns this tile. A run has one for each kernel, from its first step to its last."""
+    _in_use[kernel, arch, padded_width(width)] = tile
+
+
+def tile_candidates(kernel: str, *, arch: str, width: int) -> tuple[TileShape, ...]:
+    """The tiles to try, the best first by the instructions that the compiler makes of them."""
     rows = [row for row in _table() if row["width"] >= padded_width(width)]
     for name in (arch, "any"):
         fitting = [row for row in rows if name in row["archs"]]
         if fitting:
-            return TileShape(*min(fitting, key=lambda row: row["width"])[kernel])
+            narrowest = min(fitting, key=lambda row: row["width"])
+            return tuple(TileShape(*numbers) for numbers in narrowest[kernel])
     raise AssertionError("the rows of any architecture end the table")
+
+
+# By kernel, architecture and padded width; a process trains or serves one model.
+_in_use: dict[tuple[str, str, int], TileShape] = {}
 
 
 @cache

@@ -5,8 +5,11 @@ when the first kernel runs.
 """
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,18 +34,13 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def _arch(device_index: int) -> str:
-    """Such as gfx1030 or sm_90."""
-    properties = torch.cuda.get_device_properties(device_index)
+def arch_of(device: torch.device) -> str:
+    """Such as gfx1030 or sm_90; "any" on the CPU, where Triton's interpreter runs."""
+    if device.type == "cpu":
+        return "any"
+    properties = torch.cuda.get_device_properties(device)
     amd_name: str = getattr(properties, "gcnArchName", "")
     return amd_name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
-
-
-def _tile(kernel: str, q: Tensor) -> TileShape:
-    arch = (
-        _arch(q.device.index) if q.device.type == "cuda" else "any"
-    )  # the interpreter runs on the CPU
-    return tile_shape(kernel, arch=arch, width=q.shape[-1])
 
 
 def _heads(x_BHTE: Tensor) -> tuple[Tensor, int, int, int]:
@@ -97,25 +95,40 @@ def _variant(q: Tensor, first_BT: Tensor | None, options: Options) -> dict[str, 
     }
 
 
-def _launch(
-    kernel: str, num_blocks_of: str, programs: int, q: Tensor, arguments: dict[str, object]
-) -> None:
-    tile = _tile(kernel, q)
-    block = tile.rows if num_blocks_of == "rows" else tile.keys
-    grid = (math.ceil(q.shape[2] / block), programs)
-    getattr(_kernels(), kernel)[grid](
-        **arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
-    )
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments, for heads of `width` numbers. Tiles change its time and its rounding alone."""
+
+    kernel: str
+    device: torch.device
+    width: int
+    length: int  # tokens, of which `axis` of a tile are one program's
+    axis: Literal["rows", "keys"]
+    programs: int  # for each block of tokens: heads of all sequences
+    arguments: Mapping[str, object]
+
+    def run(self, tile: TileShape | None = None) -> None:
+        """None: the tile of `tile_shape`."""
+        if tile is None:
+            tile = tile_shape(self.kernel, arch=arch_of(self.device), width=self.width)
+        block = tile.rows if self.axis == "rows" else tile.keys
+        grid = (math.ceil(self.length / block), self.programs)
+        getattr(_kernels(), self.kernel)[grid](
+            **self.arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
+        )
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
-) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = q.shape
-    out = like_projection(q)
-    sums_BHT = sums_like(q)
-    if out.numel() == 0:
-        return out, sums_BHT
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    documents: QueryDocuments,
+    options: Options,
+) -> Launch:
+    """Writes `out` and `sums`, the log-sum-exp of each query."""
+    batch, heads, length, width = q.shape
     q, k, v = (_with_neighbors(x) for x in (q, k, v))
     first_BT = _first(documents)
     arguments = {
@@ -123,35 +136,32 @@ def _forward(
         "k_heads": _heads(k),
         "v_heads": _heads(v),
         "out_heads": _heads(out),
-        "sums_pointer": sums_BHT,
-        "first_pointer": sums_BHT if first_BT is None else first_BT,
+        "sums_pointer": sums,
+        "first_pointer": sums if first_BT is None else first_BT,
         "length": length,
         "num_heads": heads,
         "heads_per_key": heads // k.shape[1],
         **_numbers(options, documents.seed),
         **_variant(q, first_BT, options),
     }
-    _launch("forward", "rows", batch * heads, q, arguments)
-    return out, sums_BHT
+    return Launch("forward", q.device, width, length, "rows", batch * heads, arguments)
 
 
-def _backward(
+def backward_launches(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     output: Tensor,
     sums: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
     documents: QueryDocuments,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, length, _ = q.shape
+) -> Iterator[Launch]:
+    """Write the gradients of q, k and v; must run in their order: the first writes `delta`, which the second reads."""
+    batch, heads, length, width = q.shape
     key_heads = k.shape[1]
-    dq = like_projection(q)
-    dk = like_projection(k)
-    dv = like_projection(v)
-    if dq.numel() == 0:
-        return dq, dk, dv
+    dq, dk, dv = gradients
     grad, q, k, v = (_with_neighbors(x) for x in (grad, q, k, v))
     first_BT = _first(documents)
     delta_BHT = torch.empty_like(sums)
@@ -168,17 +178,44 @@ def _backward(
         **_numbers(options, documents.seed),
         **_variant(q, first_BT, options),
     }
-    # The gradient of queries comes first: it also writes `delta`.
     of_queries = {"out_heads": _heads(output), "dq_heads": _heads(dq), "num_heads": heads}
-    _launch("backward_q", "rows", batch * heads, q, shared | of_queries)
+    yield Launch("backward_q", q.device, width, length, "rows", batch * heads, shared | of_queries)
     of_keys = {
         "dk_heads": _heads(dk),
         "dv_heads": _heads(dv),
         "stop_pointer": sums if first_BT is None else _stop(first_BT),
         "num_key_heads": key_heads,
     }
-    _launch("backward_kv", "keys", batch * key_heads, q, shared | of_keys)
-    return dq, dk, dv
+    yield Launch(
+        "backward_kv", q.device, width, length, "keys", batch * key_heads, shared | of_keys
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor]:
+    out = like_projection(q)
+    sums_BHT = sums_like(q)
+    if out.numel() > 0:
+        forward_launch(q, k, v, out, sums_BHT, documents, options).run()
+    return out, sums_BHT
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    documents: QueryDocuments,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = like_projection(q), like_projection(k), like_projection(v)
+    if grad.numel() > 0:
+        for launch in backward_launches(grad, q, k, v, output, sums, gradients, documents, options):
+            launch.run()
+    return gradients
 
 
 triton = attention_operator("triton", _forward, _backward, sums=sums_like)
