@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import triton
@@ -19,7 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bloomery.model.attention import triton_kernels
-from bloomery.model.attention.tiles import KERNELS, WIDTHS, TileShape, tile_candidates
+from bloomery.model.attention.tiles import (
+    KERNELS,
+    SPLIT_KEYS,
+    WIDTHS,
+    TileShape,
+    decode_tile,
+    tile_candidates,
+)
 
 WAVE_SIZES = {"gfx906": 64, "gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}  # others: 32
 ARCHS = ("gfx906", "gfx908", "gfx1012", "gfx1030", "gfx1100", "gfx1201", "gfx942")
@@ -78,9 +85,12 @@ def compiled(
         "HAS_DROPOUT": dropout,
         "E": width,
         "WIDTH": width,
+        "HAS_COUNTS": True,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
+        "SPLIT": SPLIT_KEYS,
     }
+    constants = {name: constants[name] for name in function.arg_names if name.isupper()}
     signature = {name: _type(name, dtype) for name in function.arg_names}
     # As the launch would find them: rows of whole heads are multiples of 16 numbers.
     divisible = {
@@ -100,10 +110,16 @@ def compiled(
     return _figures(binary.asm["amdgcn"], binary.metadata.shared, tile)
 
 
+def table_tiles(kernel: str, arch: str, width: int) -> Sequence[TileShape]:
+    if kernel == "decode":
+        return [decode_tile(arch)]
+    return tile_candidates(kernel, arch=arch, width=width)
+
+
 def _type(name: str, dtype: str) -> Any:
     if name in HEADS:
         return (f"*{dtype}", "i32", "i32", "i32")
-    if name in ("first_pointer", "stop_pointer"):
+    if name in ("first_pointer", "stop_pointer", "counts_pointer"):
         return "*i32"
     if name.endswith("_pointer"):
         return "*fp32"
@@ -151,16 +167,14 @@ def main() -> int:
     )
     parser.add_argument("--arch", nargs="+", default=list(ARCHS))
     parser.add_argument("--width", nargs="+", type=int, default=list(WIDTHS[2:]))
-    parser.add_argument("--kernel", nargs="+", default=list(KERNELS))
+    parser.add_argument("--kernel", nargs="+", default=[*KERNELS, "decode"])
     parser.add_argument("--dtype", default="fp16", choices=("fp16", "bf16", "fp32"))
     parser.add_argument("--search", action="store_true")
     given = parser.parse_args()
     for arch in given.arch:
         for width in given.width:
             for kernel in given.kernel:
-                tiles = (
-                    CANDIDATES if given.search else tile_candidates(kernel, arch=arch, width=width)
-                )
+                tiles = CANDIDATES if given.search else table_tiles(kernel, arch, width)
                 rows = [
                     (tile, compiled(kernel, arch, width, tile, dtype=given.dtype)) for tile in tiles
                 ]

@@ -31,26 +31,6 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 ALLOWED_ROUNDINGS = {"float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 
 
-def in_interpreter(first: int, last: int, *options: str) -> list[dict]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            Path(__file__).with_name("triton_cases.py"),
-            str(first),
-            str(last),
-            *options,
-        ],
-        env=triton_here.environment(TRITON_INTERPRET="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def assert_right(case: dict) -> None:
     rounding = ROUNDING[case["dtype"]] * ALLOWED_ROUNDINGS[case["dtype"]]
     rounding /= (
@@ -68,14 +48,14 @@ def assert_right(case: dict) -> None:
 
 
 def test_kernels_are_as_exact_as_math_attention():
-    cases = in_interpreter(0, 6)
+    cases = triton_here.in_interpreter("triton_cases.py", 0, 6)
     assert len(cases) == 6
     for case in cases:
         assert_right(case)
 
 
 def test_every_tile_of_the_table_is_right():
-    cases = in_interpreter(1, 2, "tiles")
+    cases = triton_here.in_interpreter("triton_cases.py", 70, 71, "tiles")
     assert len(cases) == 5
     for case in cases:
         assert_right(case)
@@ -83,20 +63,13 @@ def test_every_tile_of_the_table_is_right():
 
 @pytest.mark.soak
 def test_two_hundred_cases():
-    for case in in_interpreter(6, 206):
+    for case in triton_here.in_interpreter("triton_cases.py", 6, 206):
         assert_right(case)
 
 
 def test_edges():
     """Layouts that a launch must not assume: strides, no rows, no tokens; the fake tensors of a compiled block."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).with_name("triton_edges.py")],
-        env=triton_here.environment(TRITON_INTERPRET="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert triton_here.in_interpreter("triton_edges.py") == []
 
 
 def test_where_a_document_ends():

@@ -4,6 +4,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bloomery.model.attention.attend import attend, layout_of
+from bloomery.model.attention.triton_attention import decode
 
 OPTIONS = {"window": None, "softcap": None, "scale": 0.125, "dropout": 0.0}
 
@@ -54,3 +55,6 @@ with FakeTensorMode():
     assert (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
     out.sum().backward()
     assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+    token = torch.empty(2, 1, 4, 64, dtype=torch.float16).transpose(1, 2)
+    out = decode(token, k.detach(), k.detach(), None, None, 0.125)
+    assert (out.shape, out.dtype) == (token.shape, token.dtype)

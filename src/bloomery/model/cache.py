@@ -101,6 +101,10 @@ class LayerCache:
         values[:, :, new_indices] = v_BKTE[:, :, -len(new_indices) :]
         return VisiblePast(visible_keys, visible_values, None)
 
+    def num_keys(self, device: torch.device) -> Tensor | None:
+        """How many keys, the first ones, the new token of each slot sees: int32 [B]. None: all of them."""
+        return None if self.cache.equal_lengths else self.cache.num_keys(self.capacity, device)
+
 
 @final
 class Cache:
@@ -203,6 +207,14 @@ class Cache:
             self._shared[key] = (positions <= self._lengths(device)[:, None])[:, None, None]
         mask: Tensor = self._shared[key]
         return mask
+
+    def num_keys(self, capacity: int, device: torch.device) -> Tensor:
+        """The keys that the new tokens of several slots see, their own included, as in `mask`: int32 [B]."""
+        key = ("num keys", capacity)
+        if key not in self._shared:
+            self._shared[key] = (self._lengths(device) + 1).clamp(max=capacity).int()
+        num_keys: Tensor = self._shared[key]
+        return num_keys
 
     def _lengths(self, device: torch.device) -> Tensor:
         """Of the current slots, before the new tokens: int64 [B]."""

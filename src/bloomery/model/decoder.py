@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.attention.attend import Backend, DocumentLayout, attend, layout_of
+from bloomery.model.attention.attend import Backend, DocumentLayout, attend, decode, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.config import ModelConfig, Stage, whole_model
@@ -103,6 +103,9 @@ class Attention(nn.Module):
             if mask is not None:
                 layout = DocumentLayout(mask_B1TS=mask)
                 window = None
+            if self.backend == "triton" and q_BHTE.shape[2] == 1:
+                backend = decode
+                layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
 
         y_BHTE = attend(
             q_BHTE,

@@ -23,6 +23,7 @@ from bloomery.model.attention.blockwise import (
 )
 from bloomery.model.attention.compiled import compiled
 from bloomery.model.attention.per_document import per_document
+from bloomery.model.attention.triton_attention import decode as triton_decode
 from bloomery.model.attention.triton_attention import triton
 from bloomery.model.norms import working_dtype
 
@@ -97,6 +98,9 @@ class DocumentLayout:
     mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
     reach: Tensor | None = None  # blockwise: `reach_of`
     offsets: Tensor | None = None  # varlen: `document_offsets`
+    num_keys_B: Tensor | None = (
+        None  # of a cache, int32: the first keys that each text's new token sees
+    )
 
 
 def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
@@ -226,6 +230,18 @@ def _triton(
 ) -> Tensor:
     documents = QueryDocuments(layout.first_BT, None, _seed(options.dropout))
     return triton(q_BHTE, k_BKTE, v_BKTE, documents, options)
+
+
+def decode(
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
+    """Triton's kernel for one new token of each text, over the keys of a cache; no gradients."""
+    assert q_BHTE.shape[2] == 1, "several tokens of a text see different keys"
+    assert options.window is None, "a cache keeps no key before a window"
+    numbers: Tensor = triton_decode(
+        q_BHTE, k_BKSE, v_BKSE, layout.num_keys_B, options.softcap, options.scale
+    )
+    return numbers
 
 
 def _by_document(

@@ -24,6 +24,18 @@ class TileShape(NamedTuple):
     warps: int
 
 
+# Keys of a cache that one program of the kernel `decode` reads: few texts then still fill a GPU.
+SPLIT_KEYS = 256
+
+
+def decode_tile(arch: str) -> TileShape:
+    """Of the kernel `decode`: heads and keys, the fewest that a dot instruction takes.
+
+    With eight waves of 32 threads a GPU of the series gfx10 keeps heads of 256 numbers in registers.
+    """
+    return TileShape(16, 16, 8 if arch.startswith("gfx1") else 4)
+
+
 def padded_width(width: int) -> int:
     """The width that a kernel computes with, for heads of `width` numbers; at most `MAX_WIDTH`."""
     return next(padded for padded in WIDTHS if padded >= width)

@@ -21,7 +21,13 @@ from bloomery.model.attention.blockwise import (
     like_projection,
     sums_like,
 )
-from bloomery.model.attention.tiles import TileShape, padded_width, tile_shape
+from bloomery.model.attention.tiles import (
+    SPLIT_KEYS,
+    TileShape,
+    decode_tile,
+    padded_width,
+    tile_shape,
+)
 
 SHARE_STEPS = 2**16  # dropout's probability is a multiple of one in so many
 
@@ -219,3 +225,55 @@ def _backward(
 
 
 triton = attention_operator("triton", _forward, _backward, sums=sums_like)
+
+
+@torch.library.custom_op("bloomery::triton_decode", mutates_args=())
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_keys_B: Tensor | None,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    """[B, H, 1, E]: attention of one new token of each text to the keys [B, K, S, E] of a cache; no gradients.
+
+    `num_keys_B`: how many of the S keys each text's token sees; None: all. A window is the cache's: it keeps no more.
+    """
+    batch, heads, _, width = q.shape
+    key_heads, num_keys = k.shape[1:3]
+    q, k, v = (_with_neighbors(x) for x in (q, k, v))
+    num_splits = math.ceil(num_keys / SPLIT_KEYS)
+    out_parts = q.new_empty((batch, heads, num_splits, width), dtype=torch.float32)
+    sums = q.new_empty((batch, heads, num_splits), dtype=torch.float32)
+    tile = decode_tile(arch_of(q.device))
+    grid = (num_splits, math.ceil(heads // key_heads / tile.rows), batch * key_heads)
+    _kernels().decode[grid](
+        q_heads=_heads(q),
+        k_heads=_heads(k),
+        v_heads=_heads(v),
+        out_pointer=out_parts,
+        sums_pointer=sums,
+        counts_pointer=sums if num_keys_B is None else num_keys_B,
+        scale=scale,
+        softcap=softcap or 1.0,
+        num_keys=num_keys,
+        num_splits=num_splits,
+        num_key_heads=key_heads,
+        heads_per_key=heads // key_heads,
+        HAS_COUNTS=num_keys_B is not None,
+        HAS_SOFTCAP=softcap is not None,
+        E=width,
+        WIDTH=padded_width(width),
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        SPLIT=SPLIT_KEYS,
+        num_warps=tile.warps,
+        num_stages=1,
+    )
+    # Splits are as much of the whole as their softmax's sums are.
+    shares = torch.softmax(sums, -1)
+    return (shares[..., None] * out_parts).sum(2, keepdim=True).to(q.dtype)
+
+
+decode.register_fake(lambda q, *_: q.new_empty(q.shape))

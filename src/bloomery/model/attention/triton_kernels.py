@@ -421,3 +421,70 @@ def backward_kv(
             dk += tl.dot(tl.trans(d_scores.to(q.dtype)), q, input_precision="ieee")
     _write(_of_head(dk_heads, batch, key_head), dk * scale, keys, dk_heads[3], length, E, WIDTH)
     _write(_of_head(dv_heads, batch, key_head), dv, keys, dv_heads[3], length, E, WIDTH)
+
+
+@triton.jit(do_not_specialize=("num_keys", "num_splits"))
+def decode(
+    q_heads,
+    k_heads,
+    v_heads,
+    out_pointer,
+    sums_pointer,
+    counts_pointer,
+    scale,
+    softcap,
+    num_keys,
+    num_splits,
+    num_key_heads,
+    heads_per_key,
+    HAS_COUNTS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One new token of each text: what ROWS heads of a key head see in SPLIT keys of a cache.
+
+    Writes [B, H, splits, E] float32, the softmax within the split, and its log-sum-exp [B, H, splits]. `counts` [B]:
+    the keys that the text's token sees.
+    """
+    split = tl.program_id(0)
+    batch = (tl.program_id(2) // num_key_heads).to(tl.int64)
+    key_head = (tl.program_id(2) % num_key_heads).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    first_head = key_head * heads_per_key
+    q = _read(_of_head(q_heads, batch, first_head), heads, q_heads[2], heads_per_key, E, WIDTH)
+    k_pointer = _of_head(k_heads, batch, key_head)
+    v_pointer = _of_head(v_heads, batch, key_head)
+    stop = num_keys
+    if HAS_COUNTS:
+        stop = tl.load(counts_pointer + batch)
+
+    max_score = tl.full((ROWS,), float("-inf"), tl.float32)
+    share_sum = tl.zeros((ROWS,), tl.float32)
+    value_sum = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile_key in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, stop), KEYS):
+        keys = tile_key + tl.arange(0, KEYS)
+        k = _read(k_pointer, keys, k_heads[3], stop, E, WIDTH)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = _capped(scores, softcap)
+        scores = tl.where(keys[None, :] < stop, scores, float("-inf"))
+        # A tile of the loop has at least one key, so that no largest score is minus infinity.
+        new_max_score = tl.maximum(max_score, tl.max(scores, 1))
+        shares = tl.exp2((scores - new_max_score[:, None]) * LOG2_E)
+        scale_down = tl.exp2((max_score - new_max_score) * LOG2_E)
+        share_sum = share_sum * scale_down + tl.sum(shares, 1)
+        v = _read(v_pointer, keys, v_heads[3], stop, E, WIDTH)
+        value_sum = value_sum * scale_down[:, None]
+        value_sum += tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        max_score = new_max_score
+
+    # A split behind a text's end has seen nothing: its log-sum-exp, minus infinity, gives it no share.
+    part = (batch * num_key_heads * heads_per_key + first_head) * num_splits + split
+    average = value_sum / tl.where(share_sum == 0.0, 1.0, share_sum)[:, None]
+    _write(out_pointer + part * E, average, heads, num_splits * E, heads_per_key, E, WIDTH)
+    sums = max_score + tl.log2(share_sum) * LN_2
+    tl.store(sums_pointer + part + heads * num_splits, sums, mask=heads < heads_per_key)

@@ -1,0 +1,57 @@
+"""Texts of a decoder whose attention is Triton's, in Triton's interpreter: test_decoding_triton.py runs it.
+
+Oracle: SDPA, and math attention with soft-capping. Texts of several lengths share a cache and join at different times.
+Prints how often the kernel ran for texts of one length and of several.
+"""
+
+import json
+
+import torch
+
+from bloomery.model.attention import attend
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoding import Past, RunningBatch, Sampling
+from bloomery.model.io.weights import fresh_decoder
+
+PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])
+calls = {"one": 0, "several": 0}
+launch = attend.triton_decode
+
+
+def counted(q, k, v, num_keys, *options):
+    calls["one" if num_keys is None else "several"] += 1
+    return launch(q, k, v, num_keys, *options)
+
+
+def texts(attention: str | None, **changes) -> list[list[int]]:
+    facts = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "initializer_range": 0.2,
+    }
+    decoder = fresh_decoder(ModelConfig(**facts | changes), seed=1, attention=attention).eval()
+    batch = RunningBatch(Past(decoder, slots=3, capacity=30))
+    added = [batch.add(PROMPTS[0], Sampling(max_new_tokens=14, temperature=0.0))]
+    for _ in range(3):
+        batch.step()
+    for prompt in PROMPTS[1:]:
+        added.append(batch.add(prompt, Sampling(max_new_tokens=10, temperature=0.0)))
+    while batch.texts:
+        batch.step()
+    return [text.new for text in added]
+
+
+torch.set_num_threads(1)
+attend.triton_decode = counted
+for changes in ({}, {"sliding_window": (4, None)}, {"attention_softcap": 5.0}):
+    before = dict(calls)
+    expected = texts(None, **changes)
+    assert calls == before
+    assert texts("triton", **changes) == expected, changes
+    assert all(calls[kind] > before[kind] for kind in calls), calls
+print(json.dumps(calls))
