@@ -1,7 +1,8 @@
 """Checks a machine with a GPU in under 9 minutes: `scripts/gpu_check.sh [--tiny] [--only PART,PART] [RESULT.json]`.
 
 The doctor's probes; full training, LoRA and QLoRA of the real shapes under a capped allocator, plan beside measurement;
-the same through TRL, transformers and PEFT where they are installed; every attention backend, forward and backward.
+the same through TRL, transformers and PEFT where they are installed; every attention backend, forward and backward, at
+512 to 8,192 tokens, packed and not.
 Each part is a process of its own with its own time; one that fails is written down, and the others go on. `--tiny` runs
 the same code with small shapes on whatever is here.
 """
@@ -30,7 +31,7 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
     "theirs-lora": 50,
     "theirs-qlora": 55,
     "theirs-full": 50,
-    "attention": 60,
+    "attention": 240,
     "use": 180,
     "pipeline": 60,
 }
@@ -204,6 +205,8 @@ def page(report: dict[str, Any]) -> str:
         lines.append(
             f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('message', '')[:100]}"
         )
+    for part in report["parts"]:
+        lines += attention_lines(part)
     lines += [
         "",
         "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held",
@@ -217,6 +220,33 @@ def page(report: dict[str, Any]) -> str:
             f"  {row['who']} {row['method']:<6} {row['card']:<10} {row['gib']:>5.1f} GiB {rate:>12}"
         )
     return "\n".join(lines)
+
+
+def attention_lines(part: dict[str, Any]) -> list[str]:
+    """The tables of the part that has them."""
+    printed = []
+    for row in part.get("lengths", []):
+        kind = "packed" if row["packed"] else "one document"
+        head = f"  {row['length']:>6} tokens, {kind:<13}"
+        if "skipped" in row:
+            printed.append(f"{head} {row['skipped']}")
+            continue
+        by_time = sorted(row["to_the_best"].items(), key=lambda item: item[1])
+        cells = [
+            f"{name} {row['forward_and_backward_ms'][name]:.2f} ms ({ratio:.2f}x)"
+            for name, ratio in by_time
+        ]
+        cells += [f"{name} failed" for name in row["problems"]]
+        unequal = [name for name, equal in row["repeats_have_equal_bits"].items() if not equal]
+        cells += [f"bits differ on repeat: {', '.join(unequal)}"] if unequal else []
+        printed.append(f"{head} {'; '.join(cells)}")
+    for row in part.get("tiles", []):
+        time_text = f"{row['ms']:.3f} ms" if "ms" in row else row["problem"][:80]
+        tile = " x ".join(map(str, row["tile"]))
+        printed.append(f"  {row['kernel']:<12} width {row['width']:<4} tile {tile:<13} {time_text}")
+    if printed:
+        printed.insert(0, "Attention, forward and backward, fastest first:")
+    return printed
 
 
 def _judged(verdict: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from gpu_check_use import used
 from bloomery.core.units import GIB
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import build_profile
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import child_environment, resolve
 from bloomery.plan.types import RunPlan
@@ -37,7 +38,7 @@ SECONDS, TINY_SECONDS = 8.0, 0.1  # of measuring
 CALM, MEASURED = 2, 3  # steps of theirs
 PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
 TINY_PROBES = ("device", "matmul-float32")
-TINY_BACKENDS = ("backend-sdpa", "backend-math")
+TINY_BACKENDS = ("backend-sdpa", "backend-math", "backend-blockwise")
 Found = dict[str, Any]
 
 
@@ -363,6 +364,27 @@ def probed(names: tuple[str, ...]) -> Found:
     }
 
 
+def attended(*, tiny: bool) -> Found:
+    """Each backend against float64 in a process of its own; those that are right are timed in turns, in this one."""
+    found = probed(TINY_BACKENDS if tiny else ("backend",))
+    names = [
+        probe["name"].removeprefix("backend-")
+        for probe in found["probes"]
+        if probe["outcome"] == "ok" and probe["name"].startswith("backend-")
+    ]
+    import torch
+    from gpu_check_attention import arch_of, timed_backends, timed_tiles, use_fastest
+
+    profile = build_profile(detect())
+    device = profile.device.value
+    dtype = getattr(torch, profile.dtype.value)
+    found["dtype"] = profile.dtype.value
+    found["tiles"] = timed_tiles(dtype, device) if "triton" in names else []
+    use_fastest(found["tiles"], arch_of(torch.device(device)))
+    found["lengths"] = timed_backends(names, dtype, device, tiny=tiny)
+    return found
+
+
 def part(name: str, *, tiny: bool) -> Found:
     if name == "probes":
         return probed(TINY_PROBES if tiny else PROBES)
@@ -371,7 +393,7 @@ def part(name: str, *, tiny: bool) -> Found:
     if name == "pipeline":
         return pipelined(tiny=tiny)
     if name == "attention":
-        return probed(TINY_BACKENDS if tiny else ("backend",))
+        return attended(tiny=tiny)
     who: Callable[..., Found] = theirs if name.startswith("theirs-") else ours
     return who(name.removeprefix("theirs-"), tiny=tiny)
 

@@ -10,12 +10,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu_check
+import gpu_check_attention
 import gpu_check_parts
 
+from bloomery.model.attention import tiles
+from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
 from bloomery.train.checkpointed_model import InitialWeights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +62,85 @@ def test_every_part_runs_on_a_processor(tmp_path):
         assert parts[name]["probes"] and all(
             probe["error"] is not None for probe in parts[name]["probes"][1:]
         )
+    assert set(parts["attention"]["lengths"][0]["to_the_best"]) == {"blockwise", "math"}
+    assert set(parts["attention"]["lengths"][1]["to_the_best"]) == {"blockwise", "math", "sdpa"}
+    assert "Attention, forward and backward" in ended.stdout
     assert "torchtune" in ended.stdout and str(out) in ended.stdout
+
+
+def test_attention_backends_are_timed_in_turns(monkeypatch):
+    names = ["sdpa", "mask", "blockwise", "math", "triton"]
+    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
+    assert [(row["length"], row["packed"]) for row in rows] == [
+        (64, True),
+        (64, False),
+        (48, True),
+        (48, False),
+    ]
+    for row in rows:
+        # sdpa mixes documents, mask is sdpa without them, and triton has no kernel for this device
+        expected = {"mask" if row["packed"] else "sdpa", "blockwise", "math"}
+        assert set(row["to_the_best"]) == set(row["forward_ms"]) == expected
+        assert min(row["to_the_best"].values()) == 1.0
+        assert all(row["repeats_have_equal_bits"].values()) and not row["problems"]
+        times = row["forward_and_backward_ms"]
+        assert all(times[name] > 0 for name in expected)
+        assert max(times, key=times.get) == max(row["to_the_best"], key=row["to_the_best"].get)
+
+
+def test_attention_that_fails_or_changes_its_bits_is_named(monkeypatch):
+    attend = gpu_check_attention.attend
+
+    def faulty(q, *others, backend, **options):
+        if backend == "math":
+            raise RuntimeError("HIP error: out of memory")
+        out = attend(q, *others, backend=backend, **options)
+        return out + 1e-3 * torch.rand_like(out) if backend == "blockwise" else out
+
+    monkeypatch.setattr(gpu_check_attention, "attend", faulty)
+    monkeypatch.setattr(gpu_check_attention, "TINY_LENGTHS", (64,))
+    names = ["mask", "blockwise", "math"]
+    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
+    assert rows[0]["repeats_have_equal_bits"] == {"mask": True, "blockwise": False}
+    assert "out of memory" in rows[0]["problems"]["math"]
+    text = "\n".join(gpu_check.attention_lines({"lengths": rows}))
+    assert "math failed" in text and "bits differ on repeat: blockwise" in text
+
+    monkeypatch.setattr(gpu_check_attention, "TIMING_SECONDS", -1.0)
+    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
+    assert all(row["skipped"] == "time limit reached" for row in rows)
+    assert "time limit reached" in "\n".join(gpu_check.attention_lines({"lengths": rows}))
+
+
+def test_every_candidate_tile_is_timed(monkeypatch):
+    monkeypatch.setattr(gpu_check_attention, "arch_of", lambda _device: "gfx1030")
+
+    def clock(launch, tile):
+        if tile.keys == 32:
+            raise RuntimeError("out of resource: shared memory")
+        return launch.width * tile.warps / 1e6
+
+    rows = gpu_check_attention.timed_tiles(torch.float16, "cpu", clock)
+    expected = [
+        (kernel, width, list(tile))
+        for width in (64, 128)
+        for kernel in KERNELS
+        for tile in tile_candidates(kernel, arch="gfx1030", width=width)
+    ]
+    assert [(row["kernel"], row["width"], row["tile"]) for row in rows] == expected
+    for row in rows:
+        if row["tile"][1] == 32:
+            assert "shared memory" in row["problem"]
+        else:
+            assert row["ms"] == pytest.approx(row["width"] * row["tile"][2] / 1e3)
+    assert len(gpu_check.attention_lines({"tiles": rows})) == len(rows) + 1
+
+    # The backends are then timed with the fastest that can run, as a run would compute.
+    monkeypatch.setattr(tiles, "_in_use", {})
+    gpu_check_attention.use_fastest(rows, "gfx1030")
+    assert tile_shape("forward", arch="gfx1030", width=64) == (32, 16, 4)
+    assert tile_shape("backward_kv", arch="gfx1030", width=64) == (16, 16, 4)
+    assert tile_shape("forward", arch="gfx1030", width=128) == (32, 16, 8)
 
 
 def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkeypatch):
