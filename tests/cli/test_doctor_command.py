@@ -38,7 +38,7 @@ def test_the_page_of_the_wrong_wheel():
     assert "              'torch[device-gfx1031]==2.13.0+rocm10.0.0'" in lines
     assert "   found  ~/.bashrc line 118" in lines
     assert any(
-        line.startswith("then      float16 + loss scaling · blockwise attention") for line in lines
+        line.startswith("then      float16 + loss scaling · triton attention") for line in lines
     )
     assert "go-coder-125m fits (" in done.output
     assert lines[-1].endswith("exit 1")

@@ -34,9 +34,9 @@ def test_no_torch_is_imported() -> None:
         ("cuda", True, 1024, True, None, None, 0.0, "varlen"),
         ("cuda", True, 1024, True, 512, None, 0.0, "flex"),
         ("cuda", True, 1024, True, None, 50.0, 0.0, "flex"),
-        ("cuda", True, 1024, True, None, None, 0.1, "blockwise"),
-        ("cuda", False, 1024, True, None, None, 0.0, "blockwise"),
-        ("cuda", False, 1024, False, None, None, 0.0, "blockwise"),
+        ("cuda", True, 1024, True, None, None, 0.1, "triton"),
+        ("cuda", False, 1024, True, None, None, 0.0, "triton"),
+        ("cuda", False, 1024, False, None, None, 0.0, "triton"),
     ],
 )
 def test_choices(device, fused, length, packed, window, softcap, dropout, expected) -> None:
@@ -51,6 +51,21 @@ def test_choices(device, fused, length, packed, window, softcap, dropout, expect
     )
     assert choice.value == expected
     assert choice.reason
+
+
+@pytest.mark.parametrize(("fused", "dropout"), [(False, 0.0), (True, 0.1)])
+def test_without_triton_blockwise_remains(fused, dropout) -> None:
+    choice = choose(
+        "cuda",
+        arch_has_fused=fused,
+        sequence_length=1024,
+        packed=True,
+        window=None,
+        softcap=None,
+        dropout=dropout,
+        absent={"triton": "Triton is not installed"},
+    )
+    assert choice.value == "blockwise"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +83,7 @@ def test_a_backend_without_a_kernel_for_the_gpu_is_left_out(arch, expected) -> N
         window=None,
         softcap=None,
         dropout=0.0,
-        absent=spec.absent_attention(),
+        absent=spec.absent_attention() | {"triton": "Triton is not installed"},
     )
     assert choice.value == expected
 

@@ -10,18 +10,23 @@ from pathlib import Path
 import pytest
 
 VERSION = "3.8.0"
-FOLDER = Path.home() / ".cache" / "bloomery" / f"triton-{VERSION}"
 
 
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a process that can import Triton; skips the test where there is none."""
     found = {**os.environ, **variables}
-    if importlib.util.find_spec("triton") is not None:
-        return found
-    if not (FOLDER / "triton").is_dir():
-        pytest.skip(f"needs Triton {VERSION}, which compiles without a GPU: make triton (0.9 GB)")
-    path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
-    return {**found, "PYTHONPATH": path}
+    return found if importlib.util.find_spec("triton") is not None else found | path_of(VERSION)
+
+
+def path_of(version: str) -> dict[str, str]:
+    """PYTHONPATH with this version of Triton, unpacked; skips the test where it is not."""
+    folder = Path.home() / ".cache" / "bloomery" / f"triton-{version}"
+    if not (folder / "triton").is_dir():
+        needs = f"needs Triton {version}, which compiles without a GPU"
+        pytest.skip(f"{needs}: make triton TRITON={version} (0.6 to 1 GB)")
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    }
 
 
 def in_interpreter(script: str, *arguments: object) -> list[dict]:

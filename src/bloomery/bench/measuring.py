@@ -396,6 +396,8 @@ def other_attention(plan: RunPlan) -> str | None:
     length = plan.data.sequence_length
     if plan.train.device == "cuda" and plan.model.attention == "blockwise":
         return None  # no fused kernel for this GPU: one built for another GPU may hang the driver
+    if plan.model.attention == "triton":
+        return "blockwise"
 
     # The first backend in the order of preference that supports what the plan needs.
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):

@@ -24,7 +24,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.wheels import TorchBuild, series, torch_builds
+from bloomery.hardware.wheels import TorchBuild, series, torch_builds, triton_of
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
 # Share of the memory of an integrated GPU: the rest of the machine uses the same memory.
@@ -56,7 +56,11 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
-    triton: str | None  # the installed version
+    triton: (
+        str | None
+    )  # the installed version; of a GPU that is only planned for, that of its PyTorch
+    # Whether it compiles kernels for the device: yes; another would (on a GPU that is only planned for); no.
+    triton_compiles: Choice[str]
     # Whether this package's C++ for training is compiled and quicker than PyTorch here.
     native: Choice[bool]
     fused_optimizer: Choice[bool]
@@ -113,6 +117,7 @@ def build_profile(machine: Machine) -> Profile:
         attention=_attention(machine, accelerator, arch),
         compile=_compile(machine, accelerator, arch),
         triton=machine.software.triton,
+        triton_compiles=_triton_compiles(machine, accelerator, arch),
         native=_native(machine, accelerator),
         fused_optimizer=Choice(True, "one kernel for all parameters; same results"),
         memory_share=memory_share,
@@ -318,6 +323,29 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
     return Choice(arch.compile, arch.compile_reason)
 
 
+def _triton_compiles(
+    machine: Machine, device: Accelerator | None, arch: ArchSpec | None
+) -> Choice[str]:
+    triton = machine.software.triton
+    installed = bool(machine.software.torch_folder)  # not a machine given by --gpu
+    if device is None:
+        return Choice("no", "Triton compiles for GPUs")
+    if arch is None:
+        return Choice("no", f"{device.arch} is not in gpus.toml: not tested with Triton")
+    if triton is None:
+        return Choice("no", "Triton is not installed")
+    if installed and machine.host.compiler is None:
+        return Choice("no", "Triton requires a C compiler, and none is on PATH")
+    failure = _failed(machine, "backend-triton")
+    if failure:
+        return Choice("no", failure)
+    refusal = arch.triton_refusal(triton)
+    if refusal:
+        is_open = not installed and arch.triton_from != "never"
+        return Choice("another" if is_open else "no", refusal)
+    return Choice("yes", f"Triton {triton} compiles for {device.arch}")
+
+
 def _native(machine: Machine, device: Accelerator | None) -> Choice[bool]:
     """Vectors of 512 bits: with shorter ones the sums of a product do not stay in registers."""
     compiler = machine.host.compiler
@@ -451,6 +479,7 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         python=machine.software.python,
         torch=version[1] if version else None,
         build="rocm" if device.vendor == "amd" else "cuda",
+        triton=triton_of(version[1]) if version else None,
         environment={name: value for name, value in variables if name not in (*MASKS, CUDA_ORDER)},
     )
     # What this process may open is known of other GPUs, not of this one.

@@ -14,7 +14,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import closest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import Accelerator, Host
-from bloomery.hardware.wheels import series
+from bloomery.hardware.wheels import series, torch_with_triton
 
 # The share of system memory available to an integrated GPU unless amdgpu.gttsize or ttm.pages_limit are set.
 SHARED_PART = 0.5
@@ -49,6 +49,10 @@ class ArchSpec(TableEntry):
     cautious: bool = False  # no published training: float32 and no pinned memory until probes pass
     compile: bool
     compile_reason: str
+    # Of the vector units: FLOPs that the float32 peak counts for a lane and clock (4: of matrix units, or of two
+    # instructions at once), and registers of a lane, which all waves share (LLVM's AMDGPU usage, CUDA's limits).
+    lane_flops: int = 2
+    lane_registers: int = 512
     triton_from: str = "3.5"
     triton_before: str = ""  # empty: every newer one compiles for it
     efficiency: tuple[float, float, float] | None = None
@@ -70,32 +74,26 @@ class ArchSpec(TableEntry):
             else self.fused_attention
         )
 
-    def absent_attention(self, triton: str | None = None) -> dict[str, str]:
-        """Backends of `train.attention` that have no kernel for this GPU, with the reason.
-
-        `triton`: the installed version of Triton; None where it is unknown, as on a GPU that is only planned for.
-        """
+    def absent_attention(self) -> dict[str, str]:
+        """Backends of `train.attention` from PyTorch that have no kernel for this GPU, with the reason."""
         absent = {}
         if not self.varlen_attention:
             absent["varlen"] = f"varlen_attn has no kernel for {self.names[0]}"
         if not self.compile:
             absent["flex"] = f"FlexAttention needs Triton: {self.compile_reason}"
-        reason = self._triton_refusal(triton)
-        if reason:
-            absent["triton"] = reason
         return absent
 
-    def _triton_refusal(self, triton: str | None) -> str:
-        """Why this Triton cannot compile for the GPU; empty where it can."""
+    def triton_refusal(self, triton: str) -> str:
+        """Why this version of Triton cannot compile for the GPU, and which can; empty where it can."""
         if self.triton_from == "never":
             return self.compile_reason
-        if triton is None:
+        is_older = series(triton) < series(self.triton_from)
+        is_newer = bool(self.triton_before) and series(triton) >= series(self.triton_before)
+        if not is_older and not is_newer:
             return ""
-        if series(triton) < series(self.triton_from):
-            return f"Triton {triton} cannot compile for {self.names[0]}, {self.triton_from} can"
-        if self.triton_before and series(triton) >= series(self.triton_before):
-            return f"Triton {triton} cannot compile for {self.names[0]}, those before {self.triton_before} can"
-        return ""
+        torch = torch_with_triton(since=self.triton_from, before=self.triton_before)
+        others = f"{self.triton_from} can" if is_older else f"those before {self.triton_before} can"
+        return f"Triton {triton} cannot compile for {self.names[0]}, {others} (torch {torch})"
 
 
 class GpuSpec(TableEntry):

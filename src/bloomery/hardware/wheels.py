@@ -28,6 +28,7 @@ class WheelTable:
     """wheels.toml, whose comments describe the fields."""
 
     pytorch_rocm: dict[str, str]
+    triton: dict[str, str]
     pytorch_kernels: dict[str, str]
     not_from_pytorch: dict[str, str]
     amd_wheels: dict[str, str]
@@ -125,6 +126,21 @@ def torch_builds(
             torch, system, f"no PyTorch {torch} wheel has kernels for {arch} on {system} {cpu_arch}"
         )
     ]
+
+
+def triton_of(torch: str) -> str | None:
+    """The Triton, 3.7, of a PyTorch release such as 2.13.0+rocm7.2; None for one that is not listed."""
+    return wheel_table().triton.get("{}.{}".format(*series(torch)))
+
+
+def torch_with_triton(*, since: str, before: str) -> str:
+    """The first PyTorch, 2.14, whose Triton is at least `since`; with `before` the last whose Triton is older."""
+    releases = wheel_table().triton.items()
+    if before:
+        return next(
+            torch for torch, triton in reversed(releases) if series(triton) < series(before)
+        )
+    return next(torch for torch, triton in releases if series(triton) >= series(since))
 
 
 def _index_of(torch: str) -> str:

@@ -14,10 +14,12 @@ from bloomery.data.tokenizer.templates import NONE
 from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
+from bloomery.model.attention import tiles
 from bloomery.model.config import ModelConfig, TransformersBackend
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of
 from bloomery.model.presets import known_config
+from bloomery.plan.estimate.kernels import kernel_run
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
@@ -116,6 +118,10 @@ COMPILE_PYTHON_SECONDS = 6e-4  # of the check's loop on a core of its kind
 CPU_GAIN = 1.15  # of steps on a CPU, until this machine is measured: 1.03 to 1.35
 
 
+# Of the backend `triton`, wherever it was chosen.
+NOT_RUN = "not yet run on this card"
+
+
 def choose_attention(
     recipe: Recipe, config: ModelConfig, profile: Profile, *, precision: str, torch: str | None
 ) -> Choice[str]:
@@ -141,6 +147,15 @@ def choose_attention(
             torch=torch,
         )
 
+    if kind == "cuda" and "triton" not in absent:
+        length = recipe.data.sequence_length
+        run = kernel_run(config, profile, precision=precision, length=length)
+        refusal = None if run is None else tiles.refusal(run)
+        if refusal is None and run is not None and requested == "auto":
+            refusal = tiles.reason_against(run)
+        if refusal is not None:
+            absent["triton"] = refusal
+
     if requested == "auto":
         choice = attention_facts.choose(
             kind,
@@ -155,40 +170,47 @@ def choose_attention(
             absent=absent,
             compiled=compiled_attention(profile, precision),
         )
-        reason = choice.reason
-        if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
-            reasons = dict.fromkeys(
-                refusal
-                for kernel in ("varlen", "flex")
-                if (refusal := absent.get(kernel) or unfit_for(kernel))
-            )
-            reason = "; ".join(
-                (*reasons, "blockwise supports this recipe, with memory linear in the length")
-            )
-        return Choice(
-            choice.value, profile.attention.reason if profile.attention.value == "plain" else reason
-        )
-    # flex may compile all the same
+        if kind == "cpu" or choice.value not in ("triton", "blockwise"):
+            return choice
+
+        # Why no fused kernel of PyTorch serves the recipe, and before blockwise why no kernel of Triton does.
+        reasons = [profile.attention.reason]
+        if profile.attention.value == "fused":
+            refusals = (absent.get(kernel) or unfit_for(kernel) for kernel in ("varlen", "flex"))
+            reasons = [refusal for refusal in refusals if refusal]
+        if choice.value == "triton":
+            reasons.append(f"{choice.reason}, {NOT_RUN}")
+        elif not any(absent["triton"] in reason for reason in reasons):
+            reasons.append(absent["triton"])
+        if choice.value == "blockwise" and profile.attention.value == "fused":
+            reasons.append("blockwise supports this recipe, with memory linear in the length")
+        return Choice(choice.value, "; ".join(dict.fromkeys(reasons)))
+
+    # flex may compile all the same. Of a GPU that is only planned for, the owner may have another PyTorch than the
+    # recommended one, and with it another Triton.
     unfit = unfit_for(requested) or (absent.get(requested) if requested != "flex" else None)
-    if unfit is not None:
+    triton = profile.triton_compiles
+    is_open = requested == "triton" and triton.value == "another" and unfit == triton.reason
+    if unfit is not None and not is_open:
         raise UserError(
             f"train.attention={requested} does not support this recipe: {unfit}",
             where="train.attention",
             fix="set train.attention=auto, or blockwise, which supports everything",
             code=2,
         )
-    return Choice(requested, ASKED)
+    reasons = [ASKED, *([triton.reason] if is_open else [])]
+    return Choice(requested, "; ".join([*reasons, NOT_RUN] if requested == "triton" else reasons))
 
 
 def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:
     """Backends without a kernel for the GPU in this precision, with the reason."""
     arch = profile.arch
-    if arch is None:
-        return {}
-    absent = arch.absent_attention(profile.triton)
-    if precision.startswith("bfloat16") and arch.bf16 == "none":
-        absent.setdefault(
-            "triton", f"{arch.names[0]} has no bfloat16 instruction: set train.precision=float16"
+    absent = {} if arch is None else arch.absent_attention()
+    if profile.triton_compiles.value != "yes":
+        absent["triton"] = profile.triton_compiles.reason
+    elif arch is not None and precision.startswith("bfloat16") and arch.bf16 == "none":
+        absent["triton"] = (
+            f"{arch.names[0]} has no bfloat16 instruction: set train.precision=float16"
         )
     return absent
 

@@ -45,7 +45,6 @@ BACKENDS = {
     "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
     "blockwise": BackendSupport(("cpu", "cuda")),
     "math": BackendSupport(("cpu", "cuda")),
-    # on request alone: no AMD GPU has run it yet
     "triton": BackendSupport(("cuda",)),
 }
 _ON_DEVICE = {
@@ -137,6 +136,7 @@ def _candidates(
     device_type: str, arch_has_fused: bool, sequence_length: int, simple: bool
 ) -> Iterator[tuple[str, str]]:
     if device_type != "cpu" and not arch_has_fused:
+        yield "triton", "Bloomery's own Triton kernels"
         yield (
             "blockwise",
             "torch has no fused attention for this GPU and would take memory quadratic in the length",
@@ -147,6 +147,7 @@ def _candidates(
     if device_type != "cpu":
         yield "varlen", "flash attention takes packed documents of any length"
         yield "flex", "FlexAttention makes one kernel of documents, windows and soft-caps"
+        yield "triton", "Bloomery's own Triton kernels"
     elif sequence_length <= SHORT:
         yield (
             "mask",

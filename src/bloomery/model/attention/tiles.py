@@ -1,6 +1,11 @@
-"""The tiles of Triton's attention kernels on each GPU architecture. No torch: the plan reads them, too."""
+"""The tiles of Triton's attention kernels on each GPU architecture, and what compilers made of them.
 
+No torch: the plan reads both. compiled_tiles.json is written by scripts/triton_tiles.py.
+"""
+
+import json
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -14,6 +19,16 @@ WIDTHS = (
     256,
 )  # head widths that a kernel computes with; others are padded to the next
 MAX_WIDTH = WIDTHS[-1]
+# Architectures for which the compiler makes the same of a kernel; a soak test compiles for both.
+COMPILED_AS = {
+    "gfx1011": "gfx1012",
+    **dict.fromkeys([f"gfx103{last}" for last in "123456"], "gfx1030"),
+    **dict.fromkeys(["gfx1101", "gfx1102", "gfx1103"], "gfx1100"),
+    "gfx1200": "gfx1201",
+    "sm_86": "sm_80",
+    "sm_89": "sm_80",
+}
+_TYPES = {"float16": ("fp16", "bf16"), "bfloat16": ("bf16", "fp16"), "float32": ("fp32",)}
 
 
 class TileShape(NamedTuple):
@@ -68,6 +83,109 @@ def tile_candidates(kernel: str, *, arch: str, width: int) -> tuple[TileShape, .
 
 # By kernel, architecture and padded width; a process trains or serves one model.
 _in_use: dict[tuple[str, str, int], TileShape] = {}
+
+
+@dataclass(frozen=True)
+class KernelFigures:
+    """What a version of Triton made of a kernel with its tile.
+
+    Instructions of its loop, per score of a tile: `vector` in slots of the vector units, `beside` those that other
+    units run. `spilled`: registers of a thread that lie in memory. `dot`: an instruction of its products, or empty.
+    """
+
+    tile: TileShape
+    registers: int
+    shared_bytes: int
+    dot: str
+    spilled: int
+    vector: float
+    beside: float
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """Whose kernels: on which architecture, by which Triton, for which heads, precision and options."""
+
+    triton: str  # a version, 3.7.1 or 3.7
+    arch: str
+    width: int
+    precision: str  # of train.precision
+    dropout: bool = False
+    window: bool = False
+    softcap: bool = False
+
+
+def kernel_figures(run: KernelRun) -> dict[str, KernelFigures] | None:
+    """By kernel; None where nobody has compiled them with this Triton for this architecture, or the compiler refused.
+
+    Heads narrower than 64 count as 64 wide. Types of 16 bits count alike where one of them was compiled.
+    """
+    if run.width > MAX_WIDTH:
+        return None
+    release = _release(run.triton)
+    arch = COMPILED_AS.get(run.arch, run.arch)
+    width = max(64, padded_width(run.width))
+    variant = "all" if run.window or run.softcap else "dropout" if run.dropout else "documents"
+    for dtype in _TYPES[run.precision.removesuffix("-pure")]:
+        row = _compiled_rows().get((release, arch, dtype, width))
+        if row is not None:
+            return {kernel: _figures_of(row[kernel], variant) for kernel in KERNELS}
+    return None
+
+
+def refusal(run: KernelRun) -> str | None:
+    """Why the compiler cannot make the kernels, where somebody has tried and it did not."""
+    release = _release(run.triton)
+    arch = COMPILED_AS.get(run.arch, run.arch)
+    for dtype in _TYPES[run.precision.removesuffix("-pure")]:
+        row = _compiled_rows().get((release, arch, dtype, 0))
+        if row is not None:
+            triton = f"Triton {release[0]}.{release[1]}"
+            return f"{triton} cannot compile the kernels for {run.arch}: {row['problem']}"
+    return None
+
+
+def reason_against(run: KernelRun) -> str | None:
+    """Why `auto` leaves the kernels alone; None where this Triton keeps every number in registers."""
+    figures = kernel_figures(run)
+    release = ".".join(map(str, _release(run.triton)))
+    if figures is None:
+        return f"the Triton kernels were never compiled for {run.arch} in {run.precision} by Triton {release}"
+    if any(of_kernel.spilled for of_kernel in figures.values()):
+        return (
+            f"on {run.arch} the Triton kernels for heads of {run.width} numbers in {run.precision}"
+            " do not fit into registers"
+        )
+    if not all(of_kernel.dot for of_kernel in figures.values()):
+        return (
+            f"Triton {release} uses no dot or matrix instruction on {run.arch} in {run.precision}"
+        )
+    return None
+
+
+def _figures_of(kernel: dict[str, Any], variant: str) -> KernelFigures:
+    spilled, vector, beside = kernel[variant]
+    return KernelFigures(
+        TileShape(*kernel["tile"]),
+        registers=kernel["registers"],
+        shared_bytes=kernel["shared_bytes"],
+        dot=kernel["dot"],
+        spilled=spilled,
+        vector=vector,
+        beside=beside,
+    )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+@cache
+def _compiled_rows() -> dict[tuple[tuple[int, int], str, str, int], dict[str, Any]]:
+    folder = files("bloomery.model.attention")
+    rows = json.loads(folder.joinpath("compiled_tiles.json").read_text(encoding="utf-8"))
+    return {(_release(row["triton"]), row["arch"], row["dtype"], row["width"]): row for row in rows}
 
 
 @cache

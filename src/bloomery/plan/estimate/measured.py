@@ -13,6 +13,7 @@ from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
+from bloomery.plan.estimate.kernels import kernel_run, score_seconds
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mode import FULL
 from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
@@ -273,13 +274,19 @@ class StepEstimator:
         return corrected_memory(table(step), step, self.measurements, memory=table)
 
     def rate(self, step: StepShape) -> Rate | None:
-        return device_rate(
+        rate = device_rate(
             self.profile,
             self.machine,
             precision=step.precision,
             width=step.config.hidden_size,
             compiled=step.compiled,
         )
+        if rate is None or step.attention != "triton":
+            return rate
+        run = kernel_run(
+            step.config, self.profile, precision=step.precision, length=step.sequence_length
+        )
+        return replace(rate, kernels=None if run is None else score_seconds(self.profile, run))
 
     def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
         """Seconds of a step over so many tokens, by operation; None where the device is unknown."""

@@ -1,4 +1,7 @@
-"""Seconds of a step by operation: matmuls and attention by FLOPs, everything else by bytes moved."""
+"""Seconds of a step by operation: matmuls and attention by FLOPs, everything else by bytes moved.
+
+Attention in Triton kernels of Bloomery's own: by their instructions (estimate/kernels.py).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +13,7 @@ from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.counting import Shape, flops_per_token
 from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
+from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
 from bloomery.plan.estimate.states import TrainedLayer, TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate
@@ -58,6 +62,7 @@ class Rate:
     share: tuple[float, float, float]  # low, typical, high
     bandwidth: float | None = None
     bandwidth_share: tuple[float, float, float] = BANDWIDTH_SHARE
+    kernels: Mapping[str, ScoreSeconds] | None = None  # of the attention backend `triton`
 
     def shared(self, ranks: int) -> "Rate":
         """The rate of each of so many processes on the cores of one CPU."""
@@ -84,6 +89,7 @@ class Work:
     between: float  # bytes between matmuls
     update: float  # bytes of the optimizer
     launches: float = 0.0
+    scores: TiledScores | None = None  # of the attention backend `triton`
 
 
 def device_rate(
@@ -166,6 +172,20 @@ def _keys_per_query(step: StepShape, layer: TrainedLayer) -> float:
     return window - window**2 / (2 * length)
 
 
+def _tiled_scores(step: StepShape, forwards: float, tokens: int) -> TiledScores:
+    """Of the attention backend `triton`. `forwards`: how often each score is computed before its backward."""
+    queries = tokens * sum(step.model.by_layer(lambda layer: float(layer.layer.num_heads)))
+    scores = tokens * sum(
+        step.model.by_layer(lambda layer: _keys_per_query(step, layer) * layer.layer.num_heads)
+    )
+    return TiledScores(
+        forward=scores * forwards,
+        forward_queries=queries * forwards,
+        backward=scores,
+        backward_queries=queries,
+    )
+
+
 def recompute(step: StepShape) -> Recompute:
     """What activation checkpointing computes again, layer by layer."""
     shares = recomputed_shares(step.checkpointing, step.model.layer_numbers)
@@ -205,8 +225,9 @@ def work_of(
     # FLOPs per token.
     products = product_flops(step, recomputed, chunked=loss == "chunked")
     attention_backward = QUADRATIC_BACKWARD if keeps_scores(step) else FLASH_BACKWARD
+    attention_forwards = 1 + step.extra_forwards + recomputed.attention
     attention = sum(model.by_layer(lambda layer: attention_flops(step, layer))) * (
-        1 + step.extra_forwards + attention_backward + recomputed.attention
+        attention_forwards + attention_backward
     )
 
     # Bytes between matmuls. On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half
@@ -236,6 +257,9 @@ def work_of(
         between=between,
         update=update,
         launches=kernels * micro_batches if step.on_gpu else 0.0,
+        scores=_tiled_scores(step, attention_forwards, tokens)
+        if step.attention == "triton"
+        else None,
     )
 
 
@@ -327,6 +351,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     if rate.bandwidth is None:
         return parts
     parts["attention"] = parts["attention"].scaled(1 / FUSED_ATTENTION_SHARE)
+    if work.scores is not None and rate.kernels is not None:
+        low, typical, high = kernel_seconds(work.scores, rate.kernels)
+        parts["attention"] = Estimate(value=typical, low=low, high=high, origin="table")
     parts["memory-bound"] = seconds(work.between, rate.bandwidth, rate.bandwidth_share)
     parts["optimizer"] = seconds(work.update, rate.bandwidth, rate.bandwidth_share)
 

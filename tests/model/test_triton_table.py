@@ -1,0 +1,116 @@
+"""The table of what each Triton makes of the attention kernels: its page, and parts of it compiled again.
+
+`make test` compiles with Triton 3.8 alone; `make soak` with each version whose wheel is unpacked here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton_here
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import triton_page  # noqa: E402  # a script, found through the line above
+
+from bloomery.model.attention.tiles import COMPILED_AS, KERNELS, TileShape, tile_candidates  # noqa: E402
+
+ROWS = json.loads(triton_page.FIGURES.read_text(encoding="utf-8"))
+VERSIONS = sorted({row["triton"] for row in ROWS})
+
+
+def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -> list[dict]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", ROOT / "scripts" / "triton_tiles.py", "--row"),
+            *("--arch", arch, "--dtype", dtype, "--width", *map(str, widths)),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_page_shows_the_table():
+    page = triton_page.PAGE.read_text(encoding="utf-8")
+    assert page == triton_page.page(ROWS), "run python scripts/triton_page.py"
+
+
+def test_rows_have_the_tiles_of_today():
+    """A tile that changed has not been compiled: python scripts/triton_tiles.py --write."""
+    for row in ROWS:
+        for kernel in KERNELS if "problem" not in row else ():
+            first = tile_candidates(kernel, arch=row["arch"], width=row["width"])[0]
+            assert TileShape(*row[kernel]["tile"]) == first, (row["arch"], row["width"], kernel)
+
+
+def test_five_versions_are_there():
+    assert VERSIONS == ["3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"]
+    for version in VERSIONS:
+        assert len({row["arch"] for row in ROWS if row["triton"] == version}) == 12
+
+
+def test_a_row_compiled_again():
+    environment = os.environ | triton_here.path_of("3.8.0")
+    row = next(
+        row
+        for row in ROWS
+        if (row["triton"], row["arch"], row["dtype"], row["width"])
+        == ("3.8.0", "gfx908", "fp16", 64)
+    )
+    assert compiled(environment, "gfx908", "fp16", 64) == [row]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_whole_table_compiled_again(version):
+    environment = os.environ | triton_here.path_of(version)
+    of_version = [row for row in ROWS if row["triton"] == version]
+    for arch, dtype in dict.fromkeys((row["arch"], row["dtype"]) for row in of_version):
+        rows = [row for row in of_version if (row["arch"], row["dtype"]) == (arch, dtype)]
+        assert compiled(environment, arch, dtype, 64, 128, 256) == rows
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("arch", "code"), COMPILED_AS.items())
+def test_architectures_that_count_as_another(arch, code):
+    """The same tiles, spills and dot instructions, and as many instructions up to a few scheduling ones."""
+    environment = os.environ | triton_here.path_of("3.8.0")
+    known = [row for row in ROWS if (row["triton"], row["arch"]) == ("3.8.0", code)]
+    dtype = known[0]["dtype"]
+    for row in compiled(environment, arch, dtype, 64, 128):
+        same = next(r for r in known if (r["dtype"], r["width"]) == (dtype, row["width"]))
+        for kernel in KERNELS:
+            assert row[kernel]["tile"] == same[kernel]["tile"]
+            assert row[kernel]["dot"] == same[kernel]["dot"]
+            for variant in ("documents", "dropout", "all"):
+                spilled, vector, _ = row[kernel][variant]
+                assert spilled == same[kernel][variant][0]
+                assert vector == pytest.approx(same[kernel][variant][1], rel=0.03)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [80, 96])
+def test_other_widths_compile_to_the_code_of_the_next(width):
+    environment = os.environ | triton_here.path_of("3.8.0")
+    for arch in ("gfx906", "gfx1030"):
+        (row,) = compiled(environment, arch, "fp16", width)
+        (padded,) = (
+            known
+            for known in ROWS
+            if (known["triton"], known["arch"], known["dtype"], known["width"])
+            == ("3.8.0", arch, "fp16", 128)
+        )
+        for kernel in KERNELS:
+            for variant in ("documents", "dropout", "all"):
+                assert row[kernel][variant][0] == 0
+                assert row[kernel][variant][1] == pytest.approx(
+                    padded[kernel][variant][1], rel=0.02
+                )
