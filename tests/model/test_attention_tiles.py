@@ -117,6 +117,20 @@ def test_without_a_cache_folder_the_table_decides(cache):
     assert fastest_tiles(GPU, WORKLOAD, CPU, FakeClock()) == first
 
 
+def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
+    calls = []
+
+    def clock(launch, tile):
+        calls.append(tile)
+        if len(calls) > 20:  # while the second kernel is timed
+            raise RuntimeError("HIP error: unspecified launch failure")
+        return 1.0 / len(calls)
+
+    first = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
+    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == first
+    assert not (cache_folder() / FILE).exists()
+
+
 @pytest.mark.parametrize(
     ("workload", "heads", "heads_per_key", "length"),
     [

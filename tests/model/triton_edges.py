@@ -4,6 +4,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bloomery.model.attention.attend import attend, layout_of
+from bloomery.model.attention.tile_times import Workload, launches
+from bloomery.model.attention.tiles import tile_candidates
 from bloomery.model.attention.triton_attention import decode
 
 OPTIONS = {"window": None, "softcap": None, "scale": 0.125, "dropout": 0.0}
@@ -46,6 +48,13 @@ for batch, length in ((0, 5), (2, 0)):
     out = attention(empty, empty, empty)
     out.sum().backward()
     assert out.shape == empty.shape == empty.grad.shape
+
+# The launches that a GPU times are whole: a failure there would leave the table's first tile, unnoticed.
+for packed, dropout, softcap in ((True, 0.1, None), (False, 0.0, 4.0)):
+    workload = Workload(4, 2, 64, 20, torch.float32, packed, softcap, dropout)
+    for launch in launches(workload, torch.device("cpu")):
+        for tile in tile_candidates(launch.kernel, arch="gfx1030", width=64):
+            launch.run(tile)
 
 # A simulated step and torch.compile see shapes alone, as a projection leaves them.
 with FakeTensorMode():

@@ -71,7 +71,8 @@ def fastest_tiles(
 ) -> dict[str, TileShape]:
     """By kernel: the answers of the cache folder where it has them all, else new ones, which it keeps.
 
-    The table's first where the folder is not writable: each run would time again, and might decide differently.
+    The table's first where timing fails, and where the folder is not writable: each run would time again, and might
+    decide differently.
     """
     candidates = {
         kernel: tile_candidates(kernel, arch=gpu.arch, width=workload.width) for kernel in KERNELS
@@ -83,15 +84,21 @@ def fastest_tiles(
     if all(known[kernel] in candidates[kernel] for kernel in KERNELS):
         return {kernel: tile for kernel, tile in known.items() if tile is not None}
 
-    tiles = {
-        launch.kernel: fastest(launch, candidates[launch.kernel], clock)
-        for launch in launches(workload, device)
-    }
+    first = {kernel: candidates[kernel][0] for kernel in KERNELS}
+    try:
+        tiles = {
+            launch.kernel: fastest(launch, candidates[launch.kernel], clock)
+            for launch in launches(workload, device)
+        }
+    except (
+        Exception
+    ):  # out of memory, a lost GPU: the check before the first step, or that step, says so
+        return first
     for kernel, tile in tiles.items():
         answers.pop(keys[kernel], None)
         answers[keys[kernel]] = tile
     if not write_json(cache_folder() / FILE, dict(list(answers.items())[-KEPT:])):
-        return {kernel: candidates[kernel][0] for kernel in KERNELS}
+        return first
     return tiles
 
 
