@@ -52,8 +52,10 @@ def test_a_recipe_that_slows_itself_down_is_told():
 
 
 def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
-    where = gpu_machine("H100")
+    # Nobody has compiled the Triton kernels, which have dropout, for it.
+    where = gpu_machine("RTX 5090")
     report = reported(load_recipe("go-coder-125m"), where)
+    assert report.plan.model.attention == "blockwise"
     (fix,) = report.suggestions
     assert fix.edit == "model.dropout=0"
     assert "changes the training" in fix.saves

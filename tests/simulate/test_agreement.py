@@ -17,8 +17,8 @@ WIDE = {"hidden_size": 512}
 RECIPES = ["demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium", "everything"]
 DEVICES = [
     "cpu",
-    "RX 6700 XT",  # blockwise, float16
-    "MI300X",  # compiled; the demo with varlen, the others with dropout and blockwise
+    "RX 6700 XT",  # triton, float16
+    "MI300X",  # compiled; the demo with varlen, the others with dropout and triton
     "MI50 16GB",  # as seed 000 would run it
 ]
 QUICK = {
@@ -59,6 +59,14 @@ WAYS = [
 @pytest.mark.parametrize(("device", "how"), some(WAYS, set()))
 def test_they_agree_on_flash_attention_and_on_checkpointing(device, how):
     agree_on("go-coder-tiny", device, how)
+
+
+@pytest.mark.parametrize(("device", "is_compiled"), [("RX 6700 XT", False), ("MI300X", True)])
+def test_they_agree_on_triton_kernels(device, is_compiled):
+    """Without Triton: fake tensors see shapes. An MI300X takes the kernels for dropout, in compiled blocks."""
+    plan = planned(load_recipe("go-coder-tiny", ["model.dropout=0.1"]), gpu_machine(device))
+    assert (plan.model.attention, plan.train.compile) == ("triton", is_compiled)
+    agree_on("go-coder-tiny", device, "model.dropout=0.1")
 
 
 GRID = [
