@@ -23,10 +23,8 @@ MAX_WIDTH = WIDTHS[-1]
 COMPILED_AS = {
     "gfx1011": "gfx1012",
     **dict.fromkeys([f"gfx103{last}" for last in "123456"], "gfx1030"),
-    **dict.fromkeys(["gfx1101", "gfx1102", "gfx1103"], "gfx1100"),
+    "gfx1101": "gfx1100",
     "gfx1200": "gfx1201",
-    "sm_86": "sm_80",
-    "sm_89": "sm_80",
 }
 _TYPES = {"float16": ("fp16", "bf16"), "bfloat16": ("bf16", "fp16"), "float32": ("fp32",)}
 
