@@ -33,6 +33,7 @@ PACKAGES = {
 TABLES = {
     "model/published.toml": "shapes of well-known models, each with its source, for plans before a download",
     "hardware/gpus.toml": "every GPU and CPU that is known: memory, rates, kernels, each with its source",
+    "hardware/sites.toml": "clusters with Slurm: queues, GPUs of a node, modules, options of a job script",
     "hardware/wheels.toml": "PyTorch builds by index and GPU, releases of ROCm and of its driver",
     "hardware/doctor/symptoms.toml": "log lines of a machine that does not train: how to recognize them, cause, fix",
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",

@@ -177,6 +177,18 @@ FLAGS = {
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": {"--out"},
+    "slurm": {
+        "--model",
+        "--data",
+        "--site",
+        "--nodes",
+        "--account",
+        "--time",
+        "--queue",
+        "--gpu",
+        "--dry-run",
+        "--json",
+    },
     "runs rm": {"-y", "--yes", "--dry-run", "--json"},
     "runs clean": {"-y", "--yes", "--dry-run", "--json"},
 }

@@ -1,8 +1,7 @@
-"""The Slurm job script of the docs, with scripts in place of srun and scontrol: when it returns a job to the queue."""
+"""The job script of `bloomery slurm`, with scripts for srun and scontrol: when it returns a job to the queue."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +9,17 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import losses, write_workshop
 
+from bloomery.hardware.sites import Site
 from bloomery.monitor.events import Resumed, read_events
+from bloomery.runs.job_script import write_job_script
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/amd-frontier.md"
 JOB = "77"
 # `attempts.json`: for each start the exit code, and the checkpoints that exist afterwards.
 SRUN = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
+if sys.argv[-1] == "true":  # the step before the training
+    sys.exit(0)
 attempts = json.loads(Path("attempts.json").read_text())
 number = len(Path("starts").read_text()) if Path("starts").exists() else 0
 Path("starts").write_text("x" * (number + 1))
@@ -33,13 +35,15 @@ SCONTROL = """#!/bin/bash
 REAL_SRUN = f"""#!{sys.executable}
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+if sys.argv[-1] == "true":
+    sys.exit(0)
 first = not Path("started").exists()
 Path("started").touch()
 ranks = []
 for rank in "01":
     own = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_RESTART_COUNT": "0" if first else "1"}}
-    ranks.append(subprocess.Popen([sys.executable, "-m", *sys.argv[1:], "-d", "cpu"], env=os.environ | own))
+    ranks.append(subprocess.Popen([*sys.argv[1:], "-d", "cpu"], env=os.environ | own))
 checkpoints = Path("runs/tiny-slurm-{JOB}.0/checkpoints")
 while first and not list(checkpoints.glob("step-*")) and ranks[1].poll() is None:
     time.sleep(0.02)
@@ -50,14 +54,23 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 
 
-def script() -> str:
-    """The lines from `srun` on, without the modules of a cluster."""
-    (whole,) = re.findall(
-        r"^#!/bin/bash\n.*?(?=^```)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+def script(arguments: str = "frontier.yaml") -> str:
+    """As for a site without modules and GPUs."""
+    job = write_job_script(
+        Site(gpu="cpu"),
+        name="frontier",
+        arguments=arguments,
+        command="bloomery slurm",
+        nodes=1,
+        account=None,
+        seconds=3600,
+        queue_name=None,
+        step_seconds=1.0,
+        checkpoint_bytes=0.0,
+        run_seconds=None,
     )
-    header, command, rest = whole.partition("srun bloomery train frontier.yaml\n")
-    assert "--signal=TERM@" in header and "--requeue" in header
-    return "#!/bin/bash\n" + command + rest
+    assert "--signal=TERM@" in job.text and "--requeue" in job.text
+    return job.text
 
 
 def run_job(folder: Path, text: str, srun: str, *, most: int = 10) -> list[int]:
@@ -106,7 +119,7 @@ def test_a_job_returns_to_the_queue_at_most_twice_without_a_new_checkpoint(
 @pytest.mark.soak
 def test_a_job_whose_rank_is_killed_is_requeued_and_resumes(tmp_path) -> None:
     write_workshop(tmp_path)
-    text = script().replace("bloomery train frontier.yaml", "bloomery train tiny.yaml")
+    text = script("tiny.yaml")
     assert run_job(tmp_path, text, REAL_SRUN, most=4) == [137, 0]
     run = tmp_path / f"runs/tiny-slurm-{JOB}.0"
     assert [event for event in read_events(run / "events.jsonl") if isinstance(event, Resumed)]

@@ -876,6 +876,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -969,43 +970,64 @@ def test_the_same_recipe_under_another_launcher(
     assert_as_undisturbed(bloomery)
 
 
+def of_slurm(folder: Path, *words: str) -> str:
+    """What a command of Slurm, or of Bloomery, prints in that folder."""
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def submitted_job(bloomery: Bloomery, *overrides: str) -> str:
+    """The number of a job that trains the tiny recipe on two nodes; its run is `runs/one`."""
+    folder = bloomery.folder
+    (folder / "site.toml").write_text('gpu = "cpu"\nlocal_disk = "/tmp"\n')
+    words = ["tiny.yaml", *overrides, "--site", "site.toml", "--nodes", "2", "--time", "1h"]
+    command = (PYTHON, "-m", "bloomery", "slurm", *words)
+    (folder / "job.sh").write_text(of_slurm(folder, *command, "--dry-run"))
+    of_slurm(folder, "sbatch", "--test-only", "job.sh")  # Slurm itself accepts the script
+    job = str(json.loads(of_slurm(folder, *command, "--json"))["job"])
+    (folder / "runs").mkdir(exist_ok=True)
+    (folder / "runs/one").symlink_to(folder / f"runs/tiny-slurm-{job}.1")
+    return job
+
+
+def state_of_job(folder: Path, job: str) -> str:
+    return of_slurm(folder, "squeue", "--noheader", "--format=%T", "--job", job)
+
+
 @pytest.mark.soak
-def test_the_job_script_of_the_page_saves_requeues_itself_and_resumes(
+def test_a_submitted_job_saves_requeues_itself_and_resumes(bloomery, one_thread, request) -> None:
+    if why := why_not("srun"):
+        pytest.skip(why)
+    request.getfixturevalue("slurm")
+    folder = bloomery.folder
+    job = submitted_job(bloomery, "train.max_steps=200")
+    wait_for(bloomery.saw(StepDone, 4))
+    # what --signal does: the steps get it, the batch shell does not
+    of_slurm(folder, "scancel", "--signal=TERM", job)
+    wait_for(lambda: state_of_job(folder, job) == "PENDING")
+    stopped = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
+    assert 4 <= stopped < 200
+    # Slurm starts it again when its credential has expired
+    wait_for(bloomery.saw(StepDone, 200))
+    wait_for(lambda: state_of_job(folder, job) in ("", "COMPLETED"))
+    assert [event.step for event in bloomery.events() if isinstance(event, Resumed)] == [stopped]
+    log = (folder / f"tiny-{job}.log").read_text()
+    assert "srun: rank 0 of 2, 1 on this host" in log
+
+
+@pytest.mark.soak
+def test_a_job_whose_node_is_lost_returns_to_the_queue_and_ends_as_undisturbed(
     bloomery, one_thread, request
 ) -> None:
     if why := why_not("srun"):
         pytest.skip(why)
     request.getfixturevalue("slurm")
-    page = (Path(__file__).parents[2] / "docs/how-to/amd-frontier.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^#!/bin/bash\n.*?(?=^```)", page, re.DOTALL | re.MULTILINE)
-    header, command, rest = script.partition("srun bloomery train frontier.yaml\n")
-    assert command and "--signal=TERM@" in header and "--requeue" in header
-    told = bloomery.folder / "job.log"
-    (bloomery.folder / "job.sh").write_text(
-        f"#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=1 --requeue --open-mode=append --output={told}\n"
-        f"srun {PYTHON} -m bloomery train tiny.yaml train.max_steps=200\n{rest}"
-    )
-
-    def slurm(*words: str) -> str:
-        done = subprocess.run(
-            words, cwd=bloomery.folder, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    job = slurm("sbatch", "--parsable", "job.sh")
-    (bloomery.folder / "runs").mkdir(exist_ok=True)
-    (bloomery.folder / "runs/one").symlink_to(bloomery.folder / f"runs/tiny-slurm-{job}.0")
-    wait_for(bloomery.saw(StepDone, 4))
-    # what --signal does: the steps get it, the batch shell does not
-    slurm("scancel", "--signal=TERM", job)
-    wait_for(lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) == "PENDING")
-    stopped = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
-    assert 4 <= stopped < 200
-    # Slurm waits two minutes before it starts a job again
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_for(bloomery.saw(StepDone, 200))
-    wait_for(
-        lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) in ("", "COMPLETED")
-    )
-    assert [event.step for event in bloomery.events() if isinstance(event, Resumed)] == [stopped]
-    assert "srun: rank 0 of 2, 1 on this host" in told.read_text()
+    folder = bloomery.folder
+    job = submitted_job(bloomery)
+    wait_for(bloomery.saw(StepDone, 6))
+    of_slurm(folder, "scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for(lambda: state_of_job(folder, job) == "PENDING")
+    # the node answers and returns to service by itself (ReturnToService=2)
+    wait_for(lambda: state_of_job(folder, job) in ("", "COMPLETED"))
+    assert [event for event in bloomery.events() if isinstance(event, Resumed)]
+    assert_as_undisturbed(bloomery)

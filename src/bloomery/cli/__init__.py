@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run."),
+    "slurm": ("bloomery.cli.slurm:command", "Write and submit a job script for a Slurm cluster."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder, or delete some."),
     "completion": (
         "bloomery.cli.common:completion_command",

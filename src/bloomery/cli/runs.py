@@ -5,7 +5,9 @@
 
 import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
@@ -57,6 +59,7 @@ from bloomery.runs.folder import (
     start_mark,
     worked_on,
 )
+from bloomery.runs.launchers import message_in
 from bloomery.runs.signals import SAVE_SIGNAL
 from bloomery.train.model_folder import NOT_SAVED, best_on_disk, saved_steps, step_folder
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
@@ -65,10 +68,14 @@ from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicte
 @final
 @dataclass(frozen=True)
 class Runner:
-    """The process that runs a training, identified by the lock; a later process with the same pid is not it."""
+    """The process that runs a training, identified by the lock; a later process with the same pid is not it.
+
+    `slurm_job`: its job, when it is on another host and Slurm takes the signals there.
+    """
 
     folder: RunFolder
     entry: dict[str, Any]
+    slurm_job: str = ""
 
     @property
     def pid(self) -> int:
@@ -77,10 +84,14 @@ class Runner:
     @property
     def working(self) -> bool:
         """Whether the process still holds the lock; it may outlive the run."""
-        return holder_of(self.folder.lock) == self.entry and alive(self.entry)
+        lives = beats(self.folder.lock) if self.slurm_job else alive(self.entry)
+        return holder_of(self.folder.lock) == self.entry and lives
 
     def send(self, signal_number: int) -> None:
         """Sends a signal. Raises UserError when the process has ended, or belongs to another user."""
+        if self.slurm_job:
+            _signal_job(self.slurm_job, signal.Signals(signal_number))
+            return
         try:
             with ExitStack() as stack:
                 # An open handle prevents that the pid is reused between check and signal.
@@ -107,6 +118,8 @@ def runner_of(folder: RunFolder) -> Runner:
     # The lock of another machine is believed only while that machine updates it.
     on_other_host = bool(entry) and entry["host"] != host_name()
     if on_other_host and beats(folder.lock):
+        if (job := slurm_job_of(folder)) and shutil.which("scancel"):
+            return Runner(folder, entry, job)
         problem = f"the run is on another machine: process {entry['pid']} on {entry['host']}"
         fix = f"run the same command on {entry['host']}"
         raise UserError(problem, where=str(folder.path), fix=fix)
@@ -117,6 +130,25 @@ def runner_of(folder: RunFolder) -> Runner:
         problem = f"{process}, where Python receives no signals"
         raise UserError(problem, where=str(folder.path), fix="stop it in that program")
     return Runner(folder, entry)
+
+
+def slurm_job_of(folder: RunFolder) -> str:
+    """The number of the Slurm job that trains this run; "" where another launcher or none started it."""
+    message = message_in(folder)
+    launcher, _, step = ("" if message is None else message.job).partition("-")
+    return step.partition(".")[0] if launcher == "slurm" else ""
+
+
+def _signal_job(job: str, number: signal.Signals) -> None:
+    """Sends a signal to the ranks of a Slurm job, as its time limit does. Raises UserError with Slurm's own words."""
+    name = number.name.removeprefix("SIG")
+    answer = subprocess.run(
+        ["scancel", f"--signal={name}", job], capture_output=True, text=True, check=False
+    )
+    if answer.returncode != 0:
+        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+        problem = f"Slurm did not pass on the request: {reason.removeprefix('scancel: error: ')}"
+        raise UserError(problem, where=f"job {job}", fix=f"check it with `squeue --job {job}`")
 
 
 def _idle(folder: RunFolder) -> UserError:

@@ -1,0 +1,133 @@
+"""Clusters with Slurm as data: those of sites.toml, or a file of yours. Does not import torch."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean, expanded
+
+CPU = "cpu"  # as the `gpu` of a site whose nodes are like the login node, without GPUs
+
+
+class SiteEntry(BaseModel, frozen=True, extra="forbid"):
+    """A table of a site file; unknown keys are errors."""
+
+
+class QueueLimit(SiteEntry):
+    """The longest job of at most so many nodes."""
+
+    nodes: int = Field(ge=1)
+    hours: float = Field(gt=0)
+
+
+class Queue(SiteEntry):
+    """A partition or quality of service. `limits`: by size, the smallest first; empty: unknown."""
+
+    name: str
+    option: Literal["partition", "qos"] = "partition"
+    limits: tuple[QueueLimit, ...] = ()
+
+    def hours(self, nodes: int) -> float | None:
+        """The time limit of a job of so many nodes; None where no limit is known. Raises UserError for too many."""
+        if not self.limits:
+            return None
+        fitting = [limit.hours for limit in self.limits if nodes <= limit.nodes]
+        if not fitting:
+            most = self.limits[-1].nodes
+            raise UserError(
+                f"the queue {self.name} takes jobs of at most {most:,} nodes",
+                where=f"--nodes {nodes}",
+                fix=f"pass --nodes {most} or fewer, or another --queue",
+                code=2,
+            )
+        return fitting[0]
+
+
+class Site(SiteEntry):
+    """What a job script needs to know about a cluster.
+
+    `gpu`: its name in gpus.toml, as one rank sees it (a die of an MI250X), or "cpu"; empty: not said. `cpus_per_gpu`:
+    cores of a rank; 0: Slurm's default. `task_options`: of the job, how GPUs are given to ranks. `step_options`: of
+    `srun` alone. `directives`: more options of the job. `setup`: shell lines such as modules. `local_disk`: a folder on
+    each node's own disk, for caches and the copy of the Python environment; empty: none. `queues`: the default one
+    first.
+    """
+
+    title: str = "a cluster with Slurm"
+    gpu: str = ""
+    gpus_per_node: int = Field(1, ge=1, le=64)
+    cpus_per_gpu: int = Field(0, ge=0)
+    needs_account: bool = False
+    task_options: tuple[str, ...] = ()
+    step_options: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    local_disk: str = ""
+    environment: dict[str, str] = {}
+    queues: tuple[Queue, ...] = ()
+
+    def queue(self, name: str | None) -> Queue | None:
+        """The queue of that name, or the default one; None for a site that lists none.
+
+        Raises UserError for a name that the site does not list.
+        """
+        if not self.queues:
+            return None if name is None else Queue(name=name)
+        if name is None:
+            return self.queues[0]
+        by_name = {queue.name: queue for queue in self.queues}
+        if name not in by_name:
+            known = f"there are {', '.join(by_name)}"
+            fix = did_you_mean(name, by_name, known)
+            raise UserError(f"{self.title} has no queue {name}", where="--queue", fix=fix, code=2)
+        return by_name[name]
+
+
+def find_site(name: str) -> Site:
+    """The site of that name, or of that TOML file. Raises UserError (code 2)."""
+    path = expanded(name)
+    if path.suffix == ".toml" or path.is_file():
+        return _read(path)
+    if name not in site_names():
+        known = f"there are {', '.join(site_names())}; or pass a TOML file of yours"
+        fix = did_you_mean(name, site_names(), known)
+        raise UserError(f"unknown site {name!r}", where="--site", fix=fix, code=2)
+    return Site.model_validate(_packaged()[name])
+
+
+def site_names() -> tuple[str, ...]:
+    return tuple(_packaged())
+
+
+@cache
+def _packaged() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _read(path: Path) -> Site:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = f"cannot read the site file: {error.strerror}"
+        raise UserError(problem, where=str(path), fix="pass an existing file", code=2) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        fix = "correct the line; src/bloomery/hardware/sites.toml has examples"
+        raise UserError(f"no TOML: {error}", where=str(path), fix=fix, code=2) from error
+    try:
+        return Site.model_validate(table)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        where = f"{path}: {key}"
+        if detail["type"] == "extra_forbidden":
+            last_key = str(detail["loc"][-1])
+            known = ", ".join(Site.model_fields)
+            fix = did_you_mean(last_key, Site.model_fields, f"a site has {known}")
+            raise UserError("unknown key", where=where, fix=fix, code=2) from error
+        raise UserError(
+            f"not a valid value: {detail['msg']}", where=where, fix="correct it", code=2
+        ) from error

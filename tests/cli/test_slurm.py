@@ -1,0 +1,282 @@
+"""`bloomery slurm`: the script against the sites' published rules, what is refused, and what sbatch gets."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli
+from bloomery.cli.runs import runner_of, slurm_job_of
+from bloomery.core.errors import UserError
+from bloomery.hardware.sites import find_site, site_names
+from bloomery.hardware.specs import find_gpu
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.job_script import WRITE_BYTES_PER_SECOND, seconds_to_save
+
+RECIPE = """
+model: {family: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_layers: 32, num_heads: 32,
+        num_kv_heads: 8, head_dim: 128, max_positions: 8192, rope_theta: 500000.0}
+tokenizer: {from: models/Llama-3.1-8B}
+data: {path: corpus, sequence_length: 8192}
+train: {max_tokens: 1T, tokens_per_step: 16777216, micro_batch_size: 4, activation_checkpointing: full}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "large.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def slurm(*words: str, dry: bool = True):
+    arguments = ["slurm", "large.yaml", *words, *(["--dry-run"] if dry else [])]
+    return CliRunner().invoke(cli, arguments)
+
+
+def directives(script: str) -> dict[str, str]:
+    """The options of the #SBATCH lines."""
+    words = [
+        word
+        for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+        for word in line.split()
+    ]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def refusal(*words: str, dry: bool = True) -> UserError:
+    error = slurm(*words, dry=dry).exception
+    assert isinstance(error, UserError), error
+    return error
+
+
+# OLCF's table of 2026-07: nodes of a job -> hours at most; LUMI's: partition -> nodes, hours.
+@pytest.mark.parametrize(
+    ("nodes", "hours"),
+    [(1, 2), (64, 2), (91, 2), (92, 6), (183, 6), (184, 12), (1882, 12), (9472, 12)],
+)
+def test_frontiers_time_limits_follow_the_number_of_nodes(nodes, hours) -> None:
+    queue = find_site("frontier").queue(None)
+    assert queue is not None and queue.name == "batch" and queue.hours(nodes) == hours
+
+
+@pytest.mark.parametrize(
+    ("queue_name", "nodes", "hours"),
+    [("standard-g", 1024, 48), ("small-g", 4, 72), ("dev-g", 32, 3)],
+)
+def test_lumis_partitions(queue_name, nodes, hours) -> None:
+    queue = find_site("lumi").queue(queue_name)
+    assert queue is not None and queue.hours(nodes) == hours
+    with pytest.raises(UserError, match=f"at most {nodes:,} nodes"):
+        queue.hours(nodes + 1)
+
+
+def test_every_site_names_a_gpu_of_the_table_and_its_cores() -> None:
+    for name in site_names():
+        site = find_site(name)
+        if site.gpu:
+            assert find_gpu(site.gpu).name
+            # 64 cores, of which the system keeps one in eight
+            assert site.gpus_per_node * site.cpus_per_gpu == 56
+
+
+def test_the_script_of_frontier_follows_olcfs_rules(folder) -> None:
+    result = slurm("--site", "frontier", "--nodes", "64", "--account", "ABC123")
+    assert result.exit_code == 0
+    options = directives(result.stdout)
+    assert options["--nodes"] == "64" and options["--ntasks-per-node"] == "8"  # a rank per die
+    assert options["--gpus-per-task"] == "1" and options["--gpu-bind"] == "closest"
+    assert options["--cpus-per-task"] == "7" and options["--account"] == "ABC123"
+    assert options["--partition"] == "batch" and options["--time"] == "02:00:00"
+    assert options["--constraint"] == "nvme" and options["--network"] == "disable_rdzv_get"
+    assert "--requeue" in options
+    assert result.stdout.index("rocm/7.1.1") < result.stdout.index("rccl-net-plugin")
+    assert "torchrun" not in result.stdout
+    # the environment reaches each node's own disk before the ranks start
+    assert result.stdout.index("sbcast") < result.stdout.index("-m bloomery train large.yaml")
+    # two steps and half of the assumed speed fit between the signal and the limit
+    signalled = int(options["--signal"].removeprefix("TERM@"))
+    plan = json.loads(
+        CliRunner()
+        .invoke(cli, ["plan", "large.yaml", "--gpu", "8xMI250X", "--nodes", "64", "--json"])
+        .stdout
+    )
+    step = 16777216 / plan["tokens_per_second"]["value"]
+    weights_and_states = 12 * 8.03e9  # float32 weights and two AdamW states
+    assert signalled >= 2 * step + 2 * weights_and_states / WRITE_BYTES_PER_SECOND
+    assert signalled < 7200 / 4
+    assert "512 on 64 nodes" in result.stderr and "about two minutes" in result.stderr
+
+
+def test_the_script_is_valid_shell(folder) -> None:
+    for words in (
+        ["--site", "frontier", "--nodes", "64", "--account", "A"],
+        ["--site", "lumi", "--nodes", "2", "--account", "A"],
+        ["--site", "generic", "--gpu", "8xMI300X", "--nodes", "16"],
+    ):
+        script = slurm(*words).stdout
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert checked.returncode == 0 and not checked.stderr, checked.stderr
+
+
+def test_arguments_with_spaces_stay_one_word(folder) -> None:
+    script = slurm(
+        "data.glob=*.go and more", "--site", "lumi", "--nodes", "64", "--account", "A B"
+    ).stdout
+    assert "train large.yaml 'data.glob=*.go and more'\n" in script
+
+
+def test_a_short_run_gets_a_short_job(folder) -> None:
+    result = slurm(
+        "train.max_tokens=2B", "--site", "lumi", "--nodes", "64", "--account", "A", "--json"
+    )
+    job = json.loads(result.stdout)
+    assert job["run_seconds"]["value"] < job["time_seconds"] < 2 * job["run_seconds"]["value"]
+    assert job["ranks"] == 512 and job["job"] is None and job["queue"] == "standard-g"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "fix"),
+    [
+        (["--site", "frontir", "--nodes", "2"], "unknown site 'frontir'", "frontier"),
+        (["--site", "elcap", "--nodes", "2"], "unknown site 'elcap'", "frontier, lumi, generic"),
+        (["--site", "frontier", "--nodes", "2"], "needs an account", "--account"),
+        (
+            ["--site", "frontier", "--nodes", "64", "--account", "A", "--queue", "batc"],
+            "no queue batc",
+            "batch",
+        ),
+        (
+            ["--site", "frontier", "--nodes", "65", "--account", "A", "--queue", "extended"],
+            "at most 64 nodes",
+            "--nodes 64",
+        ),
+        (
+            ["--site", "frontier", "--nodes", "64", "--account", "A", "--time", "5h"],
+            "at most 2 h",
+            "--time 2h",
+        ),
+        (
+            ["--site", "frontier", "--nodes", "64", "--account", "A", "--time", "4m"],
+            "too short",
+            "--time 10m",
+        ),
+        (["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "soon"], "soon", "12h"),
+        (
+            ["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "5 steps"],
+            "no time",
+            "12h",
+        ),
+        (["--site", "generic", "--nodes", "2"], "does not say which GPUs", "--gpu"),
+        (
+            ["--site", "frontier", "--nodes", "63", "--account", "A", "parallel.shard=512"],
+            "512 devices",
+            "--nodes",
+        ),
+        (["--site", "generic", "--gpu", "8xT4", "--nodes", "1"], "does not fit", "bloomery plan"),
+        (["--site", "absent.toml", "--nodes", "1"], "cannot read the site file", "existing"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_sentence(folder, words, problem, fix) -> None:
+    error = refusal(*words)
+    assert problem in error.problem and fix in (error.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "fix"),
+    [
+        ("gpu = 'MI250X'\ngpus_per_nod = 8\n", "unknown key", "gpus_per_node"),
+        ("gpu = 'MI250X'\ngpus_per_node = 'eight'\n", "not a valid value", "correct"),
+        ("gpu = 'MI250X\n", "no TOML", "sites.toml"),
+    ],
+)
+def test_a_wrong_site_file_is_refused_at_its_key(folder, text, problem, fix) -> None:
+    (folder / "mine.toml").write_text(text)
+    error = refusal("--site", "mine.toml", "--nodes", "2")
+    assert problem in error.problem and fix in (error.fix or "") and "mine.toml" in error.where
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_sbatch_gets_the_script_and_its_number_is_shown(folder, monkeypatch) -> None:
+    program(folder, "sbatch", 'cat > submitted; echo "$@" > options; echo "4711;cluster"')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    result = slurm("--site", "frontier", "--nodes", "64", "--account", "A", dry=False)
+    assert result.exit_code == 0
+    assert (folder / "submitted").read_text() == result.stdout.removesuffix("\n")
+    assert (folder / "options").read_text() == "--parsable\n"
+    assert "4711 is in the queue" in result.stderr
+    assert "bloomery watch runs/large-slurm-4711.1" in result.stderr
+    assert "large-4711.log" in result.stderr
+
+
+def test_slurms_own_words_are_shown_when_it_refuses(folder, monkeypatch) -> None:
+    program(
+        folder, "sbatch", 'echo "sbatch: error: Invalid account or account/partition" >&2; exit 1'
+    )
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    error = refusal("--site", "frontier", "--nodes", "64", "--account", "A", dry=False)
+    assert error.problem == "sbatch refused the job: Invalid account or account/partition"
+
+
+def test_without_slurm_nothing_is_submitted(folder, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    error = refusal("--site", "frontier", "--nodes", "64", "--account", "A", dry=False)
+    assert "no `sbatch` here" in error.problem and "--dry-run" in error.fix
+
+
+def test_a_run_that_does_not_fit_is_not_submitted(folder, monkeypatch) -> None:
+    program(folder, "sbatch", "touch submitted; echo 1")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    refusal("--site", "generic", "--gpu", "8xT4", "--nodes", "1", "--time", "1h", dry=False)
+    assert not (folder / "submitted").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "size", "expected"), [(1.0, 0.0, 120), (76.0, 96e9, 420), (600.0, 0.0, 1260)]
+)
+def test_the_time_for_a_save_by_hand(step, size, expected) -> None:
+    # 2 steps, twice the bytes at 1 GB/s, a minute; rounded up to minutes
+    assert seconds_to_save(step, size) == expected
+
+
+def run_of_another_host(folder: Path, job: str) -> RunFolder:
+    run = RunFolder(folder / "runs/one")
+    (run.path / "ranks").mkdir(parents=True)
+    entry = {"pid": 1, "started": "x", "host": "node17", "receives_signals": True, "since": 0.0}
+    run.lock.write_text(json.dumps(entry))
+    message = {"start": "s", "job": job, "attempt": 0, "resumed": False, "address": "", "port": 1}
+    (run.path / "ranks/word.json").write_text(json.dumps(message))
+    return run
+
+
+def test_a_run_on_another_node_is_stopped_through_slurm(folder, monkeypatch) -> None:
+    run = run_of_another_host(folder, "slurm-4711.1")
+    assert slurm_job_of(run) == "4711"
+    program(folder, "scancel", 'echo "$@" > cancelled')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: True)
+    runner = runner_of(run)
+    assert runner.working
+    runner.send(15)
+    assert (folder / "cancelled").read_text() == "--signal=TERM 4711\n"
+    program(folder, "scancel", 'echo "scancel: error: Invalid job id 4711" >&2; exit 1')
+    with pytest.raises(UserError, match="Invalid job id 4711"):
+        runner.send(15)
+
+
+def test_a_run_on_another_machine_without_slurm_is_stopped_there(folder, monkeypatch) -> None:
+    run = run_of_another_host(folder, "torchrun-1")
+    assert slurm_job_of(run) == ""
+    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: True)
+    with pytest.raises(UserError, match="on another machine"):
+        runner_of(run)
