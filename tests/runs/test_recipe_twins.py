@@ -111,19 +111,19 @@ def test_the_twin_with_rewards_begins_with_digits(tmp_path):
         "qwen2.5-1.5b-grpo-tiny",
         "--run-dir",
         "run",
-        "train.max_steps=12",
+        "train.max_steps=24",
         "train.batch_size=24",
         "optimizer.learning_rate=1e-2",
         "optimizer.warmup=2 steps",
         "data.chat.template=none",
         "data.sequence_length=32",
         "eval.every=6 steps",
-        "checkpoint.every=12 steps",
+        "checkpoint.every=24 steps",
     )
     assert done.returncode == 0, done.stderr
     events = list(read_events(tmp_path / "run/events.jsonl"))
     rewards = [event.metrics["reward"] for event in events if isinstance(event, EvalDone)]
-    assert rewards[-1] > 0.3
+    assert rewards[-1] > 0.5
 
 
 @pytest.mark.parametrize("name", WHOLE)
