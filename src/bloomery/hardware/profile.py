@@ -56,9 +56,8 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
-    triton: (
-        str | None
-    )  # the installed version; of a GPU that is only planned for, that of its PyTorch
+    # The installed version; of a GPU that is only planned for, that of its PyTorch.
+    triton: str | None
     # Whether it compiles kernels for the device: yes; another would (on a GPU that is only planned for); no.
     triton_compiles: Choice[str]
     # Whether this package's C++ for training is compiled and quicker than PyTorch here.

@@ -18,9 +18,8 @@ from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import matmul_dtype
 
-Tiles = Mapping[
-    str, Sequence[int]
-]  # by kernel: the numbers of a TileShape, a list where they were JSON
+# By kernel: the numbers of a TileShape, a list where they were JSON.
+Tiles = Mapping[str, Sequence[int]]
 
 
 def settle_tiles(plan: RunPlan, run_dir: Path, mesh: Mesh, *, resumes: bool) -> None:

@@ -98,9 +98,8 @@ class DocumentLayout:
     mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
     reach: Tensor | None = None  # blockwise: `reach_of`
     offsets: Tensor | None = None  # varlen: `document_offsets`
-    num_keys_B: Tensor | None = (
-        None  # of a cache, int32: the first keys that each text's new token sees
-    )
+    # Of a cache, int32: the first keys that each text's new token sees.
+    num_keys_B: Tensor | None = None
 
 
 def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:

@@ -79,10 +79,10 @@ def fastest_tiles(
     }
     keys = {kernel: _key(kernel, gpu, workload) for kernel in KERNELS}
     answers = _answers()
-    known = {kernel: _tile(answers.get(keys[kernel])) for kernel in KERNELS}
+    kept_tiles = {kernel: _tile(answers.get(keys[kernel])) for kernel in KERNELS}
     # A table of another version has other candidates.
-    if all(known[kernel] in candidates[kernel] for kernel in KERNELS):
-        return {kernel: tile for kernel, tile in known.items() if tile is not None}
+    if all(kept_tiles[kernel] in candidates[kernel] for kernel in KERNELS):
+        return {kernel: tile for kernel, tile in kept_tiles.items() if tile is not None}
 
     first = {kernel: candidates[kernel][0] for kernel in KERNELS}
     try:
@@ -90,9 +90,8 @@ def fastest_tiles(
             launch.kernel: fastest(launch, candidates[launch.kernel], clock)
             for launch in launches(workload, device)
         }
-    except (
-        Exception
-    ):  # out of memory, a lost GPU: the check before the first step, or that step, says so
+    except Exception:
+        # Out of memory, a lost GPU: the check before the first step, or that step, says so.
         return first
     for kernel, tile in tiles.items():
         answers.pop(keys[kernel], None)
@@ -111,7 +110,8 @@ def fastest(launch: Launch, candidates: Sequence[TileShape], clock: Clock) -> Ti
     for tile in candidates if len(candidates) > 1 else ():
         try:
             clock(launch, tile)
-        except Exception:  # more shared memory than the GPU has, or a refusal of the compiler: neither has one class
+        except Exception:
+            # More shared memory than the GPU has, or a refusal of the compiler: neither has one class.
             continue
         working.append(tile)
     if len(working) < 2:

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from bloomery.hardware.wheels import series
+
 KERNELS = ("forward", "backward_q", "backward_kv")
 WIDTHS = (
     16,
@@ -120,7 +122,7 @@ def kernel_figures(run: KernelRun) -> dict[str, KernelFigures] | None:
     """
     if run.width > MAX_WIDTH:
         return None
-    release = _release(run.triton)
+    release = series(run.triton)
     arch = COMPILED_AS.get(run.arch, run.arch)
     width = max(64, padded_width(run.width))
     variant = "all" if run.window or run.softcap else "dropout" if run.dropout else "documents"
@@ -133,7 +135,7 @@ def kernel_figures(run: KernelRun) -> dict[str, KernelFigures] | None:
 
 def refusal(run: KernelRun) -> str | None:
     """Why the compiler cannot make the kernels, where somebody has tried and it did not."""
-    release = _release(run.triton)
+    release = series(run.triton)
     arch = COMPILED_AS.get(run.arch, run.arch)
     for dtype in _TYPES[run.precision.removesuffix("-pure")]:
         row = _compiled_rows().get((release, arch, dtype, 0))
@@ -146,7 +148,7 @@ def refusal(run: KernelRun) -> str | None:
 def reason_against(run: KernelRun) -> str | None:
     """Why `auto` leaves the kernels alone; None where this Triton keeps every number in registers."""
     figures = kernel_figures(run)
-    release = ".".join(map(str, _release(run.triton)))
+    release = ".".join(map(str, series(run.triton)))
     if figures is None:
         return f"the Triton kernels were never compiled for {run.arch} in {run.precision} by Triton {release}"
     if any(of_kernel.spilled for of_kernel in figures.values()):
@@ -174,16 +176,11 @@ def _figures_of(kernel: dict[str, Any], variant: str) -> KernelFigures:
     )
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
-
 @cache
 def _compiled_rows() -> dict[tuple[tuple[int, int], str, str, int], dict[str, Any]]:
     folder = files("bloomery.model.attention")
     rows = json.loads(folder.joinpath("compiled_tiles.json").read_text(encoding="utf-8"))
-    return {(_release(row["triton"]), row["arch"], row["dtype"], row["width"]): row for row in rows}
+    return {(series(row["triton"]), row["arch"], row["dtype"], row["width"]): row for row in rows}
 
 
 @cache

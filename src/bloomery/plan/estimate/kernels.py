@@ -75,13 +75,13 @@ def score_seconds(profile: Profile, run: KernelRun) -> dict[str, ScoreSeconds] |
 
     # Slots of vector instructions in a second: a slot of each lane at the boost clock.
     lane_rate = float32_peak / arch.lane_flops
-    found = {}
+    kernel_rates = {}
     for kernel, of_kernel in figures.items():
         products = 0.0
         if arch.matrix_units:
             products = FLOPS_PER_WIDTH[kernel] * run.width / peak
-        found[kernel] = _score_seconds(of_kernel, products, lane_rate, arch.lane_registers)
-    return found
+        kernel_rates[kernel] = _score_seconds(of_kernel, products, lane_rate, arch.lane_registers)
+    return kernel_rates
 
 
 def _score_seconds(
