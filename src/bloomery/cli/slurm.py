@@ -143,13 +143,14 @@ def _notes(
     source: str,
 ) -> list[str]:
     """What will happen, for a person; on stderr, so that the script alone can go into a file."""
-    from bloomery.runs.job_script import log_file
+    from bloomery.runs.job_script import TRAINING_STEP, log_file
+    from bloomery.runs.launchers import job_run_name
 
     memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB each"
     notes = [f"{'ranks':<10}{ranks} on {nodes} node{'s' * (nodes > 1)}, {memory}"]
-    if plan.seconds is not None:
+    if plan.seconds is not None and plan.step_seconds is not None:
         jobs = plan.seconds.value / (script.seconds - script.signal_seconds)
-        rate = format_count(plan.trained_tokens_per_step / plan.step_seconds.value)  # type: ignore[union-attr]
+        rate = format_count(plan.trained_tokens_per_step / plan.step_seconds.value)
         starts = "one job" if jobs <= 1 else f"about {jobs:,.0f} starts of the job"
         notes.append(
             f"{'time':<10}about {format_seconds(plan.seconds.value)} at {rate} tokens/s: {starts} of"
@@ -165,7 +166,7 @@ def _notes(
         )
     if job is None:
         return notes
-    run = f"runs/{name}-slurm-{job}.1"
+    run = f"runs/{job_run_name(name, f'slurm-{job}.{TRAINING_STEP}')}"
     return [
         *notes,
         f"{'job':<10}{job} is in the queue: squeue --job {job}",

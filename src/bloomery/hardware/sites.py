@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded
+from bloomery.hardware.wheels import wheel_table
 
 CPU = "cpu"  # as the `gpu` of a site whose nodes are like the login node, without GPUs
 
@@ -81,8 +82,8 @@ class Site(SiteEntry):
             return self.queues[0]
         by_name = {queue.name: queue for queue in self.queues}
         if name not in by_name:
-            known = f"there are {', '.join(by_name)}"
-            fix = did_you_mean(name, by_name, known)
+            choices = f"there are {', '.join(by_name)}"
+            fix = did_you_mean(name, by_name, choices)
             raise UserError(f"{self.title} has no queue {name}", where="--queue", fix=fix, code=2)
         return by_name[name]
 
@@ -93,10 +94,12 @@ def find_site(name: str) -> Site:
     if path.suffix == ".toml" or path.is_file():
         return _read(path)
     if name not in site_names():
-        known = f"there are {', '.join(site_names())}; or pass a TOML file of yours"
-        fix = did_you_mean(name, site_names(), known)
+        choices = f"there are {', '.join(site_names())}; or pass a TOML file of yours"
+        fix = did_you_mean(name, site_names(), choices)
         raise UserError(f"unknown site {name!r}", where="--site", fix=fix, code=2)
-    return Site.model_validate(_packaged()[name])
+    # The modules of a site are those of its PyTorch build, which the doctor prints, too.
+    modules = wheel_table().sites.get(name, {}).get("before", [])
+    return Site.model_validate({"setup": modules} | _packaged()[name])
 
 
 def site_names() -> tuple[str, ...]:
@@ -125,8 +128,8 @@ def _read(path: Path) -> Site:
         where = f"{path}: {key}"
         if detail["type"] == "extra_forbidden":
             last_key = str(detail["loc"][-1])
-            known = ", ".join(Site.model_fields)
-            fix = did_you_mean(last_key, Site.model_fields, f"a site has {known}")
+            keys = ", ".join(Site.model_fields)
+            fix = did_you_mean(last_key, Site.model_fields, f"a site has {keys}")
             raise UserError("unknown key", where=where, fix=fix, code=2) from error
         raise UserError(
             f"not a valid value: {detail['msg']}", where=where, fix="correct it", code=2

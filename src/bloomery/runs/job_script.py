@@ -15,6 +15,7 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
 from bloomery.hardware.sites import Queue, Site
+from bloomery.runs.launchers import job_run_name
 
 # Of a host that hashes and writes a checkpoint to a shared file system; assumed, and half of it is planned with.
 WRITE_BYTES_PER_SECOND = 1e9
@@ -23,6 +24,7 @@ ENDING_SECONDS = 60.0
 START_SECONDS = 180.0  # of a job, until its first step
 # Copying the Python environment, 10 GB or more, pays where this many nodes would read it from one file system.
 COPY_FROM_NODES = 8
+TRAINING_STEP = 1  # of the job: step 0 prepares the nodes
 SLURM_SECONDS = 60.0  # sbatch answers within this time
 
 
@@ -90,7 +92,7 @@ def write_job_script(
     text = template.render(
         command=command,
         version=__version__,
-        name=job_name,
+        run=job_run_name(name, f"slurm-JOB.{TRAINING_STEP}"),
         directives=directives,
         setup=site.setup,
         environment={key: shlex.quote(value) for key, value in site.environment.items()},
@@ -118,8 +120,10 @@ def _limit(
     """The time limit of the job in seconds. Raises UserError (code 2) for one that the queue does not give."""
     longest = None if queue is None else queue.hours(nodes)
     if seconds is None:
-        wanted = None if run_seconds is None else 1.2 * run_seconds + START_SECONDS
-        limits = [limit for limit in (wanted, None if longest is None else longest * 3600) if limit]
+        job_seconds = None if run_seconds is None else 1.2 * run_seconds + START_SECONDS
+        limits = [
+            limit for limit in (job_seconds, None if longest is None else longest * 3600) if limit
+        ]
         if not limits:
             raise UserError(
                 f"{site.title} has no known time limit, and neither has the run",

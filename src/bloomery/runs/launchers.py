@@ -242,8 +242,12 @@ def new_folder(recipe_name: str) -> Path:
             fix="pass --run-dir DIR, the same to all ranks; or torchrun --rdzv-id NAME",
             code=2,
         )
-    name = re.sub(r"[^\w.-]+", "-", f"{recipe_name[:80]}-{launch.job}").strip("-.")
-    return Path("runs").absolute() / name[:200]
+    return Path("runs").absolute() / job_run_name(recipe_name, launch.job)
+
+
+def job_run_name(recipe_name: str, job: str) -> str:
+    """The name of the run that a launcher's job trains: slurm-4711.1 is step 1 of Slurm's job 4711."""
+    return re.sub(r"[^\w.-]+", "-", f"{recipe_name[:80]}-{job}").strip("-.")[:200]
 
 
 class Ended(Protocol):
