@@ -187,3 +187,9 @@ def test_state_of_another_model_is_refused():
     optimizer = build_optimizer(toy(), PLAN)
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         optimizer.load({"lm_head.weight.exp_avg": torch.zeros(2)}, {})
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_muon_computes_in_float32_where_bfloat16_is_emulated(monkeypatch, fast, dtype) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert orthogonalize_stack(torch.randn(2, 8, 16)).dtype == dtype
