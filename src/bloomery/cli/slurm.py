@@ -87,7 +87,7 @@ def command(
         if plan.suggestions:
             fix = f"add {plan.suggestions[0]}; more: {fix}"
         needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
-        raise UserError(f"does not fit: {needed} of each GPU", where=source, fix=fix)
+        raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
 
     # Where the plan knows no speed, a step is taken to last a minute.
     options = {"--site": site, "--nodes": str(nodes), "--account": account, "--time": time_limit}
