@@ -67,13 +67,14 @@ def train(
     quiet: bool = False,
     on_event: OnEvent | None = None,
     rewards: Sequence[RewardOfRun] | None = None,
+    check: bool = True,
     **sections: Any,
 ) -> "Run":
     """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
 
     `overrides` ("train.epochs=2") and `sections` (train={"epochs": 2}) change the recipe. `on_event` gets every event;
     its exception ends the run. Returns when the run ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and
-    stops. `quiet`: no progress.
+    stops. `quiet`: no progress. `check`: compare one step on a GPU with the CPU first, once per GPU and settings.
 
     `rewards` of `objective.kind: grpo` or `rloo`, in place of the recipe's: functions, and entries as in a recipe;
     {"function": score, "weight": 0.5} gives a function a weight. A function is called in a copy of this process, made
@@ -99,6 +100,7 @@ def train(
             recover=recover,
             quiet=quiet,
             watch=watch,
+            check=check,
         )
     return Run(outcome.folder, outcome.code)
 
@@ -146,12 +148,13 @@ class Run:
         quiet: bool = False,
         on_event: OnEvent | None = None,
         rewards: Sequence[RewardOfRun] = (),
+        check: bool = True,
         **sections: Any,
     ) -> "Run":
         """Resume, with overrides of the length, eval, sample, checkpoint and logging, as in `train`. Raises UserError.
 
         `step`: the checkpoint to continue from, by default the newest. `rewards`: the functions that `train` was given,
-        which a run folder cannot hold. Examples:
+        which a run folder cannot hold. `check`: as in `train`. Examples:
 
             run = run.resume("train.epochs=4")
             run = run.resume(train={"epochs": 5}, eval={"every": "10%"})
@@ -167,6 +170,7 @@ class Run:
                 overrides=(*overrides, *_key_overrides(sections)),
                 quiet=quiet,
                 watch=_watch(on_event),
+                check=check,
             )
         return Run(outcome.folder, outcome.code)
 

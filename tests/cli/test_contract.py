@@ -42,8 +42,9 @@ FLAGS = {
         "--dry-run",
         "--smoke-test",
         "--recover",
+        "--no-check",
     },
-    "resume": {"--from", "--recover", "-d", "--devices"},
+    "resume": {"--from", "--recover", "--no-check", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
     "eval": {
@@ -261,6 +262,7 @@ EVENTS = {
     "RunEnded",
     "TaskDone",  # of `bloomery eval`
     "StepHealth",  # came later: what a diagnosis of a run reads
+    "StepChecked",  # came later: one step on the GPU compared with the CPU
 }
 STEP = {
     "loss",

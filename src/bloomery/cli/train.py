@@ -58,6 +58,7 @@ class WithLauncher(click.Command):
 @click.option(
     "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
 )
+@click.option("--no-check", is_flag=True, help="Do not check a GPU's first step against the CPU.")
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -68,6 +69,7 @@ def command(
     dry_run: bool,
     smoke_test: bool,
     recover: bool,
+    no_check: bool,
 ) -> int:
     """Pretrain or fine-tune with a recipe. Tokenizes the dataset first.
 
@@ -119,7 +121,12 @@ def command(
     folder = new_folder(loaded_recipe.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     ended_run = start(
-        loaded_recipe, run_dir=folder, devices=devices, recover=recover, measure=trial
+        loaded_recipe,
+        run_dir=folder,
+        devices=devices,
+        recover=recover,
+        measure=trial,
+        check=not no_check,
     )
     return conclude(ended_run)
 
@@ -219,8 +226,14 @@ def conclude(run: "EndedRun") -> int:
 @click.option(
     "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
 )
+@click.option("--no-check", is_flag=True, help="Do not check a GPU's first step against the CPU.")
 def resume_command(
-    run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool
+    run: str,
+    overrides: tuple[str, ...],
+    step: int | None,
+    devices: str | None,
+    recover: bool,
+    no_check: bool,
 ) -> int:
     """Resume a run from its last checkpoint.
 
@@ -233,7 +246,14 @@ def resume_command(
 
     folder = find_run(run)
     traceback_file.set(folder / "log.txt")
-    outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
+    outcome = resume(
+        folder,
+        step=step,
+        overrides=overrides,
+        devices=devices,
+        recover=recover,
+        check=not no_check,
+    )
     if outcome.already_done:
         echo(
             f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N"

@@ -209,6 +209,24 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepChecked(Event):
+    """One step of a small model on the run's GPU, compared with the CPU before the first step."""
+
+    device: str  # the name of the GPU
+    arch: str  # such as gfx1030 or sm_90
+    torch: str  # the version of PyTorch
+    driver: str = ""
+    precision: str
+    problem: str = ""  # the part at fault and what is wrong with it; "": the GPU is right
+    detail: str = ""  # the error, and what rounding explains
+    fix: str = ""  # a setting under which the GPU is right
+    # A part that gives different bits when it is computed twice.
+    unrepeatable: str = ""
+    seconds: float = 0.0  # that the check took
+    known: bool = False  # from an earlier run on such a GPU, with this PyTorch, driver and settings
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
     """The run continued after an error."""
 

@@ -27,6 +27,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Sampled,
     Saved,
+    StepChecked,
     StepDone,
     StepHealth,
     Warned,
@@ -35,7 +36,13 @@ from bloomery.monitor.events import (
 from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.sinks import Sink
 from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
-from bloomery.monitor.words import BEST_CHECKPOINT, devices_of, eval_text, incident_text
+from bloomery.monitor.words import (
+    BEST_CHECKPOINT,
+    checked_text,
+    devices_of,
+    eval_text,
+    incident_text,
+)
 
 WIDTH = 100
 TITLE = 11  # columns
@@ -48,6 +55,7 @@ _STEP_PHASE_SECONDS = 60.0
 _PHASE_TEXTS = {
     "stopping": "a checkpoint is saved after this step, then the run stops",
     "paused": "training waits",
+    "check": "one step on the GPU is compared with the CPU",
 }
 
 
@@ -229,7 +237,7 @@ class PlainView:
         match event:
             case Phase(name="length") if self._summary.announced == announced:
                 pass
-            case StepHealth() | DeviceStats() | Phase(name="evaluation"):
+            case StepHealth() | DeviceStats() | Phase(name="evaluation") | StepChecked(known=True):
                 pass  # for the diagnosis and the live view
             case Phase() if not self._is_due(event):
                 pass
@@ -285,6 +293,8 @@ class PlainView:
                 cut = [line if len(line) <= columns else line[: columns - 1] + "…" for line in text]
                 for line in titled("sample", *cut) if cut else ():
                     self._write(line)
+            case StepChecked():
+                self._titled("check", checked_text(event))
             case Warned():
                 self._titled("warning", event.reason)
             case Recovered() | Saved() | Resumed():

@@ -16,6 +16,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Sampled,
     Saved,
+    StepChecked,
     StepDone,
     StepHealth,
     Warned,
@@ -27,6 +28,7 @@ _PHASES = {
     "tokenizer": "training the tokenizer",
     "tokens": "tokenizing the dataset",
     "checksums": "writing checksums",
+    "check": "checking one step against the CPU",
 }
 # Cells of a device that a narrow screen omits: first the memory of PyTorch, then the clock.
 _OPTIONAL = (7, 4)
@@ -50,6 +52,8 @@ def incident_text(event: Event) -> str | None:
             return f"{event.reason}; {event.action}"
         case Warned():
             return event.reason
+        case StepChecked():
+            return checked_text(event)
         case RunEnded():
             return f"failed: {event.error}" if event.status == "failed" else event.status
         case Phase(name="paused"):
@@ -57,6 +61,14 @@ def incident_text(event: Event) -> str | None:
         case Phase(name="stopping"):
             return "stop requested: saving a checkpoint after this step"
     return None
+
+
+def checked_text(event: StepChecked) -> str:
+    """What the check of one step has found, in a line."""
+    if event.problem:
+        return f"{event.problem} ({event.detail})"
+    seconds = "known" if event.known else format_seconds(event.seconds)
+    return f"one step on {event.device} equals the CPU's in {event.precision} ({seconds})"
 
 
 def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None) -> str:
@@ -144,6 +156,7 @@ def log_line(event: Event) -> str:
         Warned: "warning",
         Recovered: f"recovered at step {event.step}",
         RunEnded: "ended",
+        StepChecked: "check",
     }
     kind = kinds.get(type(event), f"step {event.step}")
     return f"{kind}: {incident_text(event) or type(event).__name__}"

@@ -86,6 +86,7 @@ class Flow:
     edit: Edit | None = None
     watch: Watch | None = None
     board: Board | None = None  # of the launcher that started this process as rank 0
+    check_step: bool = True  # compare a step on the GPU with the CPU before training
 
     def stage(
         self,
@@ -229,7 +230,11 @@ def train(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
     restarts = 0
     while True:
         flow.folder.fallback.unlink(missing_ok=True)
-        ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
+        arguments = [
+            *(("--resumed",) if resumed else ()),
+            *(() if flow.check_step else ("--no-check",)),
+        ]
+        ending = flow.stage("train", arguments, environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
         # The child ended before it handled signals, so there is nothing to save. Not only SIGTERM, which it is sent:

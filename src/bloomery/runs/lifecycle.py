@@ -87,6 +87,7 @@ def start(
     edit: Edit | None = None,
     watch: Watch | None = None,
     measure: Callable[[RunPlan, Machine], None] | None = None,
+    check: bool = True,
 ) -> EndedRun:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
@@ -95,6 +96,7 @@ def start(
     `measure` gets a first plan and may measure the machine for it (`bloomery train` times compilation); `edit` changes
     the run's own plan, made after that (the smoke test shortens it).
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
+    `check`: compare a step on a GPU with the CPU before training, once per GPU and settings.
     `watch` gets every event. An exception of it kills the training child (SIGKILL) and passes through.
     """
     require_libraries(loaded_recipe.recipe.logging.libraries)
@@ -111,7 +113,9 @@ def start(
         if began_by_job(earlier_run, launch):
             stored_recipe = load_recipe(earlier_run.recipe).recipe
             refuse_other_recipe(earlier_run, stored_recipe, loaded_recipe.recipe, job=launch.job)
-            return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
+            return resume(
+                path, devices=devices, recover=recover, quiet=quiet, watch=watch, check=check
+            )
 
     # The model is downloaded before the first plan, which reads its config and tokenizer from this disk. The weights
     # come with it, although only training reads them: a model that cannot be downloaded or has damaged files is refused
@@ -156,6 +160,7 @@ def start(
             edit=edit,
             watch=watch,
             board=open_board(folder, launch, hub),
+            check_step=check,
         )
         # The user has just passed this recipe, and with it the hooks that it names.
         _allow_hooks(flow, loaded_recipe)
@@ -173,11 +178,12 @@ def resume(
     recover: bool = False,
     quiet: bool = False,
     watch: Watch | None = None,
+    check: bool = True,
 ) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
-    `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover`: as in
-    `start`; applies the fallback that the last crash stored. Raises UserError.
+    `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover` and
+    `check`: as in `start`; `recover` applies the fallback that the last crash stored. Raises UserError.
     """
     refuse_overrides(overrides)
     launch = current_launch()
@@ -211,7 +217,15 @@ def resume(
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = open_board(folder, launch, hub)
             flow = Flow(
-                folder, lock, hub, requests, loaded_recipe.name, recover, watch=watch, board=board
+                folder,
+                lock,
+                hub,
+                requests,
+                loaded_recipe.name,
+                recover,
+                watch=watch,
+                board=board,
+                check_step=check,
             )
             # The stored recipe may be somebody else's. An override is this user's.
             if any(override.startswith("logging.trackers") for override in overrides):

@@ -160,6 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--resumed", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
     options = parser.parse_args(arguments)
     flag = StopFlag()
     if options.stage == "train":
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         with EventLog(folder.events) as emit:
             if options.stage == "prepare":
                 return _prepare(folder, options.data, emit)
-            return _train(folder, emit, flag, resumed=options.resumed)
+            return _train(folder, emit, flag, resumed=options.resumed, check=not options.no_check)
     except (UserError, OSError) as failed:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
@@ -239,7 +240,7 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
     return report
 
 
-def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
+def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, check: bool) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
         from bloomery.parallel.preflight import check_ranks, meet
@@ -301,6 +302,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             timer=Timer(began),
             mesh=mesh,
             before_save=lambda: None if deadline is None else deadline.extend(),
+            check=check,
         )
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

@@ -30,6 +30,7 @@ from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.attention_tiles import settle_tiles
 from bloomery.train.checkpoint import Saver, copy_tokenizer
+from bloomery.train.diagnostics.checked_step import check_step
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
@@ -242,9 +243,11 @@ def open_context(
     mesh: Mesh = SINGLE_RANK,
     *,
     timer: Timer,
+    check: bool = True,
 ) -> RunContext:
     """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
 
+    `check`: compare a step on this GPU with the CPU first, where that was not done yet.
     Raises Stopped when `stop` returns True before the first step.
     """
     # The process and the model. Rank 0 notes which base and teacher the run has: they may not change under it.
@@ -255,11 +258,14 @@ def open_context(
     plan = with_base(plan, run_dir, mesh)
     if isinstance(plan.objective, Distill) and mesh.first_rank:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
+
+    # The kernels, and whether they are right on this device: while its memory is still free.
+    build_seconds = build_kernels(plan)
+    settle_tiles(plan, run_dir, mesh, resumes=resume_from is not None)
+    check_step(plan, run_dir, emit, mesh, asked=check)
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
-    build_seconds = build_kernels(plan)
-    settle_tiles(plan, run_dir, mesh, resumes=resume_from is not None)
     check_attention(state.model, plan)
 
     # The dataset, and what a reference model says about it; this may take minutes and can be stopped.

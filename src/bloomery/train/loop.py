@@ -44,19 +44,22 @@ def run(
     timer: Timer | None = None,
     mesh: Mesh = SINGLE_RANK,
     before_save: Callable[[], None] = lambda: None,
+    check: bool = True,
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
     `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
     then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
     `save_asked` answer alike on all of them. `before_save`: tells whoever watches for hangs that a save or a rewind
-    follows, which may take minutes.
+    follows, which may take minutes. `check`: as in `open_context`.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written.
     """
     timer = timer or Timer(time.perf_counter())
     try:
-        context = open_context(plan, run_dir, emit, resume_from, stop, mesh, timer=timer)
+        context = open_context(
+            plan, run_dir, emit, resume_from, stop, mesh, timer=timer, check=check
+        )
     except Stopped:  # before the first step
         return "stopped"
     context.before_save = before_save

@@ -1,0 +1,320 @@
+"""The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
+
+import json
+
+import pytest
+import torch
+from faulty_devices import (
+    ALL_LINEAR,
+    CONFIG,
+    FAULTS,
+    Sides,
+    crash,
+    other_bits,
+    plan_of,
+    transposed_gradient,
+)
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import Run
+
+from bloomery.core.files import cache_folder
+from bloomery.monitor.events import StepChecked, Warned
+from bloomery.recipe.schema import Quantize
+from bloomery.train.diagnostics import checked_step
+from bloomery.train.diagnostics.checked_step import (
+    FILE,
+    WrongNumbers,
+    check_step,
+    examine,
+    identity_of,
+    judge,
+    keep_answer,
+    key_of,
+    known_answer,
+)
+from bloomery.train.diagnostics.exact_numbers import exact_optimizer
+from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, tile_error
+from bloomery.train.diagnostics.small_model import small_plan
+from bloomery.train.run import Unsound
+
+# Which of the faults every test run injects; the others cost as much time again.
+QUICK = (
+    "wrong tile in attention",
+    "stale memory",
+    "shifted scale of a block",
+    "dropped weight decay",
+)
+soak = pytest.mark.soak
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def sides(monkeypatch) -> Sides:
+    return Sides(monkeypatch)
+
+
+@pytest.fixture
+def checks_the_cpu(monkeypatch):
+    """As if the CPU of the plan was a GPU."""
+    monkeypatch.setattr(checked_step, "is_checked", lambda _plan: True)
+
+
+# Faults are found and named
+
+
+@pytest.mark.parametrize(
+    "fault", [name if name in QUICK else pytest.param(name, marks=soak) for name in FAULTS]
+)
+def test_a_fault_is_named(fault, sides):
+    inject, sections, part, quantity = FAULTS[fault]
+    inject(sides)
+    examination = examine(plan_of(**sections))
+    assert examination.findings[0].part == part
+    assert f"computes wrong {quantity} in {part}" == examination.findings[0].text
+    assert examination.findings[0].error > 100 * examination.findings[0].bound
+
+
+@soak
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "wrong compiled layer"])
+def test_a_fault_is_named_in_half_precision(fault, sides):
+    inject, sections, part, quantity = FAULTS[fault]
+    inject(sides)
+    examination = examine(plan_of(train={"precision": "bfloat16"}, **sections))
+    assert examination.findings[0].text == f"computes wrong {quantity} in {part}"
+
+
+def test_the_precision_that_is_right_is_the_way_out(sides):
+    """The sentence of the specification: wrong gradients in one matrix, in bfloat16 alone."""
+    transposed_gradient(sides, dtypes=(torch.bfloat16,))
+    verdict = judge(plan_of(train={"precision": "bfloat16"}), None)
+    assert verdict.problem == "this CPU computes wrong gradients in q_proj with bfloat16"
+    assert verdict.fix.startswith("set train.precision=float16,")
+    assert not verdict.in_attention
+    # What failed is kept to be read, and never believed.
+    (entry,) = json.loads((cache_folder() / FILE).read_text()).values()
+    assert "wrong gradients in q_proj" in entry["findings"][0]
+    assert entry["torch"] == torch.__version__
+    again = judge(plan_of(train={"precision": "bfloat16"}), None)
+    assert again.problem and not again.known
+
+
+def test_wrong_attention_names_the_backend_that_is_right(sides):
+    FAULTS["swapped heads"][0](sides)
+    verdict = judge(plan_of(), None)
+    assert verdict.problem == "this CPU computes wrong results in attention with float32"
+    assert verdict.fix.startswith("set train.attention=blockwise,")
+    assert verdict.in_attention
+
+
+def test_where_nothing_helps_no_setting_is_named(sides):
+    FAULTS["wrong rotation"][0](sides)
+    verdict = judge(plan_of(), None)
+    assert "rotary positions" in verdict.problem
+    assert "no setting that was tried" in verdict.fix
+
+
+def test_an_error_of_the_device_names_the_part(sides):
+    crash(sides)
+    examination = examine(plan_of())
+    assert [finding.part for finding in examination.findings] == ["attention"]
+    assert examination.findings[0].text == "fails in attention"
+    assert "HIP error" in examination.findings[0].detail
+
+
+def test_other_bits_at_the_second_time_are_named_and_not_wrong(sides):
+    other_bits(sides)
+    examination = examine(plan_of(train={"precision": "bfloat16"}))
+    assert examination.findings == ()
+    assert "attention" in examination.unrepeatable
+
+
+# A healthy device is not blamed
+
+HEALTHY = {
+    "float32": {},
+    "bfloat16, LoRA on nf4": {
+        "train": {"precision": "bfloat16"},
+        "adapter": ALL_LINEAR,
+        "quantize": Quantize(kind="nf4"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_device_is_not_blamed(name):
+    examination = examine(plan_of(**HEALTHY[name]))
+    assert examination.findings == ()
+    assert examination.unrepeatable == ()
+
+
+# Bounds
+
+
+def test_bounds_follow_from_the_precision():
+    assert bound_of(2.0**-8, roundings=4) == pytest.approx(4 * (2 * 2.0**-8 + 2.0**-24))
+    numbers = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    for dtype, roundoff in UNIT_ROUNDOFF.items():
+        rounded = numbers.double().to(dtype) if dtype != torch.float32 else numbers.double().float()
+        error = tile_error(rounded, numbers.double())
+        assert error <= roundoff  # one rounding, and its mean square is a third
+        assert dtype == torch.float32 or error > roundoff / 4
+
+
+def test_one_wrong_tile_of_a_large_matrix_is_seen():
+    exact = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
+    wrong = exact.clone()
+    wrong[1000:1016, 64:80] = exact[:16, :16]
+    # A two-hundredth of the whole matrix's norm.
+    assert float((wrong - exact).norm() / exact.norm()) < 0.02
+    assert tile_error(wrong, exact) > 0.3
+
+
+def test_a_gradient_that_cancels_is_measured_by_what_cancels():
+    rounding = 1e-6 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert tile_error(rounding, torch.zeros(64)) > 1
+    assert tile_error(rounding, torch.zeros(64), least_size=1.0) < 1e-5
+    assert tile_error(torch.full((64,), torch.nan), torch.ones(64)) == float("inf")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
+def test_the_exact_optimizers_are_torchs(kind):
+    """Three updates of a matrix in float64, next to PyTorch's own optimizer."""
+    plan = tiny_plan(optimizer={"kind": kind, "learning_rate": 0.03}).optimizer
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    parameter = torch.nn.Parameter(weight.clone())
+    exact = exact_optimizer(plan, "model.layers.0.mlp.up_proj.weight", 2)
+    theirs = {
+        "adamw": lambda: torch.optim.AdamW(
+            [parameter], lr=0.03, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay
+        ),
+        "adafactor": lambda: torch.optim.Adafactor(
+            [parameter], lr=0.03, eps=(1e-30, 1e-3), weight_decay=plan.weight_decay
+        ),
+        "muon": lambda: torch.optim.Muon(
+            [parameter],
+            lr=plan.muon_learning_rate,
+            momentum=plan.momentum,
+            weight_decay=plan.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+    }[kind]()
+    for _ in range(3):
+        gradient = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+        parameter.grad = gradient.clone()
+        theirs.step()
+        weight = exact.step(weight, gradient)
+    # torch's Muon iterates in bfloat16, whose last bits differ from ours.
+    torch.testing.assert_close(
+        parameter.detach(), weight, rtol=0, atol=0.02 if kind == "muon" else 1e-12
+    )
+
+
+# What is checked, and when
+
+
+def test_the_small_model_has_the_widths_of_the_run():
+    config = tiny_config(
+        **CONFIG | {"vocab_size": 151_936 + 3, "num_layers": 6},
+        sliding_window=(None, 512, None, 512, None, 512),
+        rotary_layers=(True,) * 6,
+    )
+    small = small_plan(tiny_plan(config=config, data={"sequence_length": 1024})).model.config
+    assert (small.hidden_size, small.num_heads, small.num_layers) == (64, 4, 2)
+    assert small.sliding_window == (None, 61)  # one layer of each kind, and the window matters
+    assert small.vocab_size % 128 == (151_936 + 3) % 128
+
+
+def test_rates_and_lengths_are_no_reason_to_check_again():
+    plan = plan_of()
+    identity = identity_of(plan, None)
+    key = key_of(plan, identity)
+    assert key_of(plan_of(optimizer={"learning_rate": 1e-5}, train={"steps": 9}), identity) == key
+    for other in (
+        plan_of(train={"precision": "float16"}),
+        plan_of(optimizer={"kind": "muon"}),
+        plan_of(model={"attention": "blockwise"}),
+        plan_of(config={"hidden_size": 128}),
+        plan_of(quantize=Quantize(kind="int8"), adapter=ALL_LINEAR),
+    ):
+        assert key_of(other, identity) != key
+
+
+def test_an_answer_holds_for_its_device_and_driver():
+    plan = plan_of()
+    identity = identity_of(plan, None)
+    keep_answer(key_of(plan, identity), identity, examine(plan))
+    assert known_answer(key_of(plan, identity)) is not None
+    for change in ({"driver": "7.1"}, {"torch": "3.0"}, {"arch": "gfx1030"}, {"device": "another"}):
+        other = identity.__class__(**{**identity.__dict__, **change})
+        assert known_answer(key_of(plan, other)) is None
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
+    plan = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 1})
+    (checked,) = Run(plan, tmp_path / "first").of(StepChecked)
+    assert checked.problem == "" and not checked.known and checked.seconds > 0
+    assert checked.torch == torch.__version__
+
+    monkeypatch.setattr(checked_step, "examine", lambda _plan: pytest.fail("checked again"))
+    (known,) = Run(plan, tmp_path / "second").of(StepChecked)
+    assert known.known
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_the_check_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
+    plan = tiny_plan(
+        prepared, config=tiny_config(vocab_size=300, residual_dropout=0.1), train={"steps": 2}
+    )
+    checked = Run(plan, tmp_path / "checked")
+    monkeypatch.setattr(checked_step, "is_checked", lambda _plan: False)
+    unchecked = Run(plan, tmp_path / "unchecked")
+    assert unchecked.of(StepChecked) == []
+    assert checked.losses() == unchecked.losses()
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_a_run_on_a_wrong_device_does_not_begin(prepared, tmp_path, sides):
+    FAULTS["wrong rotation"][0](sides)
+    plan = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 1})
+    with pytest.raises(WrongNumbers, match="wrong results in rotary positions"):
+        Run(plan, tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_wrong_attention_has_a_fallback(tmp_path, sides):
+    FAULTS["swapped heads"][0](sides)
+    with pytest.raises(Unsound):
+        check_step(plan_of(), tmp_path, lambda _event: None)
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_an_unasked_check_does_nothing(tmp_path, sides):
+    FAULTS["wrong rotation"][0](sides)
+    events = []
+    check_step(plan_of(), tmp_path, events.append, asked=False)
+    assert events == []
+
+
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_different_bits_warn_and_end_a_deterministic_run(tmp_path, sides):
+    other_bits(sides)
+    events = []
+    check_step(plan_of(train={"precision": "bfloat16"}), tmp_path, events.append)
+    (warning,) = [event for event in events if isinstance(event, Warned)]
+    assert "different bits when it computes attention twice" in warning.reason
+    deterministic = plan_of(train={"precision": "bfloat16", "deterministic": True})
+    with pytest.raises(WrongNumbers, match="different bits"):
+        check_step(deterministic, tmp_path, events.append)
+
+
+def test_a_cpu_is_not_compared_with_itself(tmp_path):
+    events = []
+    check_step(plan_of(), tmp_path, events.append)
+    assert events == []
