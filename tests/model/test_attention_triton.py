@@ -72,6 +72,29 @@ def test_edges():
     assert triton_here.in_interpreter("triton_edges.py") == []
 
 
+# What each failure of tests/model/triton_failures.py is called.
+FAILURES = {
+    "import": "ModuleNotFoundError",
+    "no C compiler": "Failed to find C compiler",
+    "cache folder": "NotADirectoryError",
+    "compiler": "kernel backward_q failed: CompilationError: arange's range must be a power of 2",
+    "resources": "OutOfResources: out of resource: shared memory",
+    "no image": "no kernel image is available",
+}
+
+
+def test_a_kernel_that_fails_says_so():
+    """Triton's own errors, of the real compiler; running out of memory stays what it is."""
+    (results,) = triton_here.script("triton_failures.py")
+    failed = {name for name, result in results.items() if result["failed"]}
+    assert failed - {name for name, result in results.items() if result["memory"]} == set(FAILURES)
+    for name, words in FAILURES.items():
+        assert words in results[name]["message"]
+    assert results["memory"]["memory"]
+    for name in ("nothing", "afterwards"):
+        assert results[name]["message"] == ""
+
+
 def test_where_a_document_ends():
     first_BT = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 3, 3]])
     assert _stop(first_BT).tolist() == [[2, 2, 5, 5, 5, 6], [1, 2, 3, 6, 6, 6]]

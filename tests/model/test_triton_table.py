@@ -100,17 +100,24 @@ def test_architectures_that_count_as_another(arch, code):
 @pytest.mark.parametrize("width", [80, 96])
 def test_other_widths_compile_to_the_code_of_the_next(width):
     environment = os.environ | triton_here.path_of("3.8.0")
-    for arch in ("gfx906", "gfx1030"):
-        (row,) = compiled(environment, arch, "fp16", width)
+    archs = {
+        "gfx906": "fp16",
+        "gfx908": "fp16",
+        "gfx1030": "fp16",
+        "gfx90a": "bf16",
+        "gfx1201": "bf16",
+    }
+    for arch, dtype in archs.items():
+        (row,) = compiled(environment, arch, dtype, width)
         (padded,) = (
             known
             for known in ROWS
             if (known["triton"], known["arch"], known["dtype"], known["width"])
-            == ("3.8.0", arch, "fp16", 128)
+            == ("3.8.0", arch, dtype, 128)
         )
         for kernel in KERNELS:
             for variant in ("documents", "dropout", "all"):
-                assert row[kernel][variant][0] == 0
+                assert row[kernel][variant][0] == padded[kernel][variant][0]
                 assert row[kernel][variant][1] == pytest.approx(
-                    padded[kernel][variant][1], rel=0.02
+                    padded[kernel][variant][1], rel=0.025
                 )

@@ -29,17 +29,22 @@ def path_of(version: str) -> dict[str, str]:
     }
 
 
-def in_interpreter(script: str, *arguments: object) -> list[dict]:
+def in_interpreter(name: str, *arguments: object) -> list[dict]:
     """What a script of this folder prints, a line of JSON each, where Triton interprets kernels on the CPU."""
+    return script(name, *arguments, TRITON_INTERPRET="1")
+
+
+def script(name: str, *arguments: object, **variables: str) -> list[dict]:
+    """What a script of this folder prints, a line of JSON each, in a process that can import Triton."""
     done = subprocess.run(
         [
             sys.executable,
             "-W",
             "ignore",
-            Path(__file__).with_name(script),
+            Path(__file__).with_name(name),
             *map(str, arguments),
         ],
-        env=environment(TRITON_INTERPRET="1"),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,

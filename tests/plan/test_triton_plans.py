@@ -71,6 +71,25 @@ def test_the_installed_triton_decides(gpu, version, backend, words):
     assert words in reason
 
 
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [(24, "heads of 32"), (2, "at most 256 numbers, not 384"), (32, "no multiple of 16")],
+)
+def test_widths_that_the_kernels_were_never_compiled_for(heads, words):
+    """768 numbers in so many heads."""
+    recipe = load_recipe("go-coder-125m", [f"model.num_heads={heads}", HALF])
+    plan = planned(recipe, gpu_machine("RX 6700 XT"))
+    reason = next(choice.reason for choice in plan.choices if choice.key == "train.attention")
+    assert plan.model.attention == ("triton" if heads == 24 else "blockwise")
+    assert heads == 24 or words in reason
+
+
+def test_heads_that_are_too_wide_are_refused():
+    asked = load_recipe("go-coder-125m", ["train.attention=triton", "model.num_heads=2", HALF])
+    with pytest.raises(UserError, match="at most 256 numbers, not 384"):
+        planned(asked, gpu_machine("RX 6700 XT"))
+
+
 def test_another_triton_can_be_planned_for_but_not_run():
     asked = load_recipe("qwen2.5-1.5b-lora", ["train.attention=triton", HALF])
     plan = planned(asked, gpu_machine("MI50 32GB"))

@@ -21,6 +21,9 @@ WIDTHS = (
     256,
 )  # head widths that a kernel computes with; others are padded to the next
 MAX_WIDTH = WIDTHS[-1]
+# Triton compiles for addresses that are multiples of so many numbers where they are. Where they are not, gfx1030 spills
+# 8 to 19 registers for heads of 128 numbers (Triton 3.8).
+ALIGNED = 16
 # Architectures for which the compiler makes the same of a kernel; a soak test compiles for both.
 COMPILED_AS = {
     "gfx1011": "gfx1012",
@@ -134,7 +137,9 @@ def kernel_figures(run: KernelRun) -> dict[str, KernelFigures] | None:
 
 
 def refusal(run: KernelRun) -> str | None:
-    """Why the compiler cannot make the kernels, where somebody has tried and it did not."""
+    """Why there are no such kernels: heads are too wide, or somebody has tried and the compiler did not make them."""
+    if run.width > MAX_WIDTH:
+        return f"the Triton kernels take heads of at most {MAX_WIDTH} numbers, not {run.width}"
     release = series(run.triton)
     arch = COMPILED_AS.get(run.arch, run.arch)
     for dtype in _TYPES[run.precision.removesuffix("-pure")]:
@@ -147,6 +152,11 @@ def refusal(run: KernelRun) -> str | None:
 
 def reason_against(run: KernelRun) -> str | None:
     """Why `auto` leaves the kernels alone; None where this Triton keeps every number in registers."""
+    if run.width % ALIGNED:
+        return (
+            f"heads of {run.width} numbers are no multiple of {ALIGNED}: the Triton kernels would be"
+            " compiled for unaligned addresses, which takes more registers"
+        )
     figures = kernel_figures(run)
     release = ".".join(map(str, series(run.triton)))
     if figures is None:

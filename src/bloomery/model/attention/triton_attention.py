@@ -6,6 +6,7 @@ when the first kernel runs.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -22,6 +23,7 @@ from bloomery.model.attention.blockwise import (
     sums_like,
 )
 from bloomery.model.attention.tiles import (
+    MAX_WIDTH,
     SPLIT_KEYS,
     TileShape,
     decode_tile,
@@ -30,6 +32,33 @@ from bloomery.model.attention.tiles import (
 )
 
 SHARE_STEPS = 2**16  # dropout's probability is a multiple of one in so many
+# Kernels count in 32 bits from the first number of a head to the last one.
+LARGEST_OFFSET = 2**31 - 1
+
+
+class KernelFailed(RuntimeError):
+    """A kernel cannot be compiled, loaded or launched here.
+
+    Running out of memory is no failure of a kernel: PyTorch's and Python's errors pass unchanged, and the message of
+    a driver's error is part of this one's.
+    """
+
+
+@contextmanager
+def _launching(kernel: str) -> Iterator[None]:
+    """Raises KernelFailed for what Triton raises: its compiler, its cache, the launcher's C compiler and the driver
+    have no class in common.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # The last line: before it, the compiler prints the code that it refuses.
+        reason = (str(error).strip().splitlines() or [""])[-1].strip()
+        raise KernelFailed(
+            f"the Triton kernel {kernel} failed: {type(error).__name__}: {reason[:200]}"
+        ) from error
 
 
 @cache
@@ -50,7 +79,16 @@ def arch_of(device: torch.device) -> str:
 
 
 def _heads(x_BHTE: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor whose head numbers are neighbors, and the strides of its other axes."""
+    """A tensor whose head numbers are neighbors, and the strides of its other axes.
+
+    Raises KernelFailed where a head does not lie within 32 bits of its first number.
+    """
+    _, _, length, width = x_BHTE.shape
+    if (length - 1) * x_BHTE.stride(2) + width > LARGEST_OFFSET:
+        raise KernelFailed(
+            f"the Triton kernels reach {LARGEST_OFFSET:,} numbers from a head's first one: "
+            f"{length:,} tokens of {x_BHTE.stride(2):,} numbers are too many"
+        )
     return x_BHTE, x_BHTE.stride(0), x_BHTE.stride(1), x_BHTE.stride(2)
 
 
@@ -96,9 +134,17 @@ def _variant(q: Tensor, first_BT: Tensor | None, options: Options) -> dict[str, 
         "HAS_WINDOW": options.window is not None,
         "HAS_SOFTCAP": options.softcap is not None,
         "HAS_DROPOUT": options.dropout > 0,
-        "E": q.shape[-1],
-        "WIDTH": padded_width(q.shape[-1]),
+        **_widths(q.shape[-1]),
     }
+
+
+def _widths(width: int) -> dict[str, int]:
+    """Of a head: its numbers, and those that a kernel computes with. Raises KernelFailed."""
+    if width > MAX_WIDTH:
+        raise KernelFailed(
+            f"the Triton kernels take heads of at most {MAX_WIDTH} numbers, not {width}"
+        )
+    return {"E": width, "WIDTH": padded_width(width)}
 
 
 @dataclass(frozen=True)
@@ -114,14 +160,15 @@ class Launch:
     arguments: Mapping[str, object]
 
     def run(self, tile: TileShape | None = None) -> None:
-        """None: the tile of `tile_shape`."""
+        """None: the tile of `tile_shape`. Raises KernelFailed."""
         if tile is None:
             tile = tile_shape(self.kernel, arch=arch_of(self.device), width=self.width)
         block = tile.rows if self.axis == "rows" else tile.keys
         grid = (math.ceil(self.length / block), self.programs)
-        getattr(_kernels(), self.kernel)[grid](
-            **self.arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
-        )
+        with _launching(self.kernel):
+            getattr(_kernels(), self.kernel)[grid](
+                **self.arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
+            )
 
 
 def forward_launch(
@@ -248,29 +295,29 @@ def decode(
     sums = q.new_empty((batch, heads, num_splits), dtype=torch.float32)
     tile = decode_tile(arch_of(q.device))
     grid = (num_splits, math.ceil(heads // key_heads / tile.rows), batch * key_heads)
-    _kernels().decode[grid](
-        q_heads=_heads(q),
-        k_heads=_heads(k),
-        v_heads=_heads(v),
-        out_pointer=out_parts,
-        sums_pointer=sums,
-        counts_pointer=sums if num_keys_B is None else num_keys_B,
-        scale=scale,
-        softcap=softcap or 1.0,
-        num_keys=num_keys,
-        num_splits=num_splits,
-        num_key_heads=key_heads,
-        heads_per_key=heads // key_heads,
-        HAS_COUNTS=num_keys_B is not None,
-        HAS_SOFTCAP=softcap is not None,
-        E=width,
-        WIDTH=padded_width(width),
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        SPLIT=SPLIT_KEYS,
-        num_warps=tile.warps,
-        num_stages=1,
-    )
+    with _launching("decode"):
+        _kernels().decode[grid](
+            q_heads=_heads(q),
+            k_heads=_heads(k),
+            v_heads=_heads(v),
+            out_pointer=out_parts,
+            sums_pointer=sums,
+            counts_pointer=sums if num_keys_B is None else num_keys_B,
+            scale=scale,
+            softcap=softcap or 1.0,
+            num_keys=num_keys,
+            num_splits=num_splits,
+            num_key_heads=key_heads,
+            heads_per_key=heads // key_heads,
+            HAS_COUNTS=num_keys_B is not None,
+            HAS_SOFTCAP=softcap is not None,
+            **_widths(width),
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            SPLIT=SPLIT_KEYS,
+            num_warps=tile.warps,
+            num_stages=1,
+        )
     # Splits are as much of the whole as their softmax's sums are.
     shares = torch.softmax(sums, -1)
     return (shares[..., None] * out_parts).sum(2, keepdim=True).to(q.dtype)
