@@ -11,9 +11,10 @@ import pytest
 from bloomery.hardware.detect import detect, parse_nvidia_smi
 from bloomery.hardware.detect_software import assignments, build_of
 from bloomery.hardware.doctor.diagnose import diagnose
-from bloomery.hardware.kfd import gfx_name, read_kfd
+from bloomery.hardware.kfd import INTEGRATED, gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
+from bloomery.hardware.specs import is_integrated, table
 from bloomery.plan.resolve import local_plan
 from bloomery.recipe.load import load_recipe
 from kfd_trees import (
@@ -80,6 +81,19 @@ def test_amd_gpus_come_from_the_topology(root):
     assert (small.name, small.arch, small.integrated) == ("gfx1036", "gfx1036", True)
     card = read_kfd(root / "sys")[0]
     assert (card.compute_units, card.pci_address) == (40, "0000:03:00.0")
+
+
+def test_a_gpu_that_the_table_calls_integrated_is_one(root, monkeypatch):
+    monkeypatch.setattr("bloomery.hardware.kfd.INTEGRATED", frozenset())
+    topology_node(root, 2, GFX1036.replace("100306", "110501"))
+    big, small = detect(root=root).accelerators
+    assert (big.integrated, small.arch, small.integrated) == (False, "gfx1151", True)
+
+
+def test_set_up_knows_every_integrated_gpu_of_the_table():
+    known = {gfx_name(version) for version in INTEGRATED}
+    listed = {name for spec in table().arch for name in spec.names if is_integrated(name)}
+    assert listed and listed <= known
 
 
 def test_processor_graphics_use_what_the_driver_lends(root):

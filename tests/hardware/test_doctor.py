@@ -103,7 +103,7 @@ EXPECTED = {
         ("torch-not-pinned", PIN.format(3)),
     ],
     "rx-7900-xtx-behind-an-igpu": [
-        ("igpu-is-device-0", "export HIP_VISIBLE_DEVICES=1"),
+        ("integrated-gpu-hidden", "export HIP_VISIBLE_DEVICES=1"),
         ("torch-not-pinned", PIN.format(2)),
     ],
     "rx-9060-xt-math-attention": [

@@ -210,6 +210,36 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     assert masks(HIP_VISIBLE_DEVICES="0,1") == ["0,1", "0,1"]
 
 
+def test_no_probe_joins_an_integrated_and_a_discrete_gpu(monkeypatch):
+    integrated = CARD.model_copy(update={"arch": "gfx1036", "integrated": True})
+    cards = [CARD.model_copy(update={"index": index}) for index in (1, 2)]
+
+    def joint(*devices: Accelerator, **environment: str) -> list[ProbeSpec]:
+        here = machine(*devices, build="rocm", torch="2.13.0+rocm7.2")
+        software = here.software.model_copy(update={"environment": environment})
+        here = here.model_copy(update={"software": software})
+        return [spec for spec in specs(here, build_profile(here)) if spec.every_device]
+
+    assert joint(integrated, cards[0]) == []
+    three = joint(integrated, *cards)
+    assert {spec.name for spec in three} == {"device-1", "all-reduce", "p2p"}
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    seen = probe(
+        [
+            ProbeSpec(name="sees-all", module="faulty_probes", every_device=True),
+            ProbeSpec(name="sees-joint", module="faulty_probes", environment=three[0].environment),
+        ],
+        {"device": "cuda"},
+        environment=FAULTY,
+        defaults={"HIP_VISIBLE_DEVICES": "1"},
+    )
+    assert [result.facts["mask"] for result in seen] == ["none", "1,2"]
+    # A mask of the user stays: it says which GPUs the user joins.
+    masked_by_user = joint(integrated, *cards, HIP_VISIBLE_DEVICES="0,1")
+    assert masked_by_user and all(not spec.environment for spec in masked_by_user)
+
+
 def test_every_backend_of_a_device_is_probed():
     alone = {spec.name for spec in attention_probes.specs(machine())}
     assert "backend-per_document" in alone and "backend-varlen" not in alone

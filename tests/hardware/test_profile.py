@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.core.units import GIB
+from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import (
     CUDA_ORDER,
@@ -26,6 +27,7 @@ from bloomery.hardware.profile import (
     NODE_LOCAL,
     apply_environment,
     build_profile,
+    hidden_integrated,
     with_gpu,
 )
 from bloomery.hardware.specs import find_gpu
@@ -265,6 +267,70 @@ def test_the_card_is_taken_and_not_the_processor_graphics_before_it():
     profile = build_profile(read_machine(RECORDED / "rx-7900-xtx-behind-an-igpu.json"))
     assert profile.accelerator.arch == "gfx1100"
     assert profile.environment.value["HIP_VISIBLE_DEVICES"] == "1"
+
+
+IGPU = amd("gfx1036", 0, 2, integrated=True)
+BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+TEGRA = nvidia("sm_121", 0).model_copy(update={"integrated": True})
+
+
+@pytest.mark.parametrize(
+    ("devices", "environment", "mask", "hidden_indices"),
+    [
+        ((IGPU, amd("gfx1100", 1, 24)), {}, {"HIP_VISIBLE_DEVICES": "1"}, [0]),
+        (
+            (amd("gfx1100", 0, 24), IGPU.model_copy(update={"index": 1})),
+            {},
+            {"HIP_VISIBLE_DEVICES": "0"},
+            [1],
+        ),
+        # Both discrete GPUs train: the mask shows both.
+        (
+            (IGPU, amd("gfx1100", 1, 24), amd("gfx1100", 2, 24)),
+            {},
+            {"HIP_VISIBLE_DEVICES": "1,2"},
+            [0],
+        ),
+        (
+            (IGPU, amd("gfx1032", 1, 8), amd("gfx1100", 2, 24)),
+            {},
+            {"HIP_VISIBLE_DEVICES": "2"},
+            [0],
+        ),
+        ((TEGRA, nvidia("sm_90", 1)), {}, BUS | {"CUDA_VISIBLE_DEVICES": "1"}, [0]),
+        # CUDA sees the NVIDIA GPU alone.
+        ((IGPU, nvidia("sm_90", 1)), {}, {}, []),
+        # The user's mask and the user's order of CUDA stay.
+        ((IGPU, amd("gfx1100", 1, 24)), {"ROCR_VISIBLE_DEVICES": "1"}, {}, []),
+        ((IGPU, amd("gfx1100", 1, 24)), {"HIP_VISIBLE_DEVICES": "1,0"}, {}, []),
+        ((IGPU, amd("gfx1100", 1, 24)), {"CUDA_VISIBLE_DEVICES": "1,0"}, {}, []),
+        ((TEGRA, nvidia("sm_90", 1)), {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {}, []),
+        ((IGPU,), {}, {}, []),
+    ],
+)
+def test_an_integrated_gpu_next_to_a_discrete_one_is_hidden(
+    devices, environment, mask, hidden_indices
+):
+    build = "rocm" if devices[-1].vendor == "amd" else "cuda"
+    here = machine(*devices, build=build, environment=environment)
+    profile = build_profile(here)
+    assert masked(profile) == mask
+    hidden_gpus = hidden_integrated(here, profile.accelerator)
+    assert [device.index for device in hidden_gpus] == hidden_indices
+    # One line says so, with the way to train on it all the same.
+    ways = [f"-d {index} trains on it" for index in hidden_indices]
+    assert [way for way in ways if way in profile.device.reason] == ways
+    assert ("hidden" in profile.device.reason) == bool(hidden_indices)
+    findings = [finding for finding in diagnose(here) if finding.id == "integrated-gpu-hidden"]
+    assert [way for way in ways if way in findings[0].what] == ways if ways else findings == []
+
+
+def test_what_hides_it_from_other_programs_can_be_pasted():
+    two = machine(TEGRA, nvidia("sm_90", 1), nvidia("sm_90", 2), build="cuda")
+    finding = next(found for found in diagnose(two) if found.id == "integrated-gpu-hidden")
+    assert finding.fix[0].startswith(
+        "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2  #"
+    )
 
 
 def test_processor_graphics_leave_memory_to_the_machine():

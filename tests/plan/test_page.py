@@ -3,22 +3,40 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.cli.plan import command
-from bloomery.hardware.machine import Access
+from bloomery.hardware.machine import Access, read_machine
 from bloomery.hardware.specs import find_gpu
 from bloomery.plan.page import bar, headline, model_line, page
 from bloomery.recipe.load import load_recipe
+from bloomery.runs.devices import narrowed, planned_devices
+
+MACHINES = Path(__file__).parents[1] / "machines"
 
 
 def guide_page():
     where = gpu_machine("RX 6700 XT")
     report = reported(load_recipe("go-coder-125m"), where)
     return page(report, where, source="go-coder-125m", commands=["plan", "train"])
+
+
+def test_a_row_of_the_settings_says_which_gpu_is_hidden():
+    loaded_recipe = load_recipe("go-coder-125m")
+    machine = read_machine(MACHINES / "rx-7900-xtx-behind-an-igpu.json")
+    here, _ = planned_devices(loaded_recipe.recipe, machine, None)
+    lines = page(reported(loaded_recipe, here), here, source="x", commands=["plan"])
+    text = " ".join(" ".join(lines).split())
+    assert "GPU 1 AMD Radeon RX 7900 XTX (gfx1100)" in text
+    assert "GPU 0 (AMD Radeon Graphics, gfx1036) is integrated and hidden" in text
+    # Named by the user, it hides none.
+    here = narrowed(machine, "1")
+    lines = page(reported(loaded_recipe, here), here, source="x", commands=["plan"])
+    assert not [line for line in lines if "hidden" in line]
 
 
 def test_the_headline_says_what_decides():

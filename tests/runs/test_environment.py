@@ -8,9 +8,11 @@ from plans_of_runs import plan_of
 
 from bloomery.bench import measuring
 from bloomery.core.errors import UserError
+from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import MASKS, Machine, read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.runs.devices import narrowed, same_devices
+from bloomery.recipe.load import load_recipe
+from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.flow import training_environment
 from bloomery.runs.folder import RunFolder
 
@@ -88,6 +90,41 @@ def test_the_card_of_the_plan_is_the_one_that_training_sees(
         assert given(asked, tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index
         # `resume`
         assert given(same_devices(machine, asked), tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index
+
+
+@pytest.mark.parametrize("num_discrete", [1, 2])
+def test_an_integrated_gpu_stays_hidden_after_a_resume_and_trains_where_it_is_named(
+    rx_6700_xt: Machine, tmp_path: Path, num_discrete: int
+) -> None:
+    (card,) = rx_6700_xt.accelerators
+    integrated = card.model_copy(
+        update={"name": "AMD Radeon Graphics", "arch": "gfx1036", "integrated": True}
+    )
+    cards = [card.model_copy(update={"index": index}) for index in range(1, 1 + num_discrete)]
+    machine = rx_6700_xt.model_copy(update={"accelerators": (integrated, *cards)})
+    mask = ",".join(str(card.index) for card in cards)
+
+    def trains_on(narrow: Machine) -> tuple[str, bool]:
+        says_hidden = "-d 0 trains on it" in build_profile(narrow).device.reason
+        return given(narrow, tmp_path)[0]["HIP_VISIBLE_DEVICES"], says_hidden
+
+    recipe = load_recipe("demo").recipe
+    fresh, count = device_count(recipe, *chosen_devices(machine, None), user_named=False)
+    assert count == num_discrete
+    assert trains_on(fresh) == (mask, True)
+    assert trains_on(same_devices(machine, fresh)) == (mask, True)
+    assert [found.id for found in diagnose(fresh)].count("integrated-gpu-hidden") == 1  # its file
+
+    # Named: on the discrete GPU nothing is hidden by default, on the integrated one it trains.
+    assert trains_on(narrowed(machine, "1")) == ("1", False)
+    named = narrowed(machine, "0")
+    assert build_profile(named).accelerator.integrated
+    assert trains_on(named) == ("0", False)
+    assert trains_on(same_devices(machine, named)) == ("0", False)
+
+    # Switched off in the BIOS since: nothing is hidden.
+    without = machine.model_copy(update={"accelerators": tuple(cards)})
+    assert same_devices(without, fresh).hidden_integrated == ()
 
 
 def test_a_device_that_the_users_mask_keeps_from_training_is_refused(

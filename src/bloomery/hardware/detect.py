@@ -30,6 +30,7 @@ from bloomery.hardware.machine import (
     Surroundings,
 )
 from bloomery.hardware.probes import with_cached_probes
+from bloomery.hardware.specs import is_integrated
 from bloomery.hardware.wheels import detect_site
 
 OPEN_SECONDS = 5
@@ -294,6 +295,7 @@ def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerato
             names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
         )
         facts: dict[str, Any] = {**vars(node), "name": listed or node.arch, "node": render}
+        facts["integrated"] = node.integrated or is_integrated(node.arch)
         devices.append(Accelerator(index=index, vendor="amd", access=access.get(render), **facts))
     return tuple(devices)
 

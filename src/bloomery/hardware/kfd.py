@@ -101,7 +101,7 @@ def _read_node(root: Path, folder: Path) -> KfdNode | None:
     )
 
 
-# Integrated GPUs that Linux lists as nodes of their own.
+# Integrated GPUs that Linux lists as nodes of their own. Detection adds those of gpus.toml, which set-up does not read.
 INTEGRATED = frozenset(
     (90012, 100303, 100305, 100306, 100307, 110003, 110500, 110501, 110502, 110503)
 )

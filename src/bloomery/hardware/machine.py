@@ -175,6 +175,8 @@ class Machine(Frozen):
     software: Software
     probes: tuple[Probe, ...] = ()  # empty: not probed
     cpu_check: CpuCheck | None = None  # None: not checked
+    # Integrated GPUs that are no longer among `accelerators`: discrete ones were chosen, and not by the user.
+    hidden_integrated: tuple[Accelerator, ...] = ()
     origin: str = ""  # of a file: "recorded" or "constructed", and from what
 
 
@@ -209,6 +211,8 @@ def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
 
 def number_of(machine: Machine, device: Accelerator) -> int:
     """The number of a device in the runtime of its vendor."""
+    if device.number is not None:
+        return device.number
     return next(
         number
         for number, candidate in _numbered(machine, device.vendor).items()

@@ -15,10 +15,16 @@ from pydantic import ValidationError
 
 from bloomery.core.child import LONGEST_REASON, Child
 from bloomery.core.files import cache_folder, write_json
-from bloomery.hardware.machine import MASKS, Machine, Probe, visible_devices
-from bloomery.hardware.profile import Profile, build_profile, local_caches
+from bloomery.hardware.machine import MASKS, Machine, Probe
+from bloomery.hardware.profile import (
+    Profile,
+    build_profile,
+    local_caches,
+    mask_without_integrated,
+    training_peers,
+)
 
-VERSION = 2  # of the probes: a changed probe invalidates cached results
+VERSION = 3  # of the probes: a changed probe invalidates cached results
 START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
 CACHE = "probes.json"
 CACHED = 20  # machines, or states of one, in the cache
@@ -33,7 +39,8 @@ TORCH_PROBES = "bloomery.hardware.probe_worker"
 class ProbeSpec:
     """A probe: its name, the module of its child process, its time limit, variables of its environment.
 
-    `every_device`: all devices that the user makes visible; other probes see only the device that training uses.
+    `every_device`: all devices that the user makes visible, without an integrated GPU next to discrete ones; other
+    probes see only the device that training uses.
     """
 
     name: str
@@ -81,21 +88,22 @@ def with_cached_probes(machine: Machine) -> Machine:
 def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
     """The probes of a machine, the fastest first."""
     accelerator = profile.accelerator
-    peers = [
-        device
-        for device in visible_devices(machine)
-        if accelerator is not None and device.vendor == accelerator.vendor
-    ]
+    peers = training_peers(machine, accelerator) if accelerator is not None else []
     other_numbers = [
         number
         for number, peer in enumerate(peers)
         if peer is not accelerator and not peer.integrated
     ]
+    # Collectives of an integrated and a discrete GPU can hang, and no training has them.
+    joint_variables = mask_without_integrated(machine, accelerator) if accelerator else {}
     kernels = ["flash", "math"] if accelerator is None else ["flash", "efficient", "math"]
     kernels += ["cudnn"] if accelerator is not None and accelerator.vendor == "nvidia" else []
     probes = [
         ProbeSpec(name="device"),
-        *(ProbeSpec(name=f"device-{number}", every_device=True) for number in other_numbers),
+        *(
+            ProbeSpec(name=f"device-{number}", every_device=True, environment=joint_variables)
+            for number in other_numbers
+        ),
         *(ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16")),
         ProbeSpec(name="bandwidth"),
         *(ProbeSpec(name=f"attention-{kernel}") for kernel in kernels),
@@ -107,10 +115,17 @@ def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
             probes.append(ProbeSpec(name=name, environment={"TORCH_BLAS_PREFER_HIPBLASLT": value}))
     if accelerator is None or len(peers) > 1:
         probes.append(
-            ProbeSpec(name="all-reduce", seconds=90, every_device=accelerator is not None)
+            ProbeSpec(
+                name="all-reduce",
+                seconds=90,
+                every_device=accelerator is not None,
+                environment=joint_variables,
+            )
         )
     if len(peers) > 1:
-        probes.append(ProbeSpec(name="p2p", seconds=90, every_device=True))
+        probes.append(
+            ProbeSpec(name="p2p", seconds=90, every_device=True, environment=joint_variables)
+        )
     if accelerator is not None or machine.host.compiler is not None:
         # A cached kernel would hide a missing compiler.
         uncached = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}

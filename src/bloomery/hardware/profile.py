@@ -31,6 +31,7 @@ MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyT
 SHARED_MEMORY_SHARE = 0.85
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
+BUS_ORDER = "PCI_BUS_ID"  # of CUDA_DEVICE_ORDER: that of nvidia-smi
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Not MIOpen's folders: language models have no convolutions.
 NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -163,6 +164,8 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
         )
     if problem := _inaccessible(machine, best):
         return None, Choice("cpu", f"{best.name} is not accessible: {problem}")
+    hidden_gpus = hidden_integrated(machine, best)
+    usable = [device for device in usable if device not in hidden_gpus]
     reason = ""
     if len(usable) > 1 and (mask := mask_of(machine, best.vendor)):
         reason = f", the first GPU of {mask}={machine.software.environment[mask]}"
@@ -171,14 +174,65 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
             or CUDA_ORDER in machine.software.environment
             or _same_model(usable)
         )
-        reason += "" if ordered else f" with {CUDA_ORDER}=PCI_BUS_ID, which is not set"
+        reason += "" if ordered else f" with {CUDA_ORDER}={BUS_ORDER}, which is not set"
     elif len(usable) > 1 and _same_model(usable):
         reason = f", the first of {len(usable)} GPUs of the same model"
     elif len(usable) > 1:
         largest = max(candidate.usable_bytes for candidate in usable)
         quality = "most memory" if best.usable_bytes == largest else "discrete GPU"
         reason = f", device {best.index}: {quality} of {len(usable)} GPUs"
+    elif hidden_gpus:
+        reason = f", device {best.index}"
+    if hidden_gpus:
+        names = " and ".join(
+            f"GPU {device.index} ({device.name}, {device.arch})" for device in hidden_gpus
+        )
+        verb = "is integrated and hidden" if len(hidden_gpus) == 1 else "are integrated and hidden"
+        reason += f"; {names} {verb}: -d {hidden_gpus[0].index} trains on it"
     return best, Choice("cuda", f"{best.name} ({best.arch}){reason}")
+
+
+def hidden_integrated(machine: Machine, device: Accelerator) -> tuple[Accelerator, ...]:
+    """The integrated GPUs that training on `device`, a discrete GPU, hides from PyTorch.
+
+    None if the user has set a mask: it stays. None of another vendor: PyTorch does not show these. None if the user
+    lets CUDA count GPUs in another order than nvidia-smi: a mask would name other ones.
+    """
+    if device.integrated or mask_of(machine, device.vendor):
+        return ()
+    if device.vendor == "nvidia" and not _counts_by_bus(machine):
+        return ()
+    shown = (*machine.hidden_integrated, *machine.accelerators)
+    return tuple(peer for peer in shown if peer.vendor == device.vendor and peer.integrated)
+
+
+def _counts_by_bus(machine: Machine) -> bool:
+    """Whether CUDA_DEVICE_ORDER is PCI_BUS_ID, or can be set to it."""
+    return machine.software.environment.get(CUDA_ORDER, BUS_ORDER) == BUS_ORDER
+
+
+def training_peers(machine: Machine, device: Accelerator) -> list[Accelerator]:
+    """The visible GPUs of the vendor of `device`, without those that `hidden_integrated` hides."""
+    hidden_gpus = hidden_integrated(machine, device)
+    return [
+        peer
+        for peer in visible_devices(machine)
+        if peer.vendor == device.vendor and peer not in hidden_gpus
+    ]
+
+
+def mask_without_integrated(machine: Machine, device: Accelerator) -> dict[str, str]:
+    """The variables that show PyTorch every GPU of `training_peers`; empty if none is hidden."""
+    if not hidden_integrated(machine, device):
+        return {}
+    numbers = ",".join(str(number_of(machine, peer)) for peer in training_peers(machine, device))
+    order = {CUDA_ORDER: BUS_ORDER} if device.vendor == "nvidia" else {}
+    return order | {_mask_variable(device): numbers}
+
+
+def _mask_variable(device: Accelerator) -> str:
+    """The variable that selects GPUs of the vendor of `device`. ROCR_VISIBLE_DEVICES would renumber them."""
+    return "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
 
 
 def _best(devices: Sequence[Accelerator]) -> Accelerator:
@@ -407,26 +461,26 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
 
     If the user has set a mask: the mask that it should be, where it shows a better device later.
     """
-    peers = [peer for peer in visible_devices(machine) if peer.vendor == device.vendor]
+    peers = training_peers(machine, device)
+    hidden_gpus = hidden_integrated(machine, device)
     best = _best(peers)
     user_mask = mask_of(machine, device.vendor)
-    if best is device if user_mask else device.number is None and _same_model(peers):
+    all_train = device.number is None and _same_model(peers) and not hidden_gpus
+    if best is device if user_mask else all_train:
         return []
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"
-    name = "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
     # GPUs of one model that were chosen among others: the mask lists them all.
     if several := _same_model(peers) and len(peers) > 1:
         reason = "the chosen GPUs, in their order"
+    elif hidden_gpus and len(peers) == 1:
+        reason = "the discrete GPU alone: PyTorch uses the first visible one"
     shown_gpus = peers if several else [best]
+    name = _mask_variable(device)
     mask = _Setting(name, ",".join(str(number_of(machine, peer)) for peer in shown_gpus), reason)
     if device.vendor == "amd" or user_mask:
         return [mask]
-    order = _Setting(CUDA_ORDER, "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")
-    return (
-        [order, mask]
-        if machine.software.environment.get(CUDA_ORDER, order.value) == order.value
-        else [order]
-    )
+    order = _Setting(CUDA_ORDER, BUS_ORDER, "numbers GPUs as nvidia-smi does")
+    return [order, mask] if _counts_by_bus(machine) else [order]
 
 
 def best_device(machine: Machine) -> Accelerator | None:
@@ -484,7 +538,13 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
     # What this process may open is known of other GPUs, not of this one.
     host = machine.host.model_copy(update={"access": Access()})
     return machine.model_copy(
-        update={"accelerators": (device,), "host": host, "software": software, "probes": ()}
+        update={
+            "accelerators": (device,),
+            "hidden_integrated": (),
+            "host": host,
+            "software": software,
+            "probes": (),
+        }
     )
 
 

@@ -237,6 +237,12 @@ def gpu_spec(device: Accelerator) -> GpuSpec | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
+def is_integrated(arch: str) -> bool:
+    """Whether every listed product of an instruction set is in one package with a CPU and shares its memory."""
+    products = [spec for spec in table().gpu if spec.arch == arch]
+    return bool(products) and all(spec.link == "APU" for spec in products)
+
+
 def find_gpu(text: str) -> Accelerator:
     """The device of a name such as "RX 6700 XT", "4090", "gtx1080ti" or "MI50 32GB", as if it were installed.
 

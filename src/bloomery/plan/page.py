@@ -20,7 +20,13 @@ from bloomery.core.units import (
     two_digits,
 )
 from bloomery.hardware.machine import Accelerator, Machine
-from bloomery.hardware.profile import Profile, build_profile, fitting_builds, with_gpu
+from bloomery.hardware.profile import (
+    Profile,
+    build_profile,
+    fitting_builds,
+    hidden_integrated,
+    with_gpu,
+)
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.model.counting import active_parameter_count, parameter_count
 from bloomery.model.families import architecture_of
@@ -599,7 +605,9 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
     accelerator = profile.accelerator
     rows = []
     # Which of several devices trains.
-    if plan.parallel is None and len(machine.accelerators) > (accelerator is not None):
+    are_several = len(machine.accelerators) > (accelerator is not None)
+    hides = accelerator is not None and bool(hidden_integrated(machine, accelerator))
+    if (are_several and plan.parallel is None) or hides:
         rows.append(
             (f"GPU {accelerator.index}" if accelerator else "on the CPU", profile.device.reason)
         )

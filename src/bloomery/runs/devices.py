@@ -1,11 +1,19 @@
 """The devices that a run trains on, one process each. No torch."""
 
 import re
+from collections.abc import Sequence
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
+from bloomery.hardware.machine import (
+    Accelerator,
+    Machine,
+    mask_of,
+    number_of,
+    only,
+    visible_devices,
+)
 from bloomery.hardware.probes import with_cached_probes
-from bloomery.hardware.profile import choose_device
+from bloomery.hardware.profile import choose_device, hidden_integrated
 from bloomery.plan.mesh import sizes_of
 from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
@@ -21,7 +29,7 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
     if devices is None or devices == "auto":
         alike = _alike(machine)
         if len(alike) < len(machine.accelerators) and len(alike) > 1:
-            machine = with_cached_probes(only(machine, {device.index for device in alike}))
+            machine = with_cached_probes(_chosen_alone(machine, alike))
         return machine, max(1, len(alike))
     device_names = [word.strip() for word in devices.split(",")]
     if set(device_names) == {"cpu"}:
@@ -61,7 +69,7 @@ def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) ->
             f"{launcher} starts {ranks} ranks on this host, which has {count} GPUs of one model"
         )
         raise UserError(problem, where="the launcher", fix="start one process per GPU", code=2)
-    return only(machine, {device.index for device in _alike(machine)[:ranks]})
+    return _chosen_alone(machine, _alike(machine)[:ranks])
 
 
 def device_count(
@@ -95,7 +103,7 @@ def device_count(
     elif count > 1 and not user_named and all(refusals(recipe, axis) for axis in AXES):
         count = 1
     if count < len(machine.accelerators):
-        machine = only(machine, {device.index for device in _alike(machine)[:count]})
+        machine = _chosen_alone(machine, _alike(machine)[:count])
     return machine, count
 
 
@@ -121,6 +129,20 @@ def _alike(machine: Machine) -> list[Accelerator]:
         for device in visible_devices(machine)
         if (device.vendor, device.arch, device.name, device.memory_bytes) == model_key
     ]
+
+
+def _chosen_alone(machine: Machine, devices: Sequence[Accelerator]) -> Machine:
+    """The machine with only `devices`, which the user did not name, and the integrated GPUs that they hide."""
+    narrow = only(machine, {device.index for device in devices})
+    return narrow.model_copy(update={"hidden_integrated": _hidden_by(machine, devices)})
+
+
+def _hidden_by(machine: Machine, devices: Sequence[Accelerator]) -> tuple[Accelerator, ...]:
+    """The integrated GPUs that training on `devices` hides, with their numbers in this machine."""
+    return tuple(
+        device.model_copy(update={"number": number_of(machine, device)})
+        for device in (hidden_integrated(machine, devices[0]) if devices else ())
+    )
 
 
 def _named(machine: Machine, name: str) -> Accelerator:
@@ -160,16 +182,23 @@ def _only_these(machine: Machine, selected: list[Accelerator]) -> Machine:
 
 
 def same_devices(machine: Machine, old_machine: Machine) -> Machine:
-    """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume."""
-    old_devices = {(device.index, device.arch) for device in old_machine.accelerators}
-    devices_left = [
-        device for device in machine.accelerators if (device.index, device.arch) in old_devices
-    ]
+    """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume.
+
+    An integrated GPU that the run has hidden without the user is hidden again.
+    """
+    devices_left = _those_of(old_machine.accelerators, machine)
+    if not devices_left and old_machine.accelerators:
+        return machine
     if len(devices_left) == 1 and len(machine.accelerators) > 1:
-        return _only_these(machine, devices_left)
-    narrow = devices_left or not old_machine.accelerators
-    return (
-        with_cached_probes(only(machine, {device.index for device in devices_left}))
-        if narrow
-        else machine
-    )
+        narrow = _only_these(machine, devices_left)
+    else:
+        narrow = with_cached_probes(only(machine, {device.index for device in devices_left}))
+    if not _those_of(old_machine.hidden_integrated, machine):
+        return narrow
+    return narrow.model_copy(update={"hidden_integrated": _hidden_by(machine, devices_left)})
+
+
+def _those_of(old_devices: Sequence[Accelerator], machine: Machine) -> list[Accelerator]:
+    """The devices of the machine that are among `old_devices`, those of a run."""
+    old_keys = {(device.index, device.arch) for device in old_devices}
+    return [device for device in machine.accelerators if (device.index, device.arch) in old_keys]

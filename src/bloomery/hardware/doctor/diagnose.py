@@ -21,8 +21,14 @@ from bloomery.hardware.doctor.symptoms import (
     match,
     vendors,
 )
-from bloomery.hardware.machine import MASKS, Machine, hidden
-from bloomery.hardware.profile import best_device, build_profile, install
+from bloomery.hardware.machine import MASKS, Machine, hidden, number_of
+from bloomery.hardware.profile import (
+    best_device,
+    build_profile,
+    hidden_integrated,
+    install,
+    mask_without_integrated,
+)
 from bloomery.hardware.specs import arch_spec
 
 AMD = 0x1002
@@ -263,27 +269,25 @@ def hiding(machine: Machine) -> Iterator[Finding]:
         yield from_table("all-gpus-hidden", name=mask, value=environment[mask], places=places)
 
 
-def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
-    """Device 0 is an integrated GPU, and the discrete GPU is another device."""
-    amd = [device for device in machine.accelerators if device.vendor == "amd"]
+def integrated_gpu_beside_discrete(machine: Machine) -> Iterator[Finding]:
+    """Training hides the integrated GPU; other programs see it."""
     best = best_device(machine)
-    is_chosen = any(machine.software.environment.get(name) for name in MASKS)
-    if (
-        len(amd) > 1
-        and amd[0].integrated
-        and best is not None
-        and not best.integrated
-        and not is_chosen
-    ):
-        integrated = amd[0].name
-        discrete = best.name
-        yield from_table(
-            "igpu-is-device-0",
-            arch=amd[0].arch,
-            integrated=integrated,
-            discrete=discrete,
-            index=best.index,
-        )
+    if best is None or not (hidden_gpus := hidden_integrated(machine, best)):
+        return
+    integrated = hidden_gpus[0]
+    others = "see it as well, and their collectives can hang"
+    if number_of(machine, integrated) < number_of(machine, best):
+        others = f"use it, as device {number_of(machine, integrated)}, and crash"
+    variables = mask_without_integrated(machine, best).items()
+    yield from_table(
+        "integrated-gpu-hidden",
+        index=integrated.index,
+        name=integrated.name,
+        arch=integrated.arch,
+        discrete=best.name,
+        others=others,
+        variables=" ".join(f"{name}={value}" for name, value in variables),
+    )
 
 
 def slurm(machine: Machine) -> Iterator[Finding]:
@@ -625,7 +629,7 @@ RULES: tuple[Rule, ...] = (
     disk,
     no_gpu,
     gpu_without_compute,
-    integrated_gpu_first,
+    integrated_gpu_beside_discrete,
     masked,
     system_memory,
     software.two_vendors,
