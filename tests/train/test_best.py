@@ -188,11 +188,11 @@ def test_any_run_that_is_killed_anywhere_keeps_its_best(prepared, tmp_path, monk
     def dying(place: str):
         real = getattr(checkpoints_module, place)
 
-        def call(*arguments):
+        def call(*arguments, **settings):
             calls_left[0] -= 1
             if calls_left[0] == 0:
                 raise Killed
-            result = real(*arguments)
+            result = real(*arguments, **settings)
             if calls_left[0] == 1 and dice.random() < 0.3:
                 raise Killed  # just after it
             return result

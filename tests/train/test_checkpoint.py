@@ -184,8 +184,8 @@ def test_a_checkpoint_that_reads_back_damaged_is_not_saved(
 ) -> None:
     save(tmp_path, 1)
 
-    def seal_on_a_bad_disk(folder: Path, lineage: model_folder.Lineage) -> None:
-        model_folder.seal(folder, lineage)
+    def seal_on_a_bad_disk(folder: Path, lineage: model_folder.Lineage, **settings: Any) -> None:
+        model_folder.seal(folder, lineage, **settings)
         flip(folder / "optimizer.safetensors")
 
     monkeypatch.setattr(checkpoint, "seal", seal_on_a_bad_disk)
@@ -302,7 +302,7 @@ def test_state_must_be_finite(tmp_path: Path) -> None:
 def test_a_bug_in_the_writing_thread_reaches_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "seal", lambda folder, lineage: 1 / 0)
+    monkeypatch.setattr(checkpoint, "seal", lambda *_, **__: 1 / 0)
     saver = Saver(tmp_path, 3, True)
     saver.save(1, parts(1), {})
     with pytest.raises(ZeroDivisionError):

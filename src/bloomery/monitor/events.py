@@ -168,7 +168,8 @@ class Saved(Event):
 
     path: str
     bytes: int
-    seconds: float
+    seconds: float  # until it was on the disk
+    stall_seconds: float = 0.0  # of these, those in which training waited
     best: bool = False  # has the lowest validation loss, or the highest reward, so far
     # The best weights, of a step without a checkpoint: nothing resumes from them.
     weights_only: bool = False

@@ -10,7 +10,6 @@ on GPUs the tensors on the training device, such as losses and the rows of a sha
 a pipeline on GPUs (`Mesh.reduces_on_host`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bloomery.parallel.clock import CommunicationClock
+from bloomery.parallel.messages import all_gather_json, broadcast_json
 
 # The most that `all_gather_str` takes of one rank's string.
 STRING_BYTES = 1024
@@ -165,30 +165,12 @@ class Mesh:
         """What every rank gives, by rank: numbers, strings, lists and objects of any size."""
         if self.world == 1:
             return [content]
-        encoded = json.dumps(content).encode()
-        sizes = [round(size) for (size,) in self.all_gather_floats(len(encoded))]
-        padded = encoded.ljust(max(sizes))
-        gathered = self.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-        return [
-            json.loads(bytes(tensor.numpy())[:size])
-            for tensor, size in zip(gathered, sizes, strict=True)
-        ]
+        with self.clock.measure():
+            return all_gather_json(content)
 
     def broadcast_str(self, string: str) -> str:
         """The string of rank 0."""
-        if self.world == 1:
-            return string
-
-        # The other ranks need its size to receive it; an empty string travels as one byte that is not read.
-        encoded = string.encode()
-        size = torch.tensor([len(encoded)])
-        dist.broadcast(size, 0)
-        if self.first_rank:
-            content = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)
-        else:
-            content = torch.empty(max(1, int(size)), dtype=torch.uint8)
-        dist.broadcast(content, 0)
-        return bytes(content.numpy()[: int(size)]).decode()
+        return string if self.world == 1 else str(broadcast_json(string))
 
     # ---- tensors, over all ranks
 

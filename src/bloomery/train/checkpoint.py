@@ -9,24 +9,23 @@
 `checkpoints/best-00000500/` has the model, tokenizer, state.json and manifest alone. It is written where an evaluation
 is the best so far between two checkpoints, and is used but never resumed from. `best.json` names the best step.
 
-On several ranks the first one saves, after tensors were gathered there.
+On several ranks each writes the tensors that it owns (`rank_writers`): a large part is then in several files,
+<part>-0000k-of-0000N.safetensors with the index <part>.safetensors.index.json, as transformers has it for models.
 """
 
 import errno
 import json
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.model_folder import (
     NOT_SAVED,
+    FileEntry,
     Lineage,
     best_step,
     best_weight_steps,
@@ -53,39 +53,69 @@ from bloomery.train.model_folder import (
     weights_folder,
 )
 from bloomery.train.process import out_of_memory
+from bloomery.train.rank_writers import (
+    MODEL,
+    ModelWriter,
+    Parts,
+    RankWriters,
+    Staged,
+    StoredModel,
+    system_errors,
+)
 
 __all__ = ["MODEL", "ModelWriter", "Parts", "Saver", "newest_valid", "read_part", "read_state"]
 
-Parts = Mapping[str, Mapping[str, Tensor]]  # tensors by part and name
-ModelWriter = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, an existing folder
-MODEL = "model"  # the part in the format of transformers or PEFT
 # those that `Tokenizer.save` writes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
 SLACK = 2**20  # bytes for headers, JSON and file system metadata
 
 
+@final
 @dataclass(frozen=True)
-class _Snapshot:
-    """One checkpoint to write: training that continues does not change it."""
+class _Tensors:
+    """The tensors of a checkpoint that one rank writes alone."""
 
-    step: int
     parts: Parts
     write_model: ModelWriter | None
-    state: dict[str, Any]
-    best: bool
-    weights_only: bool
-    lineage: Lineage
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for part in self.parts.values() for tensor in part.values())
+
+    def write(self, draft: Path) -> None:
+        """The model in the format of transformers or PEFT, every other part as safetensors. Raises OSError."""
+        for name, tensors in self.parts.items():
+            with system_errors():
+                if name == MODEL:
+                    assert self.write_model is not None, "a model part needs a writer"
+                    self.write_model(tensors, draft)
+                else:
+                    save_file(dict(tensors), draft / f"{name}.safetensors")
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """One checkpoint to write: training that continues does not change it.
+
+    `began`: when training stopped for it, and `stall_seconds` for how long, of `time.monotonic`.
+    """
+
+    step: int
+    content: _Tensors | Staged
+    state: dict[str, Any]
+    best: bool
+    weights_only: bool
+    lineage: Lineage
+    began: float
+    stall_seconds: float | None  # None: until it is written
 
 
 @final
 class Saver:
     """Writes the checkpoints of one run; the caller holds the run's lock.
 
+    On several ranks every rank calls the same methods in the same order; events are those of the first.
     `save` returns once the tensors are copied for the writing thread (`async_save`), or once they are written. A
     failed write emits `Warned` and never ends the run; `wait` raises UserError when the last save failed. Events are
     emitted from the caller's thread, in `save`, `poll`, `drain` and `wait`.
@@ -98,19 +128,24 @@ class Saver:
         async_save: bool,
         *,
         writer: Callable[[], ModelWriter] | None = None,
+        stored_model: StoredModel | None = None,
+        ranks: RankWriters | None = None,
         tokenizer: Path | None = None,
         emit: Emit | None = None,
     ) -> None:
         """`writer` is called in each `save` and returns the function that writes the part MODEL as configured then: the
         ranks of an AdaLoRA adapter change while a thread writes it. None where no part is MODEL.
 
-        `tokenizer`: a folder with the tokenizer to copy.
+        `ranks`: of a run on several. They write the part MODEL as `stored_model` says; without it the first rank does,
+        with `writer`. `tokenizer`: a folder with the tokenizer to copy.
         """
         self.folder = folder
         self.keep = keep
         self.async_save = async_save
         self.tokenizer = tokenizer
         self._writer = writer
+        self._stored_model = stored_model
+        self._ranks = ranks
         self._emit = emit
         self._thread: threading.Thread | None = None
         # From the writing thread, emitted by the caller's. A queue: a list that `poll` replaces could lose an event.
@@ -137,19 +172,28 @@ class Saver:
         *,
         best: bool = False,
         weights_only: bool = False,
+        began: float | None = None,
     ) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
         `best`: the validation loss is the lowest so far. `weights_only`: MODEL is the only part, for `best-`, at a step
-        that has no checkpoint. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
+        that has no checkpoint. `began`: when training stopped for this save, where that was before this call. Waits for
+        the previous save. Raises ValueError for a non-finite number in `state`.
         """
         # Everything that training changes is copied before this returns; the state is copied by way of its JSON.
+        began = time.monotonic() if began is None else began
         self.drain()
-        copied_parts = self._copied(step, parts)
+        content = self._copied(step, parts)
         copied_state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
-        write_model = None if self._writer is None else self._writer()
         snapshot = _Snapshot(
-            step, copied_parts, write_model, copied_state, best, weights_only, self._lineage(step)
+            step,
+            content,
+            copied_state,
+            best,
+            weights_only,
+            self._lineage(step),
+            began,
+            time.monotonic() - began if self.async_save else None,
         )
 
         # Written here, or by a thread while training continues.
@@ -160,19 +204,34 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name=f"save-{step}")
         self._thread.start()
 
-    def _copied(self, step: int, parts: Parts) -> Parts:
-        """The parts on the CPU; with `async_save` in memory of their own, which training does not change."""
+    def _copied(self, step: int, parts: Parts) -> _Tensors | Staged:
+        """The tensors on the CPU; with `async_save` in memory of their own, which training does not change."""
+        write_model = None if self._writer is None else self._writer()
         if self.async_save:
-            try:
-                return {name: on_cpu(tensors, copy=True) for name, tensors in parts.items()}
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
+            content = self._content(parts, write_model, copy=True)
+            if content is not None:
+                return content
             # From now on training waits for each write, which needs no copy.
             self.async_save = False
             reason = "out of memory for a copy of the training state: checkpoints are now written synchronously"
             self._warn(step, reason)
-        return {name: on_cpu(tensors, copy=False) for name, tensors in parts.items()}
+        content = self._content(parts, write_model, copy=False)
+        assert content is not None, "only a copy needs memory"
+        return content
+
+    def _content(
+        self, parts: Parts, write_model: ModelWriter | None, *, copy: bool
+    ) -> _Tensors | Staged | None:
+        """None where there is no memory for a copy."""
+        if self._ranks is not None:
+            return self._ranks.stage(parts, write_model, self._stored_model, copy=copy)
+        try:
+            host_parts = {name: on_cpu(tensors, copy=copy) for name, tensors in parts.items()}
+        except (RuntimeError, MemoryError) as error:
+            if not copy or not out_of_memory(error):
+                raise
+            return None
+        return _Tensors(host_parts, write_model)
 
     def _lineage(self, step: int) -> Lineage:
         """What the manifest of this checkpoint says of its origin; `model_folder.refuse_other_run` reads it."""
@@ -231,20 +290,24 @@ class Saver:
 
     def _run(self, snapshot: _Snapshot) -> None:
         try:
+            if isinstance(snapshot.content, Staged) and not snapshot.content.leads:
+                self._failure = snapshot.content.follow()
+                return
             self._failure = self._write_and_prune(snapshot)
+            if isinstance(snapshot.content, Staged):
+                snapshot.content.end(self._failure)
         except BaseException as crash:  # raised by poll in the caller's thread
             self._crash = crash
 
     def _write_and_prune(self, snapshot: _Snapshot) -> str | None:
         """Why the write failed; None on success."""
         # A disk that does not take the checkpoint costs this checkpoint, and training continues.
-        start = time.monotonic()
         try:
             self._commit_with_room(snapshot)
         except OSError as error:
             failure = error.strerror or str(error)
             if error.errno in FULL:
-                failure += f" ({format_bytes(snapshot.bytes + SLACK)} are needed)"
+                failure += f" ({format_bytes(snapshot.content.bytes + SLACK)} are needed)"
             # Who asked for this checkpoint recognizes its warning by NOT_SAVED.
             self._warn(
                 snapshot.step, f"the checkpoint of step {snapshot.step} {NOT_SAVED}: {failure}"
@@ -259,12 +322,14 @@ class Saver:
             self._warn(snapshot.step, reason)
 
         target = self._target(snapshot)
+        seconds = time.monotonic() - snapshot.began
         self._events.put(
             Saved(
                 step=snapshot.step,
                 path=str(target),
                 bytes=sum(path.stat().st_size for path in target.iterdir()),
-                seconds=time.monotonic() - start,
+                seconds=seconds,
+                stall_seconds=seconds if snapshot.stall_seconds is None else snapshot.stall_seconds,
                 best=snapshot.best,
                 weights_only=snapshot.weights_only,
             )
@@ -316,26 +381,20 @@ class Saver:
         """Write and seal every file of the checkpoint. Raises OSError."""
         # A disk that is too small is not filled first.
         free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < snapshot.bytes + SLACK:
+        if free_bytes < snapshot.content.bytes + SLACK:
             raise OSError(errno.ENOSPC, f"only {format_bytes(free_bytes)} are free on the disk")
 
-        # The model in the format of transformers or PEFT, every other part as safetensors, then the rest as JSON.
+        # The tensors, by this rank or by all ranks, then the rest as JSON.
         draft.mkdir()
-        for name, tensors in snapshot.parts.items():
-            with _system_errors():
-                if name == MODEL:
-                    assert snapshot.write_model is not None, "a model part needs a writer"
-                    snapshot.write_model(tensors, draft)
-                else:
-                    save_file(dict(tensors), draft / f"{name}.safetensors")
+        written: dict[str, FileEntry] | None = snapshot.content.write(draft)
         (draft / "state.json").write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
         if self.tokenizer is not None:
             copy_tokenizer(self.tokenizer, draft)
 
         # Last, because the manifest has the hash of every other file.
-        seal(draft, snapshot.lineage)
-        # Read back before it takes the place of any other.
-        problem = damage(draft)
+        seal(draft, snapshot.lineage, written=written)
+        # Read back before it takes the place of any other; several ranks hash while they write instead.
+        problem = damage(draft) if written is None else None
         if problem is not None:
             raise OSError(errno.EIO, problem)
 
@@ -393,18 +452,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-@contextmanager
-def _system_errors() -> Iterator[None]:
-    """Raise safetensors' I/O errors, which have their errno in the message only, as OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        match = re.search(r"^(.*) \(os error (\d+)\)", str(error))
-        if match is None:
-            raise
-        raise OSError(int(match[2]), match[1].rpartition(": ")[2]) from error
-
-
 def on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; `copy`: never sharing memory with the originals."""
     with torch.no_grad():
@@ -416,7 +463,11 @@ def on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
     """The tensors of one part other than MODEL, by name, on the CPU."""
-    return load_file(folder / f"{part}.safetensors")
+    index = folder / f"{part}.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / f"{part}.safetensors")
+    files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

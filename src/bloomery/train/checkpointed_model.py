@@ -13,10 +13,12 @@ from bloomery.model.adapters.peft_files import read_trained, write_adapter, writ
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.adapters.settings import Adaptation, Base, digest
 from bloomery.model.decoder import VALUE_HEAD, Decoder
-from bloomery.model.io.weights import init_weights, read_model, write_model
+from bloomery.model.io.stored import tensor_locations
+from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
 from bloomery.train.model_folder import MANIFEST, damage
+from bloomery.train.rank_writers import StoredModel
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
 
@@ -35,6 +37,9 @@ class CheckpointedModel(Protocol):
 
     def writer(self) -> ModelWriter:
         """A function that writes the weights as configured now; training continues while it runs."""
+
+    def stored_model(self) -> StoredModel | None:
+        """How several ranks write the weights, tensor by tensor; None: one of them writes all, with `writer`."""
 
     def initialize(self) -> None:
         """Set every weight as before the first step."""
@@ -95,6 +100,12 @@ class FullWeights:
         config = self.model.config
         return lambda tensors, folder: write_model(tensors, config, folder)
 
+    def stored_model(self) -> StoredModel | None:
+        config = self.model.config
+        return StoredModel(
+            tensor_locations(config), lambda dtype, folder: write_config(config, dtype, folder)
+        )
+
     def initialize(self) -> None:
         self.initial.fill(self.model)
 
@@ -130,6 +141,9 @@ class LoraWeights:
         config = self.model.config
         return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=base)
 
+    def stored_model(self) -> None:
+        """PEFT opens an adapter in one file alone."""
+
     def initialize(self) -> None:
         self.initial.fill(self.model)
         init_adapters(self.model, self.initial.seed)
@@ -163,6 +177,9 @@ class PeftWeights:
         # AdaLoRA's ranks change with every step: the file has those of now.
         settings = self.peft_adapter.file_settings(_name_of(self.base))
         return lambda tensors, folder: write_named(tensors, settings, folder)
+
+    def stored_model(self) -> None:
+        """PEFT opens an adapter in one file alone."""
 
     def initialize(self) -> None:
         self.peft_adapter.begin_again()

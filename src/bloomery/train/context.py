@@ -49,6 +49,7 @@ from bloomery.train.process import (
     set_up_process,
     training_device,
 )
+from bloomery.train.rank_writers import RankWriters
 from bloomery.train.reference import reference_files
 from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
 from bloomery.train.sources import source_of
@@ -318,6 +319,8 @@ def open_context(
             plan.checkpoint.keep,
             plan.checkpoint.async_save,
             writer=state.checkpointed_model.writer,
+            stored_model=state.checkpointed_model.stored_model(),
+            ranks=RankWriters(mesh, state.rows_on_ranks()) if mesh.world > 1 else None,
             tokenizer=prepared,
             emit=emit,
         ),

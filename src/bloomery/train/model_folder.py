@@ -5,11 +5,12 @@ every file hashed and flushed, `MANIFEST.json` last, then renamed. A kill leaves
 bits, truncated and missing files are found by their hash before use.
 """
 
+import errno
 import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -36,17 +37,36 @@ class Lineage:
     before: tuple[int, str] | None = None
 
 
-def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
+@dataclass(frozen=True)
+class FileEntry:
+    """The entry of a file in a manifest."""
+
+    sha256: str
+    bytes: int
+
+
+def seal(
+    folder: Path, lineage: Lineage = Lineage(), *, written: Mapping[str, FileEntry] | None = None
+) -> None:
     """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder.
 
-    All files get the folder's mode without x: safetensors writes 0600.
+    `written`: the files that were hashed and flushed by those who wrote them; they are not read again.
+    All files get the folder's mode without x: safetensors writes 0600. Raises OSError.
     """
+    written = {} if written is None else written
     files = {}
     mode = folder.stat().st_mode & 0o666
-    for path in sorted(folder.iterdir()):
+    for path in sorted({*folder.iterdir(), *(folder / name for name in written)}):
         path.chmod(mode)
-        flush_to_disk(path)
-        files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
+        size = path.stat().st_size
+        entry = written.get(path.name)
+        if entry is None:
+            flush_to_disk(path)
+            entry = FileEntry(_digest(path), size)
+        elif size != entry.bytes:
+            problem = f"{path.name} has {size:,} bytes instead of {entry.bytes:,}"
+            raise OSError(errno.EIO, problem)
+        files[path.name] = asdict(entry)
     (folder / MANIFEST).write_text(
         stamped({"format": FORMAT, **asdict(lineage), "files": files}), encoding="utf-8"
     )

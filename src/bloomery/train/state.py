@@ -37,6 +37,7 @@ from bloomery.train.forward import prepare_weights
 from bloomery.train.nonfinite import NonFinite
 from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
+from bloomery.train.rank_writers import RowsOnRanks
 from bloomery.train.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
@@ -146,6 +147,10 @@ class TrainState:
         return stage_parameters is None or stage_parameters.owns(
             name, self.model_and_optimizer.mesh
         )
+
+    def rows_on_ranks(self) -> RowsOnRanks:
+        """What a rank holds of the tensors of `parts`."""
+        return RowsOnRanks(self.optimizer.is_split, self.is_owned, (MODEL, TRAINED, OPTIMIZER))
 
     def scalars(self) -> dict[str, Any]:
         """Everything but tensors, for `state.json` on rank 0.

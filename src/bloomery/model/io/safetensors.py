@@ -1,7 +1,9 @@
 """Values of tensors in safetensors files: read straight into existing memory, and written tensor by tensor."""
 
+import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -21,6 +23,13 @@ from bloomery.model.io.stored import DTYPES, StoredTensor, tensor_locations
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
+HASHED_BYTES = 2**20  # of a file that are written and hashed in turn
+HF_METADATA = {"format": "pt"}  # without it transformers refuses a file
+# That of safetensors, whose enumeration `Dtype` it sorts by, from its end.
+TYPE_ORDER = (
+    *("int64", "float64", "float32", "int32", "bfloat16", "float16", "int16", "int8", "uint8"),
+    "bool",
+)
 
 
 @final
@@ -158,27 +167,87 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], produce: Callable[[str]
 
     `produce` returns a tensor by name; it is called when the tensors before are written and freed.
     """
-    # The header comes first in the file: every offset follows from the shapes alone.
+    with path.open("wb") as file:
+        file.write(_header(specs, HF_METADATA))
+        for number, (name, (shape, dtype)) in enumerate(specs.items(), 1):
+            progress(f"writing tensor {number:,} of {len(specs):,} of {path.name}")
+            tensor = produce(name)
+            assert tensor.dtype == dtype and tensor.shape == shape
+            file.write(_bytes_of(tensor))
+
+
+@final
+class HashedFile:
+    """A safetensors file that is written tensor by tensor and hashed as it is written. Used as a context.
+
+    In `file_order` it has the bytes that safetensors itself writes. Its methods raise OSError.
+    """
+
+    def __init__(
+        self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Tensors are written in the order of `specs`, by name."""
+        self._specs = specs
+        self._names = iter(specs)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file = path.open("xb", buffering=0)
+        self._write(memoryview(_header(specs, metadata)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def write(self, tensor: Tensor) -> None:
+        """The next tensor, with its shape and dtype."""
+        shape, dtype = self._specs[next(self._names)]
+        assert tensor.dtype == dtype and tensor.shape == shape
+        self._write(_bytes_of(tensor))
+
+    def finish(self) -> tuple[str, int]:
+        """The SHA-256 of the file and its bytes, once these are on the disk."""
+        assert next(self._names, None) is None, "every tensor is written"
+        os.fsync(self._file.fileno())
+        return self._hash.hexdigest(), self._size
+
+    def _write(self, content: memoryview) -> None:
+        # Small enough to be in the cache of a core for the hash. The kernel may take fewer bytes than it is given.
+        while len(content):
+            count = self._file.write(content[:HASHED_BYTES])
+            self._hash.update(content[:count])
+            self._size += count
+            content = content[count:]
+
+
+def file_order(name: str, dtype: str) -> tuple[int, str]:
+    """The key by which safetensors sorts the tensors of a file: wide types first, so that each is aligned to its type.
+
+    `dtype` is without "torch.".
+    """
+    return TYPE_ORDER.index(dtype), name
+
+
+def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None) -> bytes:
+    """The length of the header and the header, which comes first: every offset follows from the shapes alone."""
     kinds = {dtype_name: kind for kind, dtype_name in DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     start = 0
     for name, (shape, dtype) in specs.items():
         end = start + dtype.itemsize * math.prod(shape)
         kind = kinds[str(dtype).removeprefix("torch.")]
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         start = end
-    header_bytes = json.dumps(header).encode()
+    header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     padding = b" " * (-len(header_bytes) % 8)  # safetensors aligns its tensors to 8 bytes
     header_bytes += padding
+    return struct.pack("<Q", len(header_bytes)) + header_bytes
 
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
-        for number, (name, (shape, dtype)) in enumerate(specs.items(), 1):
-            progress(f"writing tensor {number:,} of {len(specs):,} of {path.name}")
-            tensor = produce(name)
-            assert tensor.dtype == dtype and tensor.shape == shape
-            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            file.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:

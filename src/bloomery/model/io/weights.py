@@ -35,6 +35,7 @@ from bloomery.model.io.safetensors import (
     write_tensors,
 )
 from bloomery.model.io.stored import (
+    INDEX,
     StoredTensor,
     TensorLocation,
     stored_parameters,
@@ -233,10 +234,7 @@ def write_model(
     """
     assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
     tensors = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    write_json(
-        folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
-    )
+    write_config(config, str(next(iter(tensors.values())).dtype).removeprefix("torch."), folder)
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
 
     def write_shard(file: Path, names: list[str]) -> None:
@@ -254,8 +252,7 @@ def write_model_piecewise(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
-    kind = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
+    write_config(config, str(dtype).removeprefix("torch."), folder)
     # A stored tensor is made of one parameter, or of several where the family stores them fused.
     locations = tensor_locations(config)
     shapes = parameter_shapes(config)
@@ -278,6 +275,12 @@ def write_model_piecewise(
     _write_shards(folder, sizes, shard_bytes, write_shard)
 
 
+def write_config(config: ModelConfig, dtype: str, folder: Path) -> None:
+    """`dtype`: of the weights, as "float32"."""
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    write_json(folder / "config.json", config_to_hf(config) | dtypes)
+
+
 def _write_shards(
     folder: Path,
     sizes: dict[str, int],
@@ -296,8 +299,12 @@ def _write_shards(
         write_shard(folder / file_name, tensor_names)
         for tensor_name in tensor_names:
             weight_map[tensor_name] = file_name
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    write_json(folder / "model.safetensors.index.json", index)
+    write_index(folder / INDEX, weight_map, total_bytes=sum(sizes.values()))
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
+    """The file of each tensor, for a model or a part of a checkpoint that is in several."""
+    write_json(path, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

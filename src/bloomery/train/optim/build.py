@@ -94,6 +94,7 @@ class OptimizersContainer:
         self._clips_updates = clips_updates
         self._backward = backward
         self._full_parameters = dict(full_parameters)
+        self._sharded_names = {self._names[shard] for shard in full_parameters}
         # Schedules scale the learning rate of each group from its peak; groups may have different ones (Muon).
         for group in self._groups():
             group["peak"] = group["lr"]
@@ -180,8 +181,7 @@ class OptimizersContainer:
     def is_split(self, key: str) -> bool:
         """Whether the state "parameter.slot" is this rank's rows of a tensor that a checkpoint has in full."""
         name, _, slot = key.rpartition(".")
-        sharded_names = {self._names[shard] for shard in self._full_parameters}
-        return slot not in SAME_ON_RANKS and name in sharded_names
+        return slot not in SAME_ON_RANKS and name in self._sharded_names
 
     def _named_slots(self) -> Iterable[tuple[str, Tensor]]:
         for member in self._members:

@@ -1,0 +1,248 @@
+"""Checkpoints that several ranks write, each the tensors that it owns. Oracle: the checkpoint of one rank."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import assert_same_tensors
+from safetensors.torch import load_file, save_file
+
+from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, file_order
+from bloomery.monitor.events import Saved, StepDone
+from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
+
+KIB = 2**10
+STEPS, HALF = 4, 2
+
+
+def plan_of(prepared: Path, **sections: Any) -> Any:
+    config = {"vocab_size": 300, "tie_embeddings": False} | sections.pop("config", {})
+    train = {
+        "micro_batch_size": 2,
+        "accumulation": 2,
+        "tokens_per_step": 128,
+        "steps": STEPS,
+    } | sections.pop("train", {})
+    return tiny_plan(
+        prepared,
+        config=tiny_config(**config),
+        train=train,
+        checkpoint={"every_steps": HALF, "async_save": True},
+        eval={"every_steps": HALF},
+        **sections,
+    )
+
+
+def train_in_small_files(
+    plan_json: str, folder: str, resume_from: str | None, stop_after: int | None
+) -> list[Any]:
+    """One rank of a run whose checkpoints are divided as those of a large model are; its events."""
+    from bloomery.parallel import ownership
+
+    ownership.FILE_BYTES = 16 * KIB
+    try:
+        return train_here(plan_json, folder, resume_from, stop_after)
+    finally:
+        ownership.FILE_BYTES = 64 * KIB**2
+
+
+def train_divided(
+    plan: Any, folder: Path, resume_from: Path | None = None, stop_after: int | None = None
+) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    resume = None if resume_from is None else str(resume_from)
+    words = (plan.model_dump_json(), str(folder), resume, stop_after)
+    return ranks(plan.train.ranks).call(train_in_small_files, *words)[0]
+
+
+def step_of(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """By part and name, of every file."""
+    return {
+        f"{file.name.split('.')[0].split('-')[0]}/{name}": tensor
+        for file in checkpoint.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def parts_in_files(checkpoint: Path) -> dict[str, int]:
+    """How many files each part has."""
+    counts: dict[str, int] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        part = file.name.split(".")[0].split("-")[0]
+        counts[part] = counts.get(part, 0) + 1
+    return counts
+
+
+def test_a_hashed_file_has_the_bytes_of_the_library(tmp_path) -> None:
+    tensors_by_name = {}
+    for number, dtype in enumerate(TYPE_ORDER):
+        tensors_by_name[f"b{number % 3}.{dtype}"] = torch.ones(3, 5).to(getattr(torch, dtype))
+        tensors_by_name[f"é{number}"] = torch.zeros(7 + number).to(getattr(torch, dtype))
+    save_file(tensors_by_name, tmp_path / "library", metadata=HF_METADATA)
+
+    def key(name: str) -> tuple[int, str]:
+        return file_order(name, str(tensors_by_name[name].dtype).removeprefix("torch."))
+
+    names = sorted(tensors_by_name, key=key)
+    specs = {
+        name: (tuple(tensors_by_name[name].shape), tensors_by_name[name].dtype) for name in names
+    }
+    with HashedFile(tmp_path / "ours", specs, HF_METADATA) as file:
+        for name in names:
+            file.write(tensors_by_name[name])
+        _, size = file.finish()
+    content = (tmp_path / "ours").read_bytes()
+    assert content == (tmp_path / "library").read_bytes()
+    assert size == len(content)
+
+
+MESHES = {
+    "4 shards": {"shard": 4},
+    "3 shards": {"shard": 3},
+    "2 copies": {"replicate": 2},
+    "2 x 2": {"replicate": 2, "shard": 2},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_owners_write_what_one_rank_saves(prepared, tmp_path, mesh) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plan = plan_of(prepared)
+    several = on_ranks(plan, **mesh)
+    events = train_divided(several, tmp_path / "several", stop_after=HALF)
+    checkpoint = step_of(tmp_path / "several", HALF)
+
+    # As many files as ranks, with indices, and no other difference from the run that has one file for each part.
+    counts = parts_in_files(checkpoint)
+    assert counts == {"model": several.train.ranks, "optimizer": several.train.ranks}
+    train(several, tmp_path / "small", stop_after=HALF)
+    undivided = step_of(tmp_path / "small", HALF)
+    assert parts_in_files(undivided) == {"model": 1, "optimizer": 1}
+    assert_same_tensors(tensors(checkpoint), tensors(undivided))
+    for saved in fields(events, "Saved"):
+        assert 0 < saved["stall_seconds"] <= saved["seconds"]
+
+    # One rank reads it all, and saves the same again: the same bits, and the same files as on several ranks.
+    train(plan, tmp_path / "one", resume_from=checkpoint, stop_after=0)
+    copy = step_of(tmp_path / "one", HALF)
+    assert_same_tensors(tensors(copy), tensors(checkpoint))
+    for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
+        assert (copy / name).read_bytes() == (undivided / name).read_bytes(), name
+
+    # transformers opens the folder.
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    stored = load_file(undivided / "model.safetensors")
+    assert_same_tensors(weights, stored)
+
+
+@pytest.mark.parametrize("after", [{"shard": 2}, {"shard": 4}, {"replicate": 2}], ids=str)
+def test_a_divided_checkpoint_resumes_on_any_mesh(prepared, tmp_path, after) -> None:
+    plan = plan_of(prepared)
+    whole = train(plan, tmp_path / "whole")
+    train_divided(on_ranks(plan, shard=4), tmp_path / "four", stop_after=HALF)
+    checkpoint = step_of(tmp_path / "four", HALF)
+    rest = train_divided(on_ranks(plan, **after), tmp_path / "rest", resume_from=checkpoint)
+    expected = {step: loss for step, loss in losses(whole).items() if step > HALF}
+    assert losses(rest) == pytest.approx(expected, rel=0, abs=1e-5)
+    train_divided(on_ranks(plan, **after), tmp_path / "copy", checkpoint, stop_after=0)
+    assert_same_tensors(tensors(step_of(tmp_path / "copy", HALF)), tensors(checkpoint))
+
+
+def measured_run(plan_json: str, folder: str) -> dict[str, Any]:
+    """One rank of a run: its events, the bytes that it wrote, its peak, and the time of a copy of its rows."""
+    import time
+
+    import torch.distributed as dist
+
+    from bloomery.parallel import owner_exchange
+    from bloomery.train.process import peak_memory_gib
+
+    bytes_written = 0
+    rows: dict[Any, torch.Size] = {}
+    plain_finish, plain_copy = HashedFile.finish, owner_exchange.HostBuffer.copy
+
+    def counted_finish(file: HashedFile) -> tuple[str, int]:
+        nonlocal bytes_written
+        digest, size = plain_finish(file)
+        bytes_written += size
+        return digest, size
+
+    def noted_copy(buffer, tensors):
+        rows.update({key: tensor.shape for key, tensor in tensors.items()})
+        return plain_copy(buffer, tensors)
+
+    HashedFile.finish, owner_exchange.HostBuffer.copy = counted_finish, noted_copy
+    try:
+        events = train_here(plan_json, folder, None, None)
+    finally:
+        HashedFile.finish, owner_exchange.HostBuffer.copy = plain_finish, plain_copy
+    peak_bytes = peak_memory_gib("cpu") * 2**30
+
+    # The yardstick: all ranks copy as many rows, into memory that they have used before.
+    tensors = [torch.zeros(shape) for shape in rows.values()]
+    copies = [torch.ones_like(tensor) for tensor in tensors]
+    copy_seconds = []
+    for _ in range(5):
+        dist.barrier()
+        began = time.monotonic()
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        dist.barrier()
+        copy_seconds.append(time.monotonic() - began)
+    return {
+        "events": events,
+        "bytes": bytes_written,
+        "peak": peak_bytes,
+        "copy_seconds": sorted(copy_seconds)[2],
+    }
+
+
+@pytest.mark.soak
+def test_four_shards_share_the_work_of_a_save(prepared, tmp_path) -> None:
+    """52 million parameters. In processes of its own: a peak is that of a process."""
+    config = {
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_layers": 11,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+    }
+    plan = on_ranks(plan_of(prepared, config=config, train={"steps": 3 * HALF}), shard=4)
+    with closing(Ranks(4)) as fresh:
+        measured = fresh.call(measured_run, plan.model_dump_json(), str(tmp_path), seconds=600.0)
+
+    # Each rank writes its share, and the first one needs no more memory than the others.
+    checkpoint = step_of(tmp_path, 3 * HALF)
+    num_bytes = sum(file.stat().st_size for file in checkpoint.iterdir())
+    assert num_bytes > 12 * 51e6
+    for of_rank in measured:
+        assert 0.15 < of_rank["bytes"] / 3 / num_bytes < 0.45
+    first_peak, *other_peaks = (of_rank["peak"] for of_rank in measured)
+    assert first_peak - min(other_peaks) < 0.3 * num_bytes
+
+    # Steps end while a save is written; training waits for the copy alone. The first save takes fresh memory.
+    events = measured[0]["events"]
+    saves = [event for event in events if isinstance(event, Saved)]
+    assert [event.step for event in saves] == [HALF, 2 * HALF, 3 * HALF]
+    steps_before_saved = [
+        max(
+            earlier.step
+            for earlier in events[: events.index(event)]
+            if isinstance(earlier, StepDone)
+        )
+        for event in saves[:-1]
+    ]
+    assert all(last > event.step for last, event in zip(steps_before_saved, saves, strict=False))
+    stall_seconds = min(event.stall_seconds for event in saves[1:])
+    assert stall_seconds < 2 * max(of_rank["copy_seconds"] for of_rank in measured)
