@@ -127,7 +127,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         profile.gpu.link,
         per_node=row["gpus"],
         nodes=nodes,
-        sockets=program.get("network") == "sockets",
+        assumed_network="tcp" if program.get("network") == "sockets" else "auto",
     )
     split = MeshSplit(shard=devices) if row["layout"] == "fsdp" else MeshSplit(replicate=devices)
     rows = recipe.tokens_per_step // length // devices

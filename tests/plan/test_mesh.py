@@ -68,7 +68,7 @@ def test_between_nodes_the_network_of_a_node_decides():
     assert gather_seconds(amount, fabric) == pytest.approx(
         amount * 63 / 64 / 70e9 + 7 * 5e-6 + 63 * 20e-6
     )
-    slow = fabric_of(spec("MI250X").link, per_node=8, nodes=64, sockets=True)
+    slow = fabric_of(spec("MI250X").link, per_node=8, nodes=64, assumed_network="tcp")
     assert gather_seconds(amount, slow) == pytest.approx(
         amount * 63 / 64 / 5e9 + 7 * 5e-6 + 63 * 20e-6
     )

@@ -121,7 +121,7 @@ def counted(plan: RunPlan, *, split: MeshSplit = ONE_DEVICE) -> float:
 
 def simulated(plan: RunPlan, *, fused: bool = True, split: MeshSplit = ONE_DEVICE) -> float:
     """Bytes on fake tensors."""
-    return sum(simulated_step(plan, fused=fused, split=split).values())
+    return sum(simulated_step(plan, fused=fused, split=split).parts.values())
 
 
 def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
@@ -137,7 +137,7 @@ def both_of_stage(
     """Counted and simulated bytes of one stage."""
     parts = stage_bytes(load_of(plan), split, index, plan.train.accumulation)
     told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
-    return told, sum(simulated_stage(plan, split, index, fused=fused).values())
+    return told, sum(simulated_stage(plan, split, index, fused=fused).parts.values())
 
 
 def measured_ranks(plan: RunPlan) -> list[float]:

@@ -236,7 +236,7 @@ def test_adapters_on_a_gpu_agree_with_fake_tensors(case):
 def test_states_in_the_processors_memory_are_not_the_cards():
     settings = {"device": "cuda", "attention": "varlen", "activation_checkpointing": "full"}
     assert (
-        simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)[
+        simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True).parts[
             "optimizer"
         ]
         == 0

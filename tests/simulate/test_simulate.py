@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from plan_help import gpu_machine, machine
-from steps_for_tests import simulated, small_plan
+from steps_for_tests import counted, simulated, small_plan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -98,7 +98,8 @@ def test_compiled_blocks_read_a_quantised_base():
         "compile": True,
     }
     floats, bits = (
-        simulated_step(small_plan(base=base, **settings), fused=True) for base in ("none", "nf4")
+        simulated_step(small_plan(base=base, **settings), fused=True).parts
+        for base in ("none", "nf4")
     )
     inside = [
         s
@@ -128,3 +129,38 @@ def test_the_tracker_counts_what_torchs_counts():
                 optimizer.zero_grad()
         (snapshot,) = theirs.get_tracker_snapshot("peak").values()
     assert sum(ours.peak.values()) == snapshot["Total"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_selective_checkpointing_is_a_part_of_compiled_blocks(dropout):
+    settings = {"precision": "bfloat16", "device": "cuda", "attention": "varlen", "compile": True}
+    shape = {"family": "gpt2", "dropout": dropout} if dropout else {}
+    plans = {
+        mode: small_plan(**settings, **shape, activation_checkpointing=mode)
+        for mode in ("none", "selective")
+    }
+    peaks = {mode: simulated(plan) for mode, plan in plans.items()}
+    assert peaks["selective"] < peaks["none"]
+    assert counted(plans["selective"]) == pytest.approx(peaks["selective"], rel=0.08)
+
+
+def test_replicas_of_shards_sum_gradients_once_per_step():
+    """Bytes by hand. Norms are whole on every rank, and not in the collectives of shards."""
+    replicas, shards, micro_batches = 4, 2, 3
+    plan = small_plan(micro_batches=micro_batches)
+    step = simulated_step(plan, fused=False, split=MeshSplit(replicate=replicas, shard=shards))
+
+    config = plan.model.config
+    sizes = {
+        name: math.prod(shape)
+        for name, shape in parameter_shapes(config).items()
+        if "norm" not in name
+    }
+    total = sum(sizes.values())
+    in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
+    last_norm = config.hidden_size  # it is in the unit of the head
+    # Two layers: the first is gathered for forward and backward, the last, embeddings and head once.
+    gathered = total + in_layers / 2 + last_norm
+    reduced = total + last_norm
+    assert step.sent["shard"] == 4 * micro_batches * (gathered + reduced) * (shards - 1) / shards
+    assert step.sent["replicate"] == 2 * 4 * reduced / shards * (replicas - 1) / replicas

@@ -153,7 +153,7 @@ def test_they_agree_on_packaged_recipes(recipe, gpu, stages):
 def test_the_stages_hold_the_whole_model_and_the_tied_head_twice():
     plan = small_plan(**GPU, family="gpt2")
     weights = [
-        simulated_stage(plan, MeshSplit(pipeline=4), index, fused=True)["weights"]
+        simulated_stage(plan, MeshSplit(pipeline=4), index, fused=True).parts["weights"]
         for index in range(4)
     ]
     config = plan.model.config
@@ -171,7 +171,9 @@ def _model(config):
 def test_a_stage_holds_a_micro_batch_for_each_that_follows():
     plan = small_plan(**(GPU | {"sizes": {"num_layers": 8}}), activation_checkpointing="none")
     cuts = MeshSplit(pipeline=4, layers=(3, 1, 1, 3)), MeshSplit(pipeline=8)
-    shallow, deep = (sum(simulated_stage(plan, split, 1, fused=True).values()) for split in cuts)
+    shallow, deep = (
+        sum(simulated_stage(plan, split, 1, fused=True).parts.values()) for split in cuts
+    )
     # what a micro-batch keeps of one layer is many tensors of the residual stream
     one = 2 * 256 * 128 * 4
     assert shallow < deep  # one layer each: 3 micro-batches under way, and 7
@@ -236,4 +238,4 @@ def test_notes_say_that_stages_stand_alone():
 def test_a_stage_holds_less_than_the_whole():
     plan = small_plan(**GPU)
     stage = simulated_stage(plan, MeshSplit(pipeline=4), 1, fused=True)
-    assert sum(stage.values()) < simulated(plan)
+    assert sum(stage.parts.values()) < simulated(plan)

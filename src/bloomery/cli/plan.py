@@ -431,6 +431,7 @@ NEWEST_FIRST = (
     "llama3.2",
     "qwen2.5",
     "llama3.1",
+    "frontier-llama3.1",
     "llama2",
     "go-coder",
     "demo",

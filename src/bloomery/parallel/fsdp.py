@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -92,6 +92,14 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
     if clock is not None:
         _replace_collectives(units, clock, device=plan.device, has_replicas=device_mesh.ndim > 1)
+
+
+def reduce_between_replicas(model: nn.Module, *, in_next_backward: bool) -> None:
+    """Whether the next backward sums gradients over the replicas of shards, or only adds its own to those of earlier
+    ones, on each rank. No effect without shards.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(in_next_backward)
 
 
 def return_freed_memory() -> None:

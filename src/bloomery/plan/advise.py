@@ -53,7 +53,7 @@ from bloomery.recipe.values import ClaimedRange
 ROUNDING = 0.05  # "10B tokens" is a round figure
 Need = Callable[[int], float]  # bytes of a step, by micro-batch size
 Claim = (
-    Literal["tokens", "epochs", "tokens_per_second", "duration", "memory"] | Duration
+    Literal["tokens", "epochs", "tokens_per_second", "duration", "step_time", "memory"] | Duration
 )  # when a perplexity is reached
 
 
@@ -99,6 +99,8 @@ def compare_claims(
         claims.append(("tokens_per_second", speed, f"{written(speed, plain)} tokens/s"))
     if expected.duration is not None:
         claims.append(("duration", expected.duration, span(expected.duration, trimmed=True)))
+    for step_time in expected.step_time:
+        claims.append(("step_time", step_time, f"{span(step_time, trimmed=True)} per step"))
     if expected.memory is not None:
         gigabytes = written(expected.memory, lambda value: f"{value / 1e9:.3g}")
         claims.append(("memory", expected.memory, f"{gigabytes} GB"))
@@ -156,6 +158,14 @@ def check_claims(
                     slack=0.0,
                     nearness=1e30,
                 )
+            case "step_time":
+                if plan.step_seconds is None:
+                    return "the step time of this device is unknown"
+                planned = format_seconds(plan.step_seconds.value)
+                low = plan.step_seconds.low
+                high = plan.step_seconds.high
+                reason = f"planned {planned}, {span((low, high), trimmed=True)}"
+                return KnownRange(low, high, reason, slack=0.0, nearness=3.0)
             case "memory":
                 total = plan.memory.total
                 sequences = plan.train.micro_batch_size
@@ -372,6 +382,7 @@ def _planned_step(
         sequences_per_step=train.tokens_per_step // plan.data.sequence_length,
         gpus=parallel.gpus,
         nodes=parallel.nodes,
+        assumed_network=parallel.assumed_network,
         limit=estimator.limit,
     )
     sequences = layout.accumulation * layout.micro_batch_size  # of one rank

@@ -23,7 +23,7 @@ from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.plan.unsupported import AXES, refusals, refuse_unsupported
-from bloomery.recipe.schema import Parallel, Recipe, Train
+from bloomery.recipe.schema import AssumedNetwork, Parallel, Recipe, Train
 
 SIMPLER_LAYOUT_TIME = 1.03  # of the fastest layout: a simpler one is chosen up to this time
 # Instead of a pipeline, whose waiting is estimated less exactly than computing, a layout without stages up to this.
@@ -77,6 +77,7 @@ class MeshWorkload:
         sequences_per_step: int,
         gpus: int,
         nodes: int,
+        assumed_network: AssumedNetwork,
         limit: float,
     ) -> "MeshWorkload":
         """The step over `nodes` nodes of `gpus` devices like that of `profile`.
@@ -89,7 +90,7 @@ class MeshWorkload:
         return cls(
             step=step,
             sequences_per_step=sequences_per_step,
-            fabric=fabric_of(link, per_node=gpus, nodes=nodes),
+            fabric=fabric_of(link, per_node=gpus, nodes=nodes, assumed_network=assumed_network),
             rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
             vendor="cpu" if on_cpu else profile.arch.vendor if profile.arch else "amd",
             limit=limit / gpus if on_cpu else limit,
@@ -506,6 +507,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         nodes=fabric.nodes,
         link=f"{node_link.name}: {node_link.gbs:g} GB/s ({node_link.reason})",
         network=f"{network.name}: {network.gbs:g} GB/s ({network.reason})" if network else "",
+        assumed_network=recipe.parallel.network,
         layouts=tuple(planned_layout(candidate) for candidate in candidates),
         chosen=candidates.index(best),
         reason=reason,

@@ -278,6 +278,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
                 sequences_per_step=sequences,
                 gpus=gpus,
                 nodes=nodes,
+                assumed_network=recipe.parallel.network,
                 limit=estimator.limit,
             )
             best, plan = mesh.plan_mesh(workload, recipe)

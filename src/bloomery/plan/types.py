@@ -12,6 +12,7 @@ from bloomery.model.limits import Dequantizer
 from bloomery.recipe.schema import (
     Adapter,
     AnyReward,
+    AssumedNetwork,
     NoAdapter,
     Objective,
     OptimizerKind,
@@ -301,6 +302,7 @@ class ParallelPlan(PlanPart):
     nodes: int
     link: str
     network: str  # empty: one node
+    assumed_network: AssumedNetwork = "auto"  # parallel.network
     layouts: tuple[LayoutPlan, ...]
     chosen: int
     reason: str

@@ -130,6 +130,8 @@ OptimizerKind = Literal["adamw", "muon", "adafactor"]
 AttentionBackend = Literal[
     "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "triton", "blockwise", "math"
 ]
+# Between nodes: the usual one, sockets, or GB/s of a node.
+AssumedNetwork = Auto | Literal["tcp"] | PositiveFloat
 
 
 T = TypeVar("T")
@@ -156,6 +158,9 @@ class Claims(Section):
         None, "Training speed in tokens per second, all devices.", "100 to 100000"
     )
     duration: ClaimedTime | None = key(None, "Time that the whole run takes.", "1m to 8h")
+    step_time: list[ClaimedTime] = key(
+        [], "Times of a step, each a value or a range.", ["0.01s to 2m"]
+    )
     memory: ClaimedBytes | None = key(None, "Peak memory of one device.", "0.5 to 16 GB")
     perplexity: dict[Length, ClaimedNumber] = key(
         {}, "Validation perplexity by step.", {"100 steps": "20 to 2000"}
@@ -910,6 +915,12 @@ class Parallel(Section):
         "auto",
         "Path between stages: host (CPU memory), device (NCCL or RCCL);"
         " auto: the faster one that passes the check before the first step.",
+    )
+    network: AssumedNetwork = key(
+        "auto",
+        "Network that the plan assumes between nodes: auto is the usual one of such nodes,"
+        " tcp is sockets without RCCL's or NCCL's plugin, a number is GB/s of a node.",
+        25.0,
     )
 
 

@@ -1,5 +1,6 @@
 """A run for the report: its events, plan, machine, recipe and diagnosis."""
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +279,11 @@ def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
             case "duration":
                 seconds = summary.training_seconds
                 return at_the_end(claimed, seconds, f"training time {format_seconds(seconds)}")
+            case "step_time":
+                if not record.steps:
+                    return "not measured"
+                seconds = statistics.median(step.step_seconds for step in record.steps)
+                return KnownRange(seconds, seconds, f"median {format_seconds(seconds)}")
             case "memory":
                 peak = summary.peak_gib
                 if not peak:

@@ -1,4 +1,4 @@
-"""The child of `simulate.run`: sends its progress, then the parts of each stage.
+"""The child of `simulate.run`: sends its progress, then memory and traffic of each stage.
 
 Torch is imported after the parent can stop the child.
 """

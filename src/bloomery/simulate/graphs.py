@@ -7,16 +7,19 @@ AOTAutograd, which Inductor uses too). The same two graphs run here operator by 
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
 
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.decoder import Block
 from bloomery.model.rope import Rotary
+from bloomery.parallel.apply import selective_contexts
 from bloomery.simulate.tracker import MemoryTracker
 
 _aten = torch.ops.aten
@@ -27,22 +30,29 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
-    """In place: blocks that are alike share a pair of graphs, traced when the first of them runs."""
+def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker, *, selective: bool) -> None:
+    """In place: blocks that are alike share a pair of graphs, traced when the first of them runs.
+
+    `selective`: selective activation checkpointing is a part of the graphs, and decides where they are cut.
+    """
     shared: dict[object, _Graphs] = {}
     for block in blocks:
-        graphs = shared.setdefault(block.self_attn.window, _Graphs(block, tracker))
+        graphs = shared.setdefault(
+            block.self_attn.window, _Graphs(block, tracker, selective=selective)
+        )
         block.forward = graphs.forward_of(block)  # type: ignore[method-assign]  # a seam of nn.Module
 
 
 class _Graphs:
     """A block as two graphs of tensors: parameters, buffers of quantized weights, arguments of forward."""
 
-    def __init__(self, block: Block, tracker: MemoryTracker) -> None:
+    def __init__(self, block: Block, tracker: MemoryTracker, *, selective: bool) -> None:
         self._tracker = tracker
         self._inside = nn.Module()
         self._inside.block = block
-        self._inside.forward = block.forward
+        self._inside.forward = (
+            partial(_selectively_checkpointed, block.forward) if selective else block.forward
+        )
         self._names = [
             name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())
         ]
@@ -108,6 +118,24 @@ class _Graphs:
             decompositions=select_decomp_table(),
         )
         return traced
+
+
+def _selectively_checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
+    """As torch.compile traces it, with a number of the checkpointed region, which its partitioner reads."""
+
+    def contexts() -> Any:
+        in_forward, in_backward = selective_contexts()
+        in_forward.ac_graph_id = 0
+        return in_forward, in_backward
+
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        early_stop=False,
+        context_fn=contexts,
+    )
 
 
 class _Fused(torch.fx.Interpreter):

@@ -35,6 +35,8 @@ class FakeResults(TorchDispatchMode):
     `device_type`: of the device that the step stands for.
     """
 
+    supports_higher_order_operators = True  # as those of dropout in a graph with checkpoints
+
     def __init__(self, tracker: MemoryTracker, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._tracker = tracker

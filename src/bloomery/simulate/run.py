@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,6 +31,7 @@ class Stage:
     number: int
     under_way: int  # micro-batches that it holds at most; of interleaved stages, passes through a group of layers
     parts: dict[str, float]
+    sent: dict[str, float]  # bytes that a device sends in a step, by axis
 
     @property
     def peak(self) -> float:
@@ -47,6 +48,9 @@ class Simulated:
     parts: dict[str, float]
     notes: tuple[str, ...]  # replacements of kernels, and parts that are not in the figure
     seconds: float = 0.0  # that it took
+    sent: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes that a device sends in a step, by axis
     stages: tuple[Stage, ...] = ()
 
     @property
@@ -108,14 +112,15 @@ def simulate(
 
     # A plan has to fit on the device with the fullest stage.
     stages = tuple(
-        Stage(number, passes_in_flight(plan, split, number - 1), parts)
-        for number, parts in reply["stages"]
+        Stage(number, passes_in_flight(plan, split, number - 1), parts, sent)
+        for number, (parts, sent) in reply["stages"]
     )
     fullest_stage = max(stages, key=lambda stage: stage.peak)
     return Simulated(
         parts=fullest_stage.parts,
         notes=tuple(notes_of(plan, fused=fused, split=split)),
         seconds=time.monotonic() - start,
+        sent=fullest_stage.sent,
         stages=stages if split.pipeline > 1 else (),
     )
 
@@ -260,6 +265,14 @@ class SimulationResult:
             f"{memory.limit / limit_size:,.1f} {limit_unit}: {verdict}"
         )
 
+        # A ring of n devices sends (n - 1) / n of what it gathers or scatters, and twice that to sum it on all.
+        if self.simulated.sent:
+            sizes = {axis: (sent, *unit_of(sent)) for axis, sent in self.simulated.sent.items()}
+            texts = [
+                f"{axis} {sent / size:.1f} {unit}" for axis, (sent, unit, size) in sizes.items()
+            ]
+            yield from joined([f"each device sends in a step: {texts[0]}", *texts[1:]])
+
     def document(self) -> dict[str, Any]:
         """The comparison as JSON, in GiB; figures are null where nothing was simulated."""
         is_simulated = bool(self.simulated.parts)
@@ -270,6 +283,7 @@ class SimulationResult:
             "total": self.total / GIB if is_simulated else None,
             "fits": self.fits if is_simulated else None,
             "seconds": self.simulated.seconds,
+            "sent": _in_gib(self.simulated.sent),
             "notes": self.simulated.notes,
             "stages": [
                 {

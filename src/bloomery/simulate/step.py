@@ -10,7 +10,7 @@ type of a device, the simulation hands in what that device has: operators of att
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.tracker import MemoryTracker
+from bloomery.simulate.traffic import TrafficCounter
 from bloomery.train.distillation import meta_teacher
 from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.optim.average import average_of
@@ -44,14 +45,23 @@ from bloomery.train.step import LossScale, ModelAndOptimizer, train_step
 OnProgress = Callable[[str], None]
 
 
+class SimulatedStep(NamedTuple):
+    """Bytes of one device: those alive at the peak of the second step by what holds them, and those that it sends in a
+    step of the plan by axis of the mesh, without the links of a pipeline.
+    """
+
+    parts: dict[str, float]
+    sent: dict[str, float]
+
+
 def simulated_step(
     plan: RunPlan,
     *,
     fused: bool,
     split: MeshSplit = ONE_DEVICE,
     on_progress: OnProgress = lambda _text: None,
-) -> dict[str, float]:
-    """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
+) -> SimulatedStep:
+    """Memory and traffic of a step; `fused`: the plan's GPU has fused attention kernels.
 
     Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
     step makes the optimizer's states, for which one is enough.
@@ -80,7 +90,9 @@ def simulated_step(
                 model_and_optimizer, batches[:count], objective, plan=plan.train, lr_scale=1.0
             )
 
-        return _peak(plan, model_and_optimizer, tracker, step, len(batches), on_progress)
+        return _two_steps(
+            plan, model_and_optimizer, tracker, step, len(batches), on_progress, mesh=mesh
+        )
 
 
 def simulated_micro_batches(split: MeshSplit, index: int, accumulation: int) -> int:
@@ -114,8 +126,8 @@ def simulated_stage(
     *,
     fused: bool,
     on_progress: OnProgress = lambda _text: None,
-) -> dict[str, float]:
-    """Bytes by part at the peak of the second step of one stage of a pipeline; `fused` as in `simulated_step`.
+) -> SimulatedStep:
+    """Memory and traffic of one stage of a pipeline; `fused` as in `simulated_step`.
 
     `index` counts from 0.
     """
@@ -145,13 +157,14 @@ def simulated_stage(
             batches = [_batch(plan) for _ in range(count)]
             train_step(model_and_optimizer, batches, objective, plan=train, lr_scale=1.0)
 
-        return _peak(
+        return _two_steps(
             plan,
             model_and_optimizer,
             tracker,
             step,
             simulated_micro_batches(split, index, plan.train.accumulation),
             on_progress,
+            mesh=mesh.device_mesh,
             prefix=f"stage {index + 1} of {split.pipeline}, ",
         )
 
@@ -217,25 +230,40 @@ def _hand_in_norms(model: Decoder, device_type: str) -> None:
             module.operator = torch_rms_norm
 
 
-def _peak(
+def _two_steps(
     plan: RunPlan,
     model_and_optimizer: ModelAndOptimizer,
     tracker: MemoryTracker,
     step: Callable[[int], None],
     num_micro_batches: int,
     on_progress: OnProgress,
+    *,
+    mesh: DeviceMesh | None,
     prefix: str = "",
-) -> dict[str, float]:
-    """Bytes by part at the peak of a second step of so many micro-batches, after a first step of one."""
+) -> SimulatedStep:
+    """The peak of a second step of so many micro-batches, after a first step of one; and what both send."""
+    sent_by_step = list[dict[str, float]]()
     for number, count in (("first", 1), ("second", num_micro_batches)):
         on_progress(f"{prefix}the {number} of two steps")
         tracker.forget_peak()
-        with tracker, FakeResults(tracker, _device_type(plan)):
+        traffic = nullcontext() if mesh is None else TrafficCounter(mesh)
+        with traffic, tracker, FakeResults(tracker, _device_type(plan)):
             step(count)
+        if isinstance(traffic, TrafficCounter):
+            sent_by_step.append(traffic.bytes_by_axis)
         tracker.call("optimizer", _states(model_and_optimizer))
+
+    # Each further micro-batch sends as much as those between the two steps: a step of the plan may have more of them.
+    sent = dict[str, float]()
+    if sent_by_step:
+        first, second = sent_by_step
+        further = (plan.train.accumulation - 1) / max(1, num_micro_batches - 1)
+        sent = {axis: first[axis] + further * (second[axis] - first[axis]) for axis in first}
+
     # Offloaded states are in the host's memory, which a simulation of a device does not count.
     offloaded = {"optimizer"} if plan.train.device != "cpu" and plan.optimizer.offload else set()
-    return {kind: 0.0 if kind in offloaded else size for kind, size in tracker.peak.items()}
+    parts = {kind: 0.0 if kind in offloaded else size for kind, size in tracker.peak.items()}
+    return SimulatedStep(parts, sent)
 
 
 def _model_and_optimizer(
@@ -284,9 +312,12 @@ def _model_and_optimizer(
         block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]  # a seam of nn.Module
 
     # Compilation is simulated by graphs, and offloaded activations are not: they would need copies.
+    left: dict[str, object] = {"compile": False, "offload_activations": False}
     if train.compile:
-        compile_blocks(blocks, tracker)
-    apply(model, train.model_copy(update={"compile": False, "offload_activations": False}))
+        selective = train.activation_checkpointing == "selective"
+        compile_blocks(blocks, tracker, selective=selective)
+        left |= {"activation_checkpointing": "none"} if selective else {}
+    apply(model, train.model_copy(update=left))
     ranks = SINGLE_RANK
     if mesh is not None:
         apply_fsdp(model, train, mesh)

@@ -22,6 +22,8 @@ class MemoryTracker(TorchDispatchMode):
     else as `activations`; `call` names earlier tensors, `gradients` returns the current gradients.
     """
 
+    supports_higher_order_operators = True  # as those of dropout in a graph with checkpoints
+
     def __init__(self, gradients: Callable[[], Iterable[Tensor]] = tuple) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.gradients = gradients

@@ -13,6 +13,7 @@ from bloomery.data.order import mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Backbone, Decoder
 from bloomery.model.io.parameters import is_split, local
+from bloomery.parallel.fsdp import reduce_between_replicas
 from bloomery.parallel.gradients import all_reduce_gradients
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import StageParameters
@@ -314,9 +315,13 @@ def run_micro_batches(
     total = torch.zeros((), dtype=torch.float32, device=passes.device)
     metric_sums = dict[str, Tensor]()
     in_flight = dict[tuple[int, int], LossParts]()
+    last_backwards = {action.chunk: action for action in actions if not action.is_forward}
     for action in actions:
         key = (action.chunk, action.micro_batch)
         if not action.is_forward:
+            # Replicas of shards sum their gradients once per step, in the last backward of each group of layers.
+            is_last = action is last_backwards[action.chunk]
+            reduce_between_replicas(passes.model_and_optimizer.model, in_next_backward=is_last)
             passes.backward(in_flight.pop(key))
             continue
         # Of several groups of layers a forward in training computes one; any other forward computes all of them.

@@ -9,6 +9,7 @@ from bloomery.plan.estimate.sharding import gathered_parameters
 from bloomery.plan.estimate.stages import stage_models
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate
+from bloomery.recipe.schema import AssumedNetwork
 
 # Share of the communication that compute could hide which it does hide: least, usually, at most.
 HIDDEN_SHARES = (0.50, 0.85, 1.0)
@@ -96,17 +97,21 @@ _NETWORKS: tuple[tuple[str, str, float, str], ...] = (
 )
 
 
-def fabric_of(link: str, *, per_node: int, nodes: int, sockets: bool = False) -> Fabric:
-    """The links of devices with this entry of the GPU table, and the network that such nodes usually have.
+def fabric_of(
+    link: str, *, per_node: int, nodes: int, assumed_network: AssumedNetwork = "auto"
+) -> Fabric:
+    """The links of devices with this entry of the GPU table, and the network between their nodes.
 
-    `sockets`: the collectives go through TCP sockets instead.
+    `assumed_network`: the one that such nodes usually have, TCP sockets, or GB/s of a node.
     """
     network = None
-    if nodes > 1 and sockets:
-        reason = "assumed: no network plugin was loaded"
+    if nodes > 1 and assumed_network == "auto":
+        network = _first_match(_NETWORKS, link)
+    elif nodes > 1 and assumed_network == "tcp":
+        reason = "assumed: collectives without a plugin for the network"
         network = Link(name="TCP sockets", gbs=SOCKET_GBS, reason=reason)
     elif nodes > 1:
-        network = _first_match(_NETWORKS, link)
+        network = Link(name="your network", gbs=float(assumed_network), reason="parallel.network")
     return Fabric(
         per_node=per_node, nodes=nodes, node_link=_first_match(_LINKS_INSIDE, link), network=network
     )
