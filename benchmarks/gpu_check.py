@@ -2,7 +2,7 @@
 
 The doctor's probes; full training, LoRA and QLoRA of the real shapes under a capped allocator, plan beside measurement;
 the same through TRL, transformers and PEFT where they are installed; every attention backend, forward and backward, at
-512 to 8,192 tokens, packed and not.
+512 to 8,192 tokens, packed and not; one training step in each precision against float32 on the CPU.
 Each part is a process of its own with its own time; one that fails is written down, and the others go on. `--tiny` runs
 the same code with small shapes on whatever is here.
 """
@@ -34,6 +34,7 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
     "attention": 240,
     "use": 180,
     "pipeline": 60,
+    "step": 240,
 }
 MODULES = {  # as they are imported: what pip calls them
     "click": "click",
@@ -207,6 +208,7 @@ def page(report: dict[str, Any]) -> str:
         )
     for part in report["parts"]:
         lines += attention_lines(part)
+        lines += step_lines(part)
     lines += [
         "",
         "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held",
@@ -246,6 +248,23 @@ def attention_lines(part: dict[str, Any]) -> list[str]:
         printed.append(f"  {row['kernel']:<12} width {row['width']:<4} tile {tile:<13} {time_text}")
     if printed:
         printed.insert(0, "Attention, forward and backward, fastest first:")
+    return printed
+
+
+def step_lines(part: dict[str, Any]) -> list[str]:
+    """Each recipe and precision whose step was compared with the CPU's."""
+    printed = []
+    for row in part.get("steps", []):
+        head = f"  {row['recipe']:<26} {row['precision']:<9} {row['attention']:<12}"
+        head += f" {'compiled' if row['compiled'] else 'uncompiled':<10}"
+        if row["outcome"] == "ok":
+            printed.append(f"{head} equals the CPU's, {row['seconds']:.1f} s")
+        else:
+            printed.append(f"{head} {row['message']} ({row['detail']})")
+        if row["unrepeatable"]:
+            printed.append(f"{'':<24}different bits at the second time: {row['unrepeatable']}")
+    if printed:
+        printed.insert(0, "One training step against float32 on the CPU:")
     return printed
 
 

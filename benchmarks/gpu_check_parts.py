@@ -26,7 +26,8 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 RECIPES = {"full": "llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
-WORDS = {"qlora": ("quantize.kind=nf4", "quantize.double_quant=true")}
+QLORA = ("quantize.kind=nf4", "quantize.double_quant=true")
+WORDS = {"qlora": QLORA}
 STEP = ("data.sequence_length=2048", "train.tokens_per_step=8192")
 TINY_STEP = (
     "data.sequence_length=64",
@@ -38,6 +39,22 @@ SECONDS, TINY_SECONDS = 8.0, 0.1  # of measuring
 CALM, MEASURED = 2, 3  # steps of theirs
 PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
 TINY_PROBES = ("device", "matmul-float32")
+# The recipe, the precision, whether layers are compiled, and what else: the cheapest first.
+STEPS = (
+    ("go-coder-125m", "float32", False, ()),
+    ("go-coder-125m", "float16", False, ()),
+    ("go-coder-125m", "bfloat16", False, ()),
+    ("qwen2.5-1.5b-lora", "float16", False, ()),
+    ("qwen2.5-1.5b-lora", "bfloat16", False, ()),
+    ("llama3.1-8b-lora", "float16", False, QLORA),
+    ("llama3.1-8b-lora", "bfloat16", False, QLORA),
+    ("go-coder-125m", "bfloat16", True, ()),
+    ("go-coder-125m", "float16", True, ()),
+)
+TINY_STEPS = (
+    ("qwen2.5-1.5b-lora-tiny", "float32", False, ()),
+    ("llama3.1-8b-lora-tiny", "float32", False, QLORA),
+)
 TINY_BACKENDS = ("backend-sdpa", "backend-math", "backend-blockwise")
 Found = dict[str, Any]
 
@@ -385,6 +402,43 @@ def attended(*, tiny: bool) -> Found:
     return found
 
 
+def stepped(*, tiny: bool) -> Found:
+    """One step of each recipe in each precision against the CPU; a part that is wrong is named, with the way out."""
+    from bloomery.bench.step_probes import examined, recipe_plan
+
+    machine = detect()
+    rows = []
+    for recipe, precision, compiled, words in TINY_STEPS if tiny else STEPS:
+        overrides = (
+            f"train.precision={precision}",
+            f"train.compile={str(compiled).lower()}",
+            *words,
+        )
+        plan = recipe_plan(recipe, overrides, machine)
+        print(f"{recipe} {precision}", flush=True)
+        told = examined(plan)
+        facts = told["facts"]
+        rows.append(
+            {
+                "recipe": recipe + (" nf4" if words else ""),
+                "precision": precision,
+                "compiled": compiled,
+                "attention": facts["attention"],
+                "outcome": told["outcome"],
+                "message": told.get("message", ""),
+                "detail": facts.get("detail", ""),
+                "unrepeatable": facts["unrepeatable"],
+                "seconds": round(told["seconds"], 2),
+            }
+        )
+    wrong = [row["message"] for row in rows if row["outcome"] != "ok"]
+    return {
+        "outcome": "failed" if wrong else "ok",
+        "message": "; ".join(wrong) or f"{len(rows)} steps equal the CPU's",
+        "steps": rows,
+    }
+
+
 def part(name: str, *, tiny: bool) -> Found:
     if name == "probes":
         return probed(TINY_PROBES if tiny else PROBES)
@@ -394,6 +448,8 @@ def part(name: str, *, tiny: bool) -> Found:
         return pipelined(tiny=tiny)
     if name == "attention":
         return attended(tiny=tiny)
+    if name == "step":
+        return stepped(tiny=tiny)
     who: Callable[..., Found] = theirs if name.startswith("theirs-") else ours
     return who(name.removeprefix("theirs-"), tiny=tiny)
 

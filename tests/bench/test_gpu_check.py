@@ -62,6 +62,7 @@ def test_every_part_runs_on_a_processor(tmp_path):
         assert parts[name]["probes"] and all(
             probe["error"] is not None for probe in parts[name]["probes"][1:]
         )
+    assert parts["step"]["outcome"] == "ok" and len(parts["step"]["steps"]) == 2
     assert set(parts["attention"]["lengths"][0]["to_the_best"]) == {"blockwise", "math"}
     assert set(parts["attention"]["lengths"][1]["to_the_best"]) == {"blockwise", "math", "sdpa"}
     assert "Attention, forward and backward" in ended.stdout
@@ -86,6 +87,21 @@ def test_attention_backends_are_timed_in_turns(monkeypatch):
         times = row["forward_and_backward_ms"]
         assert all(times[name] > 0 for name in expected)
         assert max(times, key=times.get) == max(row["to_the_best"], key=row["to_the_best"].get)
+
+
+def test_a_step_is_compared_and_shown(monkeypatch):
+    monkeypatch.setattr(gpu_check_parts, "TINY_STEPS", gpu_check_parts.TINY_STEPS[:1])
+    part = gpu_check_parts.part("step", tiny=True)
+    assert part["outcome"] == "ok" and len(part["steps"]) == 1, part
+    assert "equals the CPU's" in gpu_check.step_lines(part)[1]
+    wrong = part["steps"][0] | {
+        "outcome": "wrong",
+        "message": "this GPU computes wrong results in attention with float16: use blockwise attention",
+        "detail": "error 1.6, at most 0.0055 is rounding",
+        "unrepeatable": "attention",
+    }
+    lines = gpu_check.step_lines({"steps": [wrong]})
+    assert "use blockwise attention (error 1.6" in lines[1] and "different bits" in lines[2]
 
 
 def test_attention_that_fails_or_changes_its_bits_is_named(monkeypatch):

@@ -49,6 +49,29 @@ def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, fix):
     assert found.evidence.endswith("(relative error 0.4)") == (outcome == "wrong")
 
 
+def test_a_step_that_is_wrong_names_the_part_and_the_way_out():
+    said = "this GPU computes wrong gradients in q_proj with float16: use float32"
+    facts = {"fix": "train.precision=float32", "detail": "gradient of weight: error 1.5"}
+    probe = Probe(name="step-float16", outcome="wrong", message=said, error=1.5, facts=facts)
+    here = machine(probes=(probe,))
+    found = only(here, "probe-step-float16")
+    assert found.what == said
+    assert found.evidence == "step-float16: gradient of weight: error 1.5"
+    assert found.level == "slows"
+    assert found.fix[0].startswith(f"{TRAIN} train.precision=float32")
+
+    # Plans follow it, as the fix says.
+    assert build_profile(machine()).dtype.value == "float16"
+    assert build_profile(here).dtype.value == "float32"
+    assert "q_proj" in build_profile(here).dtype.reason
+
+    # A dtype that no plan would take is a note; and where nothing helps, it blocks.
+    unused = probe.model_copy(update={"name": "step-bfloat16"})
+    assert only(machine(probes=(unused,)), "probe-step-bfloat16").level == "note"
+    hopeless = probe.model_copy(update={"facts": {"fix": "", "detail": ""}})
+    assert only(machine(probes=(hopeless,)), "probe-step-float16").level == "blocks"
+
+
 def test_what_a_probe_said_is_looked_up_among_the_symptoms():
     said = "rocBLAS error: Cannot read /x/TensileLibrary.dat: No such file or directory for GPU arch : gfx1031"
     probe = Probe(name="matmul-float16", outcome="crashed", message=said)

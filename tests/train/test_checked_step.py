@@ -1,6 +1,7 @@
 """The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from faulty_devices import (
     plan_of,
     transposed_gradient,
 )
+from healthy_devices import healthy_plans
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import Run
 
+from bloomery.bench import step_probes
 from bloomery.core.files import cache_folder
+from bloomery.hardware.machine import Probe, read_machine
 from bloomery.monitor.events import StepChecked, Warned
 from bloomery.recipe.schema import Quantize
 from bloomery.train.diagnostics import checked_step
@@ -134,21 +138,53 @@ def test_other_bits_at_the_second_time_are_named_and_not_wrong(sides):
 
 # A healthy device is not blamed
 
-HEALTHY = {
-    "float32": {},
-    "bfloat16, LoRA on nf4": {
-        "train": {"precision": "bfloat16"},
-        "adapter": ALL_LINEAR,
-        "quantize": Quantize(kind="nf4"),
-    },
-}
+HEALTHY = healthy_plans()
+QUICK_HEALTHY = 23  # GPT-2 with LoRA in float32: its small gradients were blamed once
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if index == QUICK_HEALTHY else soak)
+        for index, name in enumerate(HEALTHY)
+    ],
+)
 def test_a_healthy_device_is_not_blamed(name):
-    examination = examine(plan_of(**HEALTHY[name]))
+    examination = examine(HEALTHY[name])
     assert examination.findings == ()
     assert examination.unrepeatable == ()
+
+
+def test_fifty_configurations_differ():
+    assert len(HEALTHY) == 50
+    keys = {key_of(plan, identity_of(plan, None)) for plan in HEALTHY.values()}
+    assert len(keys) == 50
+
+
+# The probes of the doctor and of scripts/gpu_check.sh
+
+
+def test_a_probe_names_the_part_and_the_way_out(sides):
+    FAULTS["swapped heads"][0](sides)
+    result = step_probes.examined(plan_of())
+    assert result["outcome"] == "wrong"
+    assert result["message"] == (
+        "this CPU computes wrong results in attention with float32: use blockwise attention"
+    )
+    assert result["facts"]["fix"] == "train.attention=blockwise"
+    assert Probe.model_validate(result | {"name": "step-float32"}).outcome == "wrong"
+
+
+def test_a_gpu_is_probed_in_each_precision_and_a_cpu_not_at_all():
+    gpu = read_machine(Path(__file__).parents[1] / "machines/mi300x-node.json")
+    assert [spec.name for spec in step_probes.specs(gpu)] == [
+        "step-float32",
+        "step-float16",
+        "step-bfloat16",
+        "step-compiled",
+    ]
+    cpu = read_machine(Path(__file__).parents[1] / "machines/laptop-without-a-gpu.json")
+    assert step_probes.specs(cpu) == ()
 
 
 # Bounds

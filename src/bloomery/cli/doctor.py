@@ -146,7 +146,7 @@ def command(
 
 def load_machine(file: Path | None, *, probe: bool) -> Machine:
     """The machine of `file`, or this one with the results of its probes, new or cached."""
-    from bloomery.bench import attention_probes
+    from bloomery.bench import attention_probes, step_probes
     from bloomery.hardware.detect import detect
     from bloomery.hardware.probes import run_probes
 
@@ -156,7 +156,8 @@ def load_machine(file: Path | None, *, probe: bool) -> Machine:
     if not probe:
         return local
     unprobed = local.model_copy(update={"probes": ()})  # earlier failures do not affect new probes
-    probes = run_probes(unprobed, extra=attention_probes.specs(unprobed), on_progress=_progress)
+    extra = (*attention_probes.specs(unprobed), *step_probes.specs(unprobed))
+    probes = run_probes(unprobed, extra=extra, on_progress=_progress)
     return unprobed.model_copy(update={"probes": probes})
 
 

@@ -314,9 +314,22 @@ def _dtype(
         choice = Choice("float16", f"{device.arch} has no bf16 matrix instructions")
     failure = _failed(machine, f"matmul-{choice.value}")
     if not failure:
-        return choice
+        return _right_dtype(machine, choice)
     alternative = "float16" if choice.value == "bfloat16" else "float32"
     return Choice("float32" if _failed(machine, f"matmul-{alternative}") else alternative, failure)
+
+
+def _right_dtype(machine: Machine, choice: Choice[str]) -> Choice[str]:
+    """The choice, unless a training step in it is wrong on this machine, and right in another dtype."""
+    probe = next((probe for probe in machine.probes if probe.name == f"step-{choice.value}"), None)
+    if probe is None or probe.outcome != "wrong":
+        return choice
+    key, _, value = probe.facts.get("fix", "").partition("=")
+    return (
+        Choice(value, f"probe {probe.name}: {probe.message}")
+        if key == "train.precision"
+        else choice
+    )
 
 
 def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[str]:

@@ -409,6 +409,7 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
     "all": ("all-reduce", "slows", ""),
     "device": ("the GPU", "blocks", ""),
     "matmul": ("matmul", "slows", ""),
+    "step": ("a training step", "slows", ""),
 }
 REPORT = "bloomery doctor --bundle report.json  # collects what a bug report needs"
 SMALL_SHM = GIB
@@ -450,15 +451,19 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
             edit = (
                 f"train.precision={profile.dtype.value}" if probe.name != "matmul-float32" else ""
             )
+        if kind == "step":
+            edit = probe.facts.get("fix", "")
         automatic = {
             "matmul": True,
             "attention": profile.attention.value != "fused",
             "compile": not profile.compile.value,
+            "step": edit == f"train.precision={profile.dtype.value}",
         }.get(kind, False)
         unused = {  # a failure matters only to a run that would use the operation
             "matmul": probe.name != f"matmul-{unprobed.dtype.value}",
             "attention": probe.name == "attention-math" or unprobed.attention.value != "fused",
             "compile": not unprobed.compile.value,
+            "step": probe.name not in (f"step-{unprobed.dtype.value}", "step-compiled"),
         }.get(kind, False)
         symptoms = [
             symptom
@@ -479,13 +484,21 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
         commands: dict[str, str] = {}  # each command once, with its first remark
         for step in fix or [REPORT]:
             commands.setdefault(step.partition("  # ")[0], step)
+        what = f"{subject} {OUTCOMES[probe.outcome]} on this machine"
         error = f" (relative error {probe.error:.2g})" if probe.error else ""
+        evidence = f"{probe.name}: {message or probe.outcome}{error}"
+        if symptoms:
+            what += f": {symptoms[0].cause}"
+        # A step that is wrong has the name of the part at fault, and of the way out.
+        if kind == "step" and probe.outcome == "wrong":
+            what = message
+            evidence = f"{probe.name}: {probe.facts.get('detail', '')}"
+            level = "slows" if edit else "blocks"
         yield Finding(
             id=f"probe-{probe.name}",
             level="blocks" if probe.name == "matmul-float32" else "note" if unused else level,
-            what=f"{subject} {OUTCOMES[probe.outcome]} on this machine"
-            + (f": {symptoms[0].cause}" if symptoms else ""),
-            evidence=f"{probe.name}: {message or probe.outcome}{error}",
+            what=what,
+            evidence=evidence,
             fix=tuple(commands.values()),
             verify=PROBE,
         )

@@ -22,8 +22,13 @@ from bloomery.model.io.parameters import stream
 from bloomery.model.io.weights import QuantizedLinear, quantized_weights
 from bloomery.model.rope import rotate
 from bloomery.train.diagnostics.exact_numbers import exact_optimizer
-from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, tile_error
-from bloomery.train.diagnostics.small_model import SEED, Pair, Side
+from bloomery.train.diagnostics.rounding import (
+    UNIT_ROUNDOFF,
+    bound_of,
+    root_mean_square,
+    tile_error,
+)
+from bloomery.train.diagnostics.small_model import MASKED_SHARE, SEED, Pair, Side
 from bloomery.train.diagnostics.whole_step import (
     ROUNDINGS_OF_LAYER,
     Difference,
@@ -160,7 +165,9 @@ def parts_of(pair: Pair) -> Iterator[Part]:
         yield Part(name, "attention", compute, pair.batch.tokens.shape[1])
     yield Part("MLP activation", "activation", _activation_numbers(pair), 1)
     yield Part("embedding", "embedding", embedded, num_tokens)
-    yield Part("cross-entropy head", "head", head_numbers, max(config.vocab_size, num_tokens))
+    yield Part(
+        "cross-entropy head", "head", _head_numbers(pair), max(config.vocab_size, num_tokens)
+    )
 
     # A layer of them all; compiled it is another program.
     layer_terms = max(config.intermediate_size, config.hidden_size, num_tokens)
@@ -409,40 +416,41 @@ def embedded(side: Side) -> Numbers:
     )
 
 
-def head_numbers(side: Side) -> Numbers:
-    """Log-probabilities of labels, less those of a fresh model, and the gradients of their sum.
+def _head_numbers(pair: Pair) -> Callable[[Side], Numbers]:
+    """Log-probabilities of labels, less those of equal logits, and the gradients of their sum.
 
     Hidden states are as large as it takes for logits of deviation 1.
     """
-    model = side.model
-    config = model.config
-    plan = side.plan
-    sequences, length = plan.train.micro_batch_size, plan.data.sequence_length
-    size = 1.0 / (config.initializer_range * config.hidden_size**0.5)
-    x = drawn("head, input", (sequences, length, config.hidden_size), torch.bfloat16) * size
-    x = x.to(torch.bfloat16).float()
+    config = pair.tested.plan.model.config
+    sequences, length = pair.batch.tokens.shape
+    weight_size = root_mean_square(pair.exact.model.lm_head.weight)
+    x = drawn("head, input", (sequences, length, config.hidden_size), torch.float32)
+    x = (x / (weight_size * config.hidden_size**0.5)).to(torch.bfloat16).float()
     generator = torch.Generator().manual_seed(SEED)
     labels = torch.randint(config.vocab_size, (sequences, length), generator=generator)
-    mask = (torch.rand(sequences, length, generator=generator) > 0.2).float()
+    mask = (torch.rand(sequences, length, generator=generator) >= MASKED_SHARE).float()
     zeros = torch.zeros_like(labels)
-    batch = Batch(labels, labels, mask, zeros, zeros)
-    batch = batch.map_tensors(lambda tensor: tensor.to(side.device))
-    fresh_score = -math.log(config.vocab_size)
+    host_batch = Batch(labels, labels, mask, zeros, zeros)
 
-    def scored(hidden_BTD: Tensor) -> Tensor:
-        scores_BT = side.objective.head(batch)(hidden_BTD, model.lm_head, config.final_softcap)
-        return (scores_BT - fresh_score) * batch.loss_mask
+    def numbers(side: Side) -> Numbers:
+        model = side.model
+        batch = host_batch.map_tensors(lambda tensor: tensor.to(side.device))
+        head = side.objective.head(batch)
 
-    gradient = -mask / float(mask.sum())
-    dtype = matmul_dtype(plan.train.precision)
-    return backward_numbers(
-        side,
-        "head",
-        scored,
-        {"the input": _on_side(side, x, dtype)},
-        {"lm_head.": model.lm_head},
-        gradient=gradient,
-    )
+        def scored(hidden_BTD: Tensor) -> Tensor:
+            scores_BT = head(hidden_BTD, model.lm_head, config.final_softcap)
+            return (scores_BT + math.log(config.vocab_size)) * batch.loss_mask
+
+        return backward_numbers(
+            side,
+            "head",
+            scored,
+            {"the input": _on_side(side, x, matmul_dtype(side.plan.train.precision))},
+            {"lm_head.": model.lm_head},
+            gradient=-mask / float(mask.sum()),
+        )
+
+    return numbers
 
 
 def _layer_numbers(pair: Pair, *, compiled: bool) -> Callable[[Side], Numbers]:

@@ -44,6 +44,7 @@ MASKED_SHARE = 0.2  # of the labels, as in fine-tuning
 GAIN_DEVIATION = 0.2
 BIAS_DEVIATION = 0.1
 ADAPTER_SHARE = 0.3
+EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_positions.weight")
 
 
 def small_plan(plan: RunPlan) -> RunPlan:
@@ -234,9 +235,13 @@ def exact_plan(plan: RunPlan) -> RunPlan:
         "state_dtype": "float32",
         "stochastic_rounding": False,
     }
+    adapter = plan.adapter
+    if isinstance(adapter, Lora):
+        adapter = adapter.model_copy(update={"dtype": "float32"})
     return plan.model_copy(
         update={
             "model": plan.model.model_copy(update={"attention": "math", "scores": "torch"}),
+            "adapter": adapter,
             "train": plan.train.model_copy(update=train),
             "optimizer": plan.optimizer.model_copy(update=optimizer),
             "quantize": Quantize(),
@@ -257,29 +262,39 @@ def build_pair(plan: RunPlan) -> Pair:
 
 @torch.no_grad()
 def disturb_weights(model: Decoder) -> None:
-    """Gives gains, biases and adapters values as after some training, in place.
+    """Gives embeddings, gains, biases and adapters values as after some training, in place.
 
-    With gains of 1, biases and LoRA matrices of 0 a device that leaves them out would compute the same.
+    With gains of 1, biases and LoRA matrices of 0 a device that leaves them out would compute the same. With embeddings
+    of a fresh model, which are small next to what the first layer adds, all tokens would look alike to the second one,
+    and its gradients would be differences of nearly equal numbers.
     """
-    offset = 1.0 if model.config.norm == "rms_unit_offset" else 0.0
+    config = model.config
+    offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
+    # Factors of what a fresh model has: the residual stream begins with numbers of size 1, and logits stay as they are.
+    embedding_scale = 1.0 / config.initializer_range
+    if config.scale_embeddings:
+        embedding_scale /= config.hidden_size**0.5
+    logit_scale = 1.0 / embedding_scale if config.tie_embeddings else 1.0
     for name, parameter in model.named_parameters():
         noise = torch.empty(parameter.shape).normal_(generator=stream(SEED, f"{name}, disturbed"))
         values = parameter.detach().float().cpu()
-        if name.endswith(".bias"):
+        if name in EMBEDDINGS:
+            put(values * embedding_scale, parameter)
+        elif name.endswith(".bias"):
             put(BIAS_DEVIATION * noise, parameter)
         elif parameter.ndim == 1:
-            put(values + GAIN_DEVIATION * (values + offset) * noise, parameter)
+            gains = (values + offset) * (1 + GAIN_DEVIATION * noise)
+            gains *= logit_scale if name == "model.norm.weight" else 1.0
+            put(gains - offset, parameter)
         elif not values.any():
-            put(noise * model.config.initializer_range, parameter)
+            put(noise * config.initializer_range, parameter)
     for name, module in adapted(model):
         # B A x with x of size 1 is to be a share of what W x is, about 1: A x has the size sqrt(1 / 3).
         if not module.pissa:
             deviation = ADAPTER_SHARE / (module.scale * (module.rank / 3) ** 0.5)
             generator = stream(SEED, f"{name}.lora_B")
-            put(
-                torch.empty(module.lora_B.shape).normal_(generator=generator) * deviation,
-                module.lora_B,
-            )
+            matrix = torch.empty(module.lora_B.shape).normal_(generator=generator)
+            put(matrix * deviation, module.lora_B)
 
 
 @torch.no_grad()

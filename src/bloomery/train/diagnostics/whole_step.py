@@ -161,14 +161,17 @@ def differences(pair: Pair, numbers: StepNumbers, exact: StepNumbers) -> list[Di
         found.append(Difference("norm of the gradients", math.inf, bound))
     else:
         relative = abs(numbers.grad_norm / exact.grad_norm - 1.0)
-        found.append(Difference("norm of the gradients", relative, bound))
-        found += gradient_differences(numbers.gradients, exact.gradients, bound)
+        norm_bound = max(
+            step_bound(pair.tested, gradient.dtype) for gradient in numbers.gradients.values()
+        )
+        found.append(Difference("norm of the gradients", relative, norm_bound))
+        found += gradient_differences(numbers.gradients, exact.gradients, pair.tested)
         found += update_differences(pair.tested, numbers, exact.weights)
     return [each for each in found if not each.error <= each.bound]
 
 
-def step_bound(side: Side) -> float:
-    """Of gradients: everything that is rounded on the way through all layers and back."""
+def step_bound(side: Side, dtype: torch.dtype = torch.float32) -> float:
+    """Of gradients in `dtype`: everything that is rounded on the way through all layers and back."""
     config = side.plan.model.config
     precision = side.plan.train.precision
     per_layer = ROUNDINGS_OF_LAYER
@@ -176,14 +179,14 @@ def step_bound(side: Side) -> float:
         per_layer += 8  # the residual stream and its gradient are rounded, too
     longest_sum = max(config.intermediate_size, config.vocab_size, side.plan.train.tokens_per_step)
     return bound_of(
-        UNIT_ROUNDOFF[matmul_dtype(precision)],
+        max(UNIT_ROUNDOFF[matmul_dtype(precision)], UNIT_ROUNDOFF[dtype]),
         roundings=config.num_layers * per_layer + ROUNDINGS_OF_HEAD,
         terms=longest_sum * (config.num_layers + 1),
     )
 
 
 def gradient_differences(
-    gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], bound: float
+    gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], side: Side
 ) -> list[Difference]:
     """Of each parameter, the last layer first: backward computes in that order."""
     return [
@@ -192,7 +195,7 @@ def gradient_differences(
             tile_error(gradients[name], exact[name], least_size=natural_size(name, exact))
             if name in gradients
             else math.inf,
-            bound,
+            step_bound(side, gradients[name].dtype if name in gradients else torch.float32),
         )
         for name in reversed(list(exact))
     ]
