@@ -114,7 +114,9 @@ def test_a_damaged_or_an_older_answer_is_timed_again(content):
 def test_without_a_cache_folder_the_table_decides(cache):
     (cache / "bloomery").write_text("not a folder")
     first = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
-    assert fastest_tiles(GPU, WORKLOAD, CPU, FakeClock()) == first
+    reasons = []
+    assert fastest_tiles(GPU, WORKLOAD, CPU, FakeClock(), reasons.append) == first
+    assert reasons == [f"their times cannot be kept in {cache / 'bloomery'}"]
 
 
 def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
@@ -127,7 +129,9 @@ def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
         return 1.0 / len(calls)
 
     first = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
-    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == first
+    reasons = []
+    assert fastest_tiles(GPU, WORKLOAD, CPU, clock, reasons.append) == first
+    assert reasons == ["HIP error: unspecified launch failure"]
     assert not (cache_folder() / FILE).exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
 from bloomery.runs.supervisor import StageResult
-from bloomery.runs.worker import DIVERGED, FAILED, LINK_FAILED, OUT_OF_MEMORY, UNSOUND
+from bloomery.runs.worker import (
+    DIVERGED,
+    FAILED,
+    KERNEL_FAILED,
+    LINK_FAILED,
+    OUT_OF_MEMORY,
+    UNSOUND,
+)
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
@@ -164,6 +172,10 @@ def ending(code: int, *tail: str, problem: str = "") -> StageResult:
             ending(LINK_FAILED, problem="rank 1 received wrong numbers from rank 0"),
             "parallel.pipeline_link auto -> host; same numbers, slower transfers",
         ),
+        (
+            ending(KERNEL_FAILED, problem="the Triton kernel forward failed: PermissionError"),
+            "attention flex -> blockwise",
+        ),
         (ending(FAILED, "KeyError: 'x'"), None),
         (ending(FAILED, problem="the recipe is wrong"), None),
         (
@@ -178,6 +190,39 @@ def test_the_first_rung_follows_the_death(died: StageResult, action: str | None)
     plan = plan_of(compile=True, attention="flex", micro_batch_size=4, accumulation=1)
     fallback_after = next_fallback(plan, died)
     assert (fallback_after.fallback.action if fallback_after else None) == action
+
+
+def test_a_kernel_that_was_not_asked_for_is_replaced_unasked() -> None:
+    died = ending(KERNEL_FAILED, problem="the Triton kernel forward failed: PermissionError")
+    chosen = plan_of(attention="triton", device="cuda")
+    fallback_after = next_fallback(chosen, died)
+    assert fallback_after.unasked
+    assert fallback_after.fallback.action == "attention triton -> blockwise; slower"
+    assert fallback_after.fallback.plan.recovered == ("model.attention",)
+    model = chosen.model.model_copy(update={"attention_is_set": True})
+    fallback_after = next_fallback(chosen.model_copy(update={"model": model}), died)
+    assert not fallback_after.unasked
+
+
+def without_triton(plan):
+    """A plan of another machine: here its kernels cannot even be imported."""
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"attention": "triton"})})
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="its kernels would be launched here")
+def test_ranks_change_to_blockwise_together(dying_workshop: Path) -> None:
+    """The ranks of a real run, which end in the check before the first step; the launcher starts all of them again."""
+    (dying_workshop / "runs/deaths.json").write_text("[]")
+    loaded = load_recipe("tiny.yaml", ("train.max_steps=2",))
+    run_dir = dying_workshop / "runs/one"
+    assert (
+        start(loaded, run_dir=run_dir, devices="cpu,cpu", quiet=True, edit=without_triton).code == 0
+    )
+    (event,) = of(dying_workshop, Recovered)
+    assert "ModuleNotFoundError" in event.reason
+    assert event.action == "restarted: attention triton -> blockwise; slower"
+    assert read_plan(run_dir / "plan.json").model.attention == "blockwise"
+    assert len(losses(run_dir)) == 2
 
 
 def test_the_ladder_has_an_end() -> None:

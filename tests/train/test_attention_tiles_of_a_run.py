@@ -24,6 +24,10 @@ from ranks import on_ranks, ranks
 FIRST = TileShape(32, 32, 4)  # of the table, for a device that it does not list
 
 
+def ignore(_event) -> None:
+    """Of tests without a failure."""
+
+
 @pytest.fixture
 def plan(monkeypatch):
     monkeypatch.setattr(tiles, "_in_use", {})
@@ -39,7 +43,7 @@ def folder(tmp_path) -> Path:
 def answers(monkeypatch, tile: list[int]) -> None:
     """From now on this is the fastest tile of every kernel."""
     monkeypatch.setattr(
-        attention_tiles, "fastest_tiles_of", lambda _plan: dict.fromkeys(KERNELS, tile)
+        attention_tiles, "fastest_tiles_of", lambda _plan, _note: dict.fromkeys(KERNELS, tile)
     )
 
 
@@ -49,38 +53,61 @@ def in_use() -> list[TileShape]:
 
 def test_the_first_choice_stays(plan, folder, monkeypatch):
     answers(monkeypatch, [64, 16, 8])
-    settle_tiles(plan, folder, SINGLE_RANK, resumes=False)
+    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=False)
     assert in_use() == [TileShape(64, 16, 8)] * 3
     answers(monkeypatch, [16, 16, 4])
     for resumes in (True, False):
         tiles._in_use.clear()
-        settle_tiles(plan, folder, SINGLE_RANK, resumes=resumes)
+        settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=resumes)
         assert in_use() == [TileShape(64, 16, 8)] * 3
 
     # The file belongs to the run, as its plan does.
     (folder / FILE).write_text(json.dumps({"any": dict.fromkeys(KERNELS, (16, 16, 4))}))
     with pytest.raises(UserError, match="has changed"):
-        settle_tiles(plan, folder, SINGLE_RANK, resumes=True)
+        settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
 
 
 def test_a_run_without_the_file_goes_on_with_the_first_of_the_table(plan, folder, monkeypatch):
     answers(monkeypatch, [16, 16, 4])
-    settle_tiles(plan, folder, SINGLE_RANK, resumes=True)
+    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
     assert in_use() == [FIRST] * 3
+
+
+def test_a_timing_that_fails_is_reported_once(plan, folder, monkeypatch):
+    def fails(_plan, note):
+        note("HIP error: unspecified launch failure")
+        return dict.fromkeys(KERNELS, FIRST)
+
+    monkeypatch.setattr(attention_tiles, "fastest_tiles_of", fails)
+    events = []
+    settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=False)
+    settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=True)
+    (warned,) = events
+    assert "were not timed: HIP error: unspecified launch failure" in warned.reason
+    assert in_use() == [FIRST] * 3
+
+
+def test_without_a_triton_the_first_of_the_table_is_taken(plan, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reasons = []
+    tiles_of_plan = attention_tiles.fastest_tiles_of(plan, reasons.append)
+    assert tiles_of_plan == dict.fromkeys(KERNELS, FIRST)
+    (reason,) = reasons
+    assert "cannot be imported" in reason
 
 
 def test_another_gpu_is_timed_and_both_are_kept(plan, folder, monkeypatch):
     answers(monkeypatch, [64, 16, 8])
-    settle_tiles(plan, folder, SINGLE_RANK, resumes=False)
+    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=False)
     answers(monkeypatch, [16, 16, 4])
     monkeypatch.setattr(attention_tiles, "arch_of", lambda _device: "gfx1030")
-    settle_tiles(plan, folder, SINGLE_RANK, resumes=True)
+    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
     assert tile_shape("forward", arch="gfx1030", width=16) == TileShape(16, 16, 4)
     assert list(json.loads((folder / FILE).read_text())) == ["any", "gfx1030"]
 
 
 def test_other_attention_leaves_no_file(folder):
-    settle_tiles(tiny_plan(), folder, SINGLE_RANK, resumes=False)
+    settle_tiles(tiny_plan(), folder, SINGLE_RANK, ignore, resumes=False)
     assert not (folder / FILE).exists()
 
 
@@ -93,14 +120,14 @@ def settled(
     rank = mesh.rank
     asked = []
 
-    def choose(_plan):
+    def choose(_plan, _note):
         asked.append(rank)
         return dict.fromkeys(KERNELS, (16 * (rank + 1), 16, 4))
 
     attention_tiles.fastest_tiles_of = choose
     attention_tiles.arch_of = lambda _device: arch_by_rank[rank]
     tiles._in_use.clear()
-    settle_tiles(plan, folder, mesh, resumes=False)
+    settle_tiles(plan, folder, mesh, ignore, resumes=False)
     return asked, [tile_shape(kernel, arch=arch_by_rank[rank], width=16) for kernel in KERNELS]
 
 

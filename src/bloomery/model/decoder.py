@@ -413,6 +413,12 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
+    def use_attention(self, backend: str) -> None:
+        """From now on the native layers compute with this backend of `model.attention`."""
+        for module in self.modules():
+            if isinstance(module, Attention | Backbone):
+                module.backend = backend
+
     @property
     def stage(self) -> Stage:
         """The part of the model that is here: all of it, unless it was cut."""

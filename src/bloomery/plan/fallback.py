@@ -91,14 +91,23 @@ def plainer(plan: RunPlan, reason: str) -> Fallback | None:
 
 
 def blockwise(plan: RunPlan, reason: str) -> Fallback | None:
-    """Attention in plain PyTorch; None where the plan has it."""
+    """Attention in plain PyTorch; None where the plan has it.
+
+    In place of Triton kernels that the plan chose by itself this only costs time, and stays on any machine.
+    """
     if plan.model.attention == "blockwise":
         return None
+    only_time = plan.model.attention == "triton" and not plan.model.attention_is_set
     changed_plan = plan.model_copy(
         update={"model": plan.model.model_copy(update={"attention": "blockwise"})}
     )
+    changed_plan = decided(changed_plan, "train.attention", "blockwise", reason)
     action = f"attention {plan.model.attention} -> blockwise"
-    return Fallback(decided(changed_plan, "train.attention", "blockwise", reason), action)
+    if only_time:
+        return Fallback(
+            _noted(changed_plan, "model.attention"), f"{action}; slower", only_time=True
+        )
+    return Fallback(changed_plan, action)
 
 
 def through_the_host(plan: RunPlan, reason: str) -> Fallback:

@@ -109,6 +109,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             config=config,
             source=facts.source,
             attention=step.attention.value,
+            attention_is_set=recipe.train.attention != "auto",
             score_chunk=micro_batching.score_chunk.value,
             # Compiled with attention alone, so that one setting decides whether a run needs the machine's compiler. The
             # compiled code has no softcap.

@@ -126,6 +126,8 @@ class ModelPlan(PlanPart):
     config: ModelConfig
     source: Path | None  # a folder of pretrained weights; None: fresh weights
     attention: str  # a backend of model.attention
+    # The recipe names it: where its kernel fails the run stops, and does not take another one.
+    attention_is_set: bool = False
     score_chunk: int  # tokens whose logits exist together
     scores: Literal["torch", "compiled"] = "torch"  # who computes log-probabilities from logits
     # The ids of added tokens, whose embeddings start as the mean of the others.

@@ -25,7 +25,14 @@ from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.supervisor import StageResult
-from bloomery.runs.worker import DIVERGED, FAILED, LINK_FAILED, OUT_OF_MEMORY, UNSOUND
+from bloomery.runs.worker import (
+    DIVERGED,
+    FAILED,
+    KERNEL_FAILED,
+    LINK_FAILED,
+    OUT_OF_MEMORY,
+    UNSOUND,
+)
 
 ALLOWED = (
     *(f"train.{key}" for key in LENGTHS),
@@ -230,7 +237,9 @@ def with_overrides(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequenc
     return stored_plan.model_copy(update=update)
 
 
-FALLBACK_CODES = (OUT_OF_MEMORY, UNSOUND, DIVERGED, LINK_FAILED)
+FALLBACK_CODES = (OUT_OF_MEMORY, UNSOUND, DIVERGED, LINK_FAILED, KERNEL_FAILED)
+# Without --recover, where the fallback only costs time.
+UNASKED_CODES = (OUT_OF_MEMORY, LINK_FAILED, KERNEL_FAILED)
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
 KERNEL = re.compile(
@@ -243,7 +252,7 @@ KERNEL = re.compile(
 @final
 @dataclass(frozen=True)
 class FallbackAfter:
-    """A fallback and its reason. `unasked`: without --recover; out of memory, or no link of GPUs: only time is lost."""
+    """A fallback and its reason. `unasked`: without --recover, as only time is lost."""
 
     fallback: Fallback
     reason: str
@@ -280,16 +289,15 @@ def next_fallback(
     elif ending.code == DIVERGED:
         fallback = steadier(plan, reason, bfloat16=bfloat16)
     else:
-        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(
-            plan, reason
-        )
+        is_kernel = ending.code in (UNSOUND, KERNEL_FAILED)
+        fallback = (blockwise(plan, reason) if is_kernel else None) or plainer(plan, reason)
     return (
         None
         if fallback is None
         else FallbackAfter(
             fallback,
             reason,
-            unasked=ending.code in (OUT_OF_MEMORY, LINK_FAILED) and fallback.only_time,
+            unasked=ending.code in UNASKED_CODES and fallback.only_time,
         )
     )
 

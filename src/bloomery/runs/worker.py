@@ -28,7 +28,7 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.supervisor import STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
-from bloomery.train.run import Diverged, OutOfMemory, Unsound
+from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 
 if TYPE_CHECKING:
     from bloomery.recipe.schema import Recipe
@@ -100,6 +100,7 @@ UNSOUND = 3
 OUT_OF_MEMORY = 4
 DIVERGED = 5
 LINK_FAILED = 6
+KERNEL_FAILED = 7
 
 
 @final
@@ -151,7 +152,7 @@ class StopFlag:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 done, 75 stopped and saved; with a report to the parent 1, or 3 (wrong kernel), 4 (out of
-    memory), 5 (not finite), 6 (GPUs cannot send to each other).
+    memory), 5 (not finite), 6 (GPUs cannot send to each other), 7 (attention kernel fails).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=("prepare", "train"))
@@ -188,6 +189,7 @@ def main(arguments: Sequence[str]) -> int:
             (OutOfMemory, OUT_OF_MEMORY),
             (Diverged, DIVERGED),
             (LinkFailed, LINK_FAILED),
+            (KernelUnusable, KERNEL_FAILED),
         )
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 

@@ -4,7 +4,7 @@ A tile decides the order of sums: with another one a resumed run would differ in
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from bloomery.model.attention.tile_times import FILE, Gpu, Workload, fastest_tiles
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
 from bloomery.model.attention.triton_attention import arch_of
+from bloomery.monitor.events import Emit, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
@@ -22,8 +23,10 @@ from bloomery.train.forward import matmul_dtype
 Tiles = Mapping[str, Sequence[int]]
 
 
-def settle_tiles(plan: RunPlan, run_dir: Path, mesh: Mesh, *, resumes: bool) -> None:
+def settle_tiles(plan: RunPlan, run_dir: Path, mesh: Mesh, emit: Emit, *, resumes: bool) -> None:
     """Makes every rank compute with the tiles of the run, which `run_dir` keeps; of `triton` attention only.
+
+    Warns where they could not be timed: once, as the run keeps those of the table.
 
     The first rank of each GPU architecture chooses: others would disturb its times, and might choose differently. A
     resumed run without the file computed with the table's first, and goes on with them.
@@ -38,8 +41,18 @@ def settle_tiles(plan: RunPlan, run_dir: Path, mesh: Mesh, *, resumes: bool) -> 
 
     # The file says for each architecture: a run may have several, and moves to others.
     chosen: Tiles | None = None
+    problem = ""
+
+    def note(reason: str) -> None:
+        nonlocal problem
+        problem = reason
+
     if arch not in run_tiles and archs.index(arch) == mesh.rank:
-        chosen = first_tiles_of(plan) if resumes and not run_tiles else fastest_tiles_of(plan)
+        chosen = first_tiles_of(plan) if resumes and not run_tiles else fastest_tiles_of(plan, note)
+    reason = next(filter(None, mesh.all_gather_json(problem)), "")
+    if reason:
+        warning = f"the tiles of the Triton attention kernels were not timed: {reason}"
+        emit(Warned(reason=f"{warning}; the run takes the first of the table"))
     chosen_by_rank: list[Tiles | None] = mesh.all_gather_json(chosen)
     for rank_arch, tiles in zip(archs, chosen_by_rank, strict=True):
         if tiles is not None:
@@ -49,9 +62,15 @@ def settle_tiles(plan: RunPlan, run_dir: Path, mesh: Mesh, *, resumes: bool) -> 
     use_tiles(plan, run_tiles[arch])
 
 
-def fastest_tiles_of(plan: RunPlan) -> Tiles:
-    """The fastest on this GPU, for the shapes of the plan's layers."""
-    import triton
+def fastest_tiles_of(
+    plan: RunPlan, on_failure: Callable[[str], None] = lambda _reason: None
+) -> Tiles:
+    """The fastest on this GPU, for the shapes of the plan's layers; the table's first where timing fails."""
+    try:
+        import triton
+    except Exception as error:  # whatever a broken installation raises
+        on_failure(f"Triton cannot be imported: {error}")
+        return first_tiles_of(plan)
 
     device = torch.device(plan.train.device)
     config = plan.model.config
@@ -71,7 +90,7 @@ def fastest_tiles_of(plan: RunPlan) -> Tiles:
         softcap=config.attention_softcap,
         dropout=config.attention_dropout,
     )
-    return fastest_tiles(gpu, workload, device)
+    return fastest_tiles(gpu, workload, device, on_failure=on_failure)
 
 
 def first_tiles_of(plan: RunPlan) -> Tiles:

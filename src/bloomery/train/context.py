@@ -262,7 +262,7 @@ def open_context(
 
     # The kernels, and whether they are right on this device: while its memory is still free.
     build_seconds = build_kernels(plan)
-    settle_tiles(plan, run_dir, mesh, resumes=resume_from is not None)
+    settle_tiles(plan, run_dir, mesh, emit, resumes=resume_from is not None)
     check_step(plan, run_dir, emit, mesh, asked=check)
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh

@@ -1,5 +1,6 @@
 """The training loop: steps, evaluations and checkpoints in order, without callbacks."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.data.order import Cursor
+from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
@@ -18,14 +20,16 @@ from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
     Action,
     AllocationFailed,
+    KernelStopped,
     attempt,
     check_step,
+    plan_without_kernel,
+    recover,
     rewind,
     save,
     save_best,
-    shrink,
 )
-from bloomery.train.run import Stopped, TimeIsUp
+from bloomery.train.run import Stopped, TimeIsUp, Unsound
 from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 
@@ -53,15 +57,21 @@ def run(
     `save_asked` answer alike on all of them. `before_save`: tells whoever watches for hangs that a save or a rewind
     follows, which may take minutes. `check`: as in `open_context`.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
-    cannot be written.
+    cannot be written, KernelUnusable when an attention kernel that the recipe asks for fails.
     """
     timer = timer or Timer(time.perf_counter())
-    try:
-        context = open_context(
-            plan, run_dir, emit, resume_from, stop, mesh, timer=timer, check=check
-        )
-    except Stopped:  # before the first step
-        return "stopped"
+    context: RunContext | None = None
+    while context is None:
+        try:
+            context = open_context(
+                plan, run_dir, emit, resume_from, stop, mesh, timer=timer, check=check
+            )
+        except Stopped:  # before the first step
+            return "stopped"
+        except (KernelFailed, Unsound) as error:
+            plan = plan_without_kernel(plan, error, run_dir, emit, mesh)
+        if context is None:
+            gc.collect()  # the model of the failed attempt, which its traceback held until here
     context.before_save = before_save
     timer.restored = context.state.progress.seconds
     if plan.train.seconds is not None:
@@ -127,8 +137,8 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     )
     # A rollout scores its completions with forwards as large as those of the step: it may run out of memory, too.
     step_batches = attempt(partial(next, steps), state, list_tensors)
-    if isinstance(step_batches, AllocationFailed):
-        return shrink(context, step_batches)
+    if isinstance(step_batches, AllocationFailed | KernelStopped):
+        return recover(context, step_batches)
     data_wait_seconds = time.perf_counter() - start
 
     # One rank of each stage measures the health of some updates. `attempt` turns a failed allocation into a value.
@@ -150,8 +160,8 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
         state,
         list_tensors,
     )
-    if isinstance(result, AllocationFailed):
-        return shrink(context, result)
+    if isinstance(result, AllocationFailed | KernelStopped):
+        return recover(context, result)
 
     # A skipped step counts, too: its sequences are behind the run. Tokens are the planned ones, with padding.
     sequences = range(state.cursor.consumed, state.cursor.consumed + step_batches.consumed)

@@ -1,4 +1,4 @@
-"""Recovery from out of memory and from non-finite losses: smaller micro-batches, rewinds, checkpoints."""
+"""Recovery from out of memory, failing kernels and non-finite losses: smaller micro-batches, rewinds, checkpoints."""
 
 import gc
 import math
@@ -15,10 +15,11 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.data.order import Cursor
 from bloomery.hardware.detect import GpuProcess, gpu_processes
+from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.io.parameters import local
-from bloomery.monitor.events import Recovered, Warned
+from bloomery.monitor.events import Emit, Recovered, Warned
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.fallback import smaller_micro_batch
+from bloomery.plan.fallback import blockwise, smaller_micro_batch
 from bloomery.plan.pipeline import layer_names
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
@@ -26,7 +27,7 @@ from bloomery.train.checkpoint import Parts, newest_valid
 from bloomery.train.context import RunContext, follow
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import Diverged, OutOfMemory
+from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.state import TrainState, restore
 from bloomery.train.step import StepResult
 
@@ -56,39 +57,67 @@ class AllocationFailed:
         return f"; tensors in memory: {self.tensor_list}" if self.tensor_list else ""
 
 
+@final
+@dataclass(frozen=True)
+class KernelStopped:
+    """A Triton kernel failed in an attempt. `reason`: the message, which names the kernel."""
+
+    reason: str
+
+    @property
+    def error(self) -> KernelUnusable:
+        return KernelUnusable(
+            self.reason,
+            where="train.attention=triton",
+            fix="set train.attention=blockwise, or auto, which then goes on with blockwise by itself",
+        )
+
+
 def attempt(
     work: Callable[[], R], state: TrainState, list_tensors: Callable[[], str] = str
-) -> R | AllocationFailed:
-    """The result of `work`, or `AllocationFailed` with the state as before.
+) -> R | AllocationFailed | KernelStopped:
+    """The result of `work`, or `AllocationFailed` or `KernelStopped` with the state as before.
 
     `list_tensors` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped
     and the allocator's cache freed. An interrupted update cannot be undone: `model_and_optimizer.updating` is then
-    True. One of several ranks cannot undo an attempt while the others wait for it: raises OutOfMemory, and the
-    launcher restarts all of them.
+    True. One of several ranks cannot undo an attempt while the others wait for it: raises OutOfMemory or
+    KernelUnusable, and the launcher restarts all of them.
     """
+    failure: AllocationFailed | KernelStopped
+    mesh = state.model_and_optimizer.mesh
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        # A driver that finds no memory for a kernel says so in the kernel's error.
+        if out_of_memory(error):
+            failure = AllocationFailed(_requested_size(str(error)), list_tensors())
+            if mesh.world > 1:
+                raise _of_one_rank(failure, state) from error
+        elif isinstance(error, KernelFailed):
+            failure = KernelStopped(str(error))
+            if mesh.world > 1:
+                raise failure.error from error
+        else:
             raise
-        failure = AllocationFailed(_requested_size(str(error)), list_tensors())
-        mesh = state.model_and_optimizer.mesh
-        if mesh.world > 1:
-            tensor_list = f", {failure.tensor_list}" if failure.tensor_list else ""
-            moment = f"after step {state.progress.step}"
-            if mesh.stages > 1:  # the stages differ in what they hold
-                moment = f"on rank {mesh.rank} ({layer_names(state.model.stage)}) {moment}"
-            raise OutOfMemory(
-                failure.problem(moment),
-                where=f"rank {mesh.rank}{tensor_list}",
-                fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
-            ) from error
     # Outside the handler: the traceback holds every tensor of the attempt.
     state.optimizer.zero_grad()
     gc.collect()  # a compiled graph may be part of a cycle
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return failure
+
+
+def _of_one_rank(failure: AllocationFailed, state: TrainState) -> OutOfMemory:
+    mesh = state.model_and_optimizer.mesh
+    tensor_list = f", {failure.tensor_list}" if failure.tensor_list else ""
+    moment = f"after step {state.progress.step}"
+    if mesh.stages > 1:  # the stages differ in what they hold
+        moment = f"on rank {mesh.rank} ({layer_names(state.model.stage)}) {moment}"
+    return OutOfMemory(
+        failure.problem(moment),
+        where=f"rank {mesh.rank}{tensor_list}",
+        fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
+    )
 
 
 def _requested_size(message: str) -> str:
@@ -98,6 +127,69 @@ def _requested_size(message: str) -> str:
         return ""
     number, unit = match.groups()
     return format_bytes(int(float(number))) if unit.lower() == "bytes" else f"{number} {unit}"
+
+
+def recover(context: RunContext, failure: AllocationFailed | KernelStopped) -> Action:
+    """Retry the step with settings that may succeed. Raises what `shrink` and `replace_kernel` raise."""
+    if isinstance(failure, AllocationFailed):
+        return shrink(context, failure)
+    replace_kernel(context, failure, f"at step {context.step + 1}")
+    return "again"
+
+
+def attempt_with_kernels(
+    work: Callable[[], R], context: RunContext, moment: str, list_tensors: Callable[[], str] = str
+) -> R | AllocationFailed:
+    """`attempt`, a second time with blockwise attention where a kernel fails that the plan chose by itself.
+
+    Raises KernelUnusable as `replace_kernel`.
+    """
+    result = attempt(work, context.state, list_tensors)
+    if isinstance(result, KernelStopped):
+        replace_kernel(context, result, moment)
+        result = attempt(work, context.state, list_tensors)
+    if isinstance(result, KernelStopped):
+        raise result.error
+    return result
+
+
+def replace_kernel(context: RunContext, failure: KernelStopped, moment: str) -> None:
+    """Continue with blockwise attention, and store that in `plan.json`. `moment`: "at step 3".
+
+    Raises KernelUnusable where the recipe asks for the kernel.
+    """
+    fallback = blockwise(context.plan, failure.reason)
+    if fallback is None or not fallback.only_time:
+        raise failure.error
+    update_is_incomplete = context.state.model_and_optimizer.updating
+    replan(context, fallback.plan)
+    context.model.use_attention(fallback.plan.model.attention)
+    action = fallback.action
+    if update_is_incomplete:
+        return_to_checkpoint(context, non_finite_counts=True)
+        action += f"; the update was incomplete: resumes from step {context.step}"
+    problem = f"{failure.reason} ({moment})"
+    context.emit(Recovered(step=context.step, reason=problem, action=action))
+
+
+def plan_without_kernel(
+    plan: RunPlan, error: KernelFailed | Unsound, run_dir: Path, emit: Emit, mesh: Mesh
+) -> RunPlan:
+    """The plan with blockwise attention, stored, where a kernel fails or is wrong before the first step.
+
+    Raises the error itself where another kernel is wrong, and KernelUnusable where the recipe asks for the kernel.
+    Of several ranks one cannot change while the others go on: KernelUnusable, and the launcher restarts all of them.
+    """
+    if isinstance(error, KernelFailed) and out_of_memory(error):
+        raise error
+    stopped = KernelStopped(str(error) if isinstance(error, KernelFailed) else error.problem)
+    fallback = blockwise(plan, stopped.reason)
+    is_chosen = fallback is not None and fallback.only_time
+    if fallback is None or not is_chosen or mesh.world > 1:
+        raise stopped.error if is_chosen or isinstance(error, KernelFailed) else error
+    write_plan(fallback.plan, run_dir / "plan.json")
+    emit(Recovered(reason=f"{stopped.reason} (before the first step)", action=fallback.action))
+    return fallback.plan
 
 
 def shrink(context: RunContext, failure: AllocationFailed) -> Action:

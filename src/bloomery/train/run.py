@@ -38,6 +38,10 @@ class Unsound(UserError):
     """A kernel computes wrong numbers."""
 
 
+class KernelUnusable(UserError):
+    """An attention kernel cannot be compiled, loaded or launched."""
+
+
 def requested_steps(request: Path) -> int:
     """The number of steps in the request file; 0 without a valid one."""
     try:

@@ -67,12 +67,16 @@ def seconds_on_gpu(launch: Launch, tile: TileShape) -> float:
 
 
 def fastest_tiles(
-    gpu: Gpu, workload: Workload, device: torch.device, clock: Clock = seconds_on_gpu
+    gpu: Gpu,
+    workload: Workload,
+    device: torch.device,
+    clock: Clock = seconds_on_gpu,
+    on_failure: Callable[[str], None] = lambda _reason: None,
 ) -> dict[str, TileShape]:
     """By kernel: the answers of the cache folder where it has them all, else new ones, which it keeps.
 
     The table's first where timing fails, and where the folder is not writable: each run would time again, and might
-    decide differently.
+    decide differently. `on_failure` then gets the reason.
     """
     candidates = {
         kernel: tile_candidates(kernel, arch=gpu.arch, width=workload.width) for kernel in KERNELS
@@ -90,13 +94,15 @@ def fastest_tiles(
             launch.kernel: fastest(launch, candidates[launch.kernel], clock)
             for launch in launches(workload, device)
         }
-    except Exception:
-        # Out of memory, a lost GPU: the check before the first step, or that step, says so.
+    except Exception as error:
+        # Out of memory, a lost GPU: the check before the first step, or that step, ends with it.
+        on_failure(str(error).strip().partition("\n")[0] or type(error).__name__)
         return first
     for kernel, tile in tiles.items():
         answers.pop(keys[kernel], None)
         answers[keys[kernel]] = tile
     if not write_json(cache_folder() / FILE, dict(list(answers.items())[-KEPT:])):
+        on_failure(f"their times cannot be kept in {cache_folder()}")
         return first
     return tiles
 

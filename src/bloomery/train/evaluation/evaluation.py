@@ -25,7 +25,7 @@ from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
-from bloomery.train.recover import AllocationFailed, attempt, replan
+from bloomery.train.recover import AllocationFailed, attempt_with_kernels, replan
 from bloomery.train.rollouts import HeldOutReward, RolloutSource
 from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
@@ -164,13 +164,20 @@ def evaluate_and_sample(context: RunContext) -> None:
     # A stop restores this progress, in which the evaluation is still due.
     progress_before = replace(context.state.progress, eval_due=True)
 
+    num_sampled = 0
+
     def emit_samples() -> None:
-        for prompt, text in samples(
+        nonlocal num_sampled
+        texts = samples(
             context.model, context.tokenizer, context.prompts, plan=context.plan, mesh=context.mesh
-        ):
-            context.emit(
-                Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers)
-            )
+        )
+        for number, (prompt, text) in enumerate(texts):
+            # A second attempt begins at the first prompt.
+            if number == num_sampled:
+                num_sampled += 1
+                context.emit(
+                    Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers)
+                )
 
     try:
         # The validation loss, which decides whether these weights are the best.
@@ -184,7 +191,9 @@ def evaluate_and_sample(context: RunContext) -> None:
 
         # Samples are for the reader alone: a run goes on without them.
         with interruptible(context), context.state.averaged():
-            failure = attempt(emit_samples, context.state)
+            failure = attempt_with_kernels(
+                emit_samples, context, f"while sampling after step {step}"
+            )
             if isinstance(failure, AllocationFailed):
                 moment = f"while sampling after step {step}; samples are missing"
                 context.emit(Warned(step=step, reason=failure.problem(moment)))
@@ -257,13 +266,19 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
 
     None without a validation set, without loss tokens in it, or when one sequence does not fit in memory.
     """
+    moment = f"the evaluation after step {context.step}"
     if isinstance(context.source, RolloutSource):
         # It looks for a stop itself: ranks that sample take different numbers of forwards.
-        held_out = context.source.evaluate(context.plan, limit)
+        held_out = attempt_with_kernels(
+            partial(context.source.evaluate, context.plan, limit), context, f"in {moment}"
+        )
+        if isinstance(held_out, AllocationFailed):
+            reason = f"{held_out.problem(f'in {moment}')}: no held-out reward"
+            context.emit(Warned(step=context.step, reason=reason))
+            return None
         return None if held_out is None else EvalResult.of_reward(held_out)
     if context.validation is None:
         return None
-    moment = f"the evaluation after step {context.step}"
     while True:
         plan = context.plan
         work = partial(
@@ -279,7 +294,7 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
         )
         list_memory = partial(context.recorder.record_out_of_memory, plan, context.step, moment)
         with interruptible(context):
-            result = attempt(work, context.state, list_memory)
+            result = attempt_with_kernels(work, context, f"in {moment}", list_memory)
         if not isinstance(result, AllocationFailed):
             return result
 
