@@ -1,5 +1,10 @@
 """Checkpoints that several ranks write, each the tensors that it owns. Oracle: the checkpoint of one rank."""
 
+import platform
+import random
+import shutil
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,8 +15,10 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import assert_same_tensors
 from safetensors.torch import load_file, save_file
 
+from bloomery.core.errors import UserError
 from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, file_order
 from bloomery.monitor.events import Saved, StepDone
+from bloomery.train.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
 from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
 
 KIB = 2**10
@@ -246,3 +253,180 @@ def test_four_shards_share_the_work_of_a_save(prepared, tmp_path) -> None:
     assert all(last > event.step for last, event in zip(steps_before_saved, saves, strict=False))
     stall_seconds = min(event.stall_seconds for event in saves[1:])
     assert stall_seconds < 2 * max(of_rank["copy_seconds"] for of_rank in measured)
+
+
+def names_in(checkpoints: Path) -> list[str]:
+    """Without the note of the best step."""
+    return sorted(path.name for path in checkpoints.iterdir() if path.name != "best.json")
+
+
+def train_with_a_bad_rank(
+    plan_json: str, folder: str, fault: str, bad_rank: int, steps: list[int]
+) -> list[Any]:
+    """One rank of a run in small files, in whose saves of these steps one rank cannot write; its events."""
+    import resource
+
+    from bloomery.parallel import ownership
+    from bloomery.train import rank_writers
+
+    ownership.FILE_BYTES = 16 * KIB
+    plain_write = rank_writers.RankWriters._write_files
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_badly(writers, staged, draft: Path) -> Any:
+        is_bad = writers.mesh.rank == bad_rank and int(draft.name.split("-")[1]) in steps
+        if is_bad and fault == "full disk":
+            # A process has one limit for all of its files: its events are in memory here.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8 * KIB, limits[1]))
+        if is_bad and fault == "unseen folder":
+            draft = Path("/nowhere", *draft.parts[1:])
+        try:
+            return plain_write(writers, staged, draft)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    rank_writers.RankWriters._write_files = write_badly
+    try:
+        return train_here(plan_json, folder, None, None)
+    except UserError as failed:
+        return [failed.problem]
+    finally:
+        rank_writers.RankWriters._write_files = plain_write
+        ownership.FILE_BYTES = 64 * KIB**2
+
+
+FAULTS = {
+    "full disk": ["File too large (rank {rank} on {host})", "are needed"],
+    "unseen folder": ["all hosts must share it (rank {rank} on {host})"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "bad_rank", "async_save"),
+    [
+        pytest.param("full disk", 2, True, id="full disk of rank 2"),
+        pytest.param("full disk", 0, False, id="full disk of rank 0, sync"),
+        pytest.param("unseen folder", 1, True, id="folder unseen by rank 1"),
+        pytest.param("full disk", 2, False, id="rank 2, sync", marks=pytest.mark.soak),
+        pytest.param("full disk", 0, True, id="rank 0", marks=pytest.mark.soak),
+        pytest.param("unseen folder", 1, False, id="unseen, sync", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_cannot_write_costs_one_checkpoint(
+    prepared, tmp_path, fault, bad_rank, async_save
+) -> None:
+    plan = on_ranks(plan_of(prepared, train={"steps": 3 * HALF}), shard=3)
+    checkpoint = plan.checkpoint.model_copy(update={"async_save": async_save})
+    plan = plan.model_copy(update={"checkpoint": checkpoint})
+    whole = train_divided(plan, tmp_path / "whole")
+    (tmp_path / "bad").mkdir()
+    words = (plan.model_dump_json(), str(tmp_path / "bad"), fault, bad_rank, [2 * HALF])
+    events = ranks(3).call(train_with_a_bad_rank, *words)[0]
+
+    # One warning that names rank and host, and nothing else is different: the draft is gone, training went on.
+    reasons = [
+        event["reason"] for event in fields(events, "Warned") if NOT_SAVED in event["reason"]
+    ]
+    assert len(reasons) == 1
+    for text in FAULTS[fault]:
+        assert text.format(rank=bad_rank, host=platform.node()) in reasons[0]
+    assert [event["step"] for event in fields(events, "Saved")] == [HALF, 3 * HALF]
+    assert losses(events) == losses(whole)
+    assert names_in(tmp_path / "bad" / "checkpoints") == [
+        f"step-{step:08d}" for step in (HALF, 3 * HALF)
+    ]
+    assert damage(step_of(tmp_path / "bad", HALF)) is None
+    last = step_of(tmp_path / "bad", 3 * HALF)
+    assert damage(last) is None
+    assert_same_tensors(tensors(last), tensors(step_of(tmp_path / "whole", 3 * HALF)))
+
+
+def test_a_last_save_that_fails_is_the_same_error_on_all_ranks(prepared, tmp_path) -> None:
+    plan = on_ranks(plan_of(prepared), shard=2)
+    words = (plan.model_dump_json(), str(tmp_path), "full disk", 1, [STEPS])
+    problems = {result[0] for result in ranks(2).call(train_with_a_bad_rank, *words)}
+    assert len(problems) == 1
+    (problem,) = problems
+    assert f"(rank 1 on {platform.node()})" in problem
+    assert f"the newest checkpoint is of step {HALF}" in problem
+    assert names_in(tmp_path / "checkpoints") == [f"step-{HALF:08d}"]
+
+
+def train_until_killed(
+    plan_json: str, folder: str, resume_from: str | None, victim: int, place: int
+) -> list[Any]:
+    """One rank of a run in small files; SIGKILL ends the victim at the n-th place in its saves."""
+    import os
+    import signal
+
+    from bloomery.train import checkpoint, rank_writers
+
+    rank = int(os.environ["RANK"])
+    places = 0
+
+    def killing(work):
+        def call(*arguments, **settings):
+            nonlocal places
+            places += 1
+            if rank == victim and places == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*arguments, **settings)
+
+        return call
+
+    # The processes of this pool end with this call: nothing is put back.
+    HashedFile._write = killing(HashedFile._write)
+    for name in ("all_gather_json", "broadcast_json"):
+        setattr(rank_writers, name, killing(getattr(rank_writers, name)))
+    for name in ("seal", "put_in_place", "remove_folder"):
+        setattr(checkpoint, name, killing(getattr(checkpoint, name)))
+    return train_in_small_files(plan_json, folder, resume_from, None)
+
+
+def end_all_with(doomed: Ranks, victim: int) -> None:
+    """As a launcher: the end of one rank is the end of all."""
+    processes = [process for process, _ in doomed._members]
+    while processes[victim].poll() is None:
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(3, 0), pytest.param(20, 1, marks=pytest.mark.soak)], ids=["3", "20"]
+)
+def test_ranks_that_are_killed_in_saves_lose_no_checkpoint(prepared, tmp_path, kills, seed) -> None:
+    dice = random.Random(seed)
+    world = 3
+    plan = on_ranks(plan_of(prepared, train={"steps": 10}), shard=world)
+    every = plan.checkpoint.model_copy(update={"every_steps": 1})
+    plan = plan.model_copy(update={"checkpoint": every})
+    whole = train_divided(plan, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    checkpoints = folder / "checkpoints"
+    resume_from: Path | None = None
+    saved_step = 0
+    for number in range(kills):
+        words = (dice.randrange(world), dice.randint(1, 40))
+        with closing(Ranks(world)) as doomed, pytest.raises((AssertionError, EOFError)):
+            resume = None if resume_from is None else str(resume_from)
+            threading.Thread(target=end_all_with, args=(doomed, words[0])).start()
+            doomed.call(train_until_killed, plan.model_dump_json(), str(folder), resume, *words)
+
+        # As `bloomery resume` does: drafts are deleted, and what has a name is a checkpoint.
+        clear_drafts(checkpoints)
+        problems: list[str] = []
+        resume_from = newest_valid(checkpoints, on_damage=problems.append)
+        assert problems == [], f"kill {number}: rank {words[0]} at place {words[1]}"
+        assert all(name.startswith("step-") for name in names_in(checkpoints))
+        step = 0 if resume_from is None else int(resume_from.name.split("-")[1])
+        assert step >= saved_step
+        saved_step = step
+        if saved_step >= 6:
+            assert resume_from is not None
+            shutil.rmtree(checkpoints)
+            resume_from, saved_step = None, 0
+    rest = train_divided(plan, folder, resume_from)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > saved_step}
+    assert_same_tensors(tensors(step_of(folder, 10)), tensors(step_of(tmp_path / "whole", 10)))
