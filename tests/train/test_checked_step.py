@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from faulty_devices import (
     ALL_LINEAR,
     CONFIG,
@@ -17,13 +19,17 @@ from faulty_devices import (
 )
 from healthy_devices import healthy_plans
 from plans_for_tests import tiny_config, tiny_plan
-from runs_of_the_loop import Run
+from runs_of_the_loop import RECIPE, Run
 
 from bloomery.bench import step_probes
+from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.hardware.machine import Probe, read_machine
 from bloomery.monitor.events import StepChecked, Warned
+from bloomery.parallel.process_group import join
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize
+from bloomery.runs import flow, lifecycle
 from bloomery.train.diagnostics import checked_step
 from bloomery.train.diagnostics.checked_step import (
     FILE,
@@ -37,9 +43,10 @@ from bloomery.train.diagnostics.checked_step import (
     known_answer,
 )
 from bloomery.train.diagnostics.exact_numbers import exact_optimizer
-from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, tile_error
+from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
 from bloomery.train.diagnostics.small_model import small_plan
 from bloomery.train.run import Unsound
+from ranks import on_ranks, ranks
 
 # Which of the faults every test run injects; the others cost as much time again.
 QUICK = (
@@ -49,6 +56,7 @@ QUICK = (
     "dropped weight decay",
 )
 soak = pytest.mark.soak
+MACHINES = Path(__file__).parents[1] / "machines"
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +137,20 @@ def test_an_error_of_the_device_names_the_part(sides):
     assert "HIP error" in examination.findings[0].detail
 
 
+def test_after_an_error_of_the_device_nothing_else_is_tried(sides):
+    """A GPU answers every later call in the process with the same error, also the one that restores a generator."""
+    tried = []
+
+    def faulty(_right, *_inputs):
+        tried.append(1)
+        raise torch.AcceleratorError("HIP error: an illegal memory access was encountered")
+
+    sides.attention(faulty)
+    verdict = judge(plan_of(), None)
+    assert verdict.problem == "this CPU fails in attention with float32"
+    assert "doctor --probe" in verdict.fix and "set train" not in verdict.fix
+
+
 def test_other_bits_at_the_second_time_are_named_and_not_wrong(sides):
     other_bits(sides)
     examination = examine(plan_of(train={"precision": "bfloat16"}))
@@ -176,14 +198,14 @@ def test_a_probe_names_the_part_and_the_way_out(sides):
 
 
 def test_a_gpu_is_probed_in_each_precision_and_a_cpu_not_at_all():
-    gpu = read_machine(Path(__file__).parents[1] / "machines/mi300x-node.json")
+    gpu = read_machine(MACHINES / "mi300x-node.json")
     assert [spec.name for spec in step_probes.specs(gpu)] == [
         "step-float32",
         "step-float16",
         "step-bfloat16",
         "step-compiled",
     ]
-    cpu = read_machine(Path(__file__).parents[1] / "machines/laptop-without-a-gpu.json")
+    cpu = read_machine(MACHINES / "laptop-without-a-gpu.json")
     assert step_probes.specs(cpu) == ()
 
 
@@ -198,6 +220,15 @@ def test_bounds_follow_from_the_precision():
         error = tile_error(rounded, numbers.double())
         assert error <= roundoff  # one rounding, and its mean square is a third
         assert dtype == torch.float32 or error > roundoff / 4
+
+
+def test_a_gpu_rounds_more_often_than_its_dtype_says():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert device_roundoff(torch.float32, cpu) == 2.0**-24
+    assert device_roundoff(torch.float32, gpu, arch="gfx1030") == 2.0**-22
+    assert device_roundoff(torch.float32, gpu, arch="sm_90", in_attention=True) == 2.0**-11
+    assert device_roundoff(torch.float16, gpu, arch="gfx90a") == 2.0**-8
+    assert device_roundoff(torch.float16, gpu, arch="gfx942") == 2.0**-11
 
 
 def test_one_wrong_tile_of_a_large_matrix_is_seen():
@@ -348,6 +379,72 @@ def test_different_bits_warn_and_end_a_deterministic_run(tmp_path, sides):
     deterministic = plan_of(train={"precision": "bfloat16", "deterministic": True})
     with pytest.raises(WrongNumbers, match="different bits"):
         check_step(deterministic, tmp_path, events.append)
+
+
+def on_two_ranks(plan_json: str, folder: str) -> list[str]:
+    """As two ranks whose second one has a wrong device: the sentences of their errors."""
+    plan = RunPlan.model_validate_json(plan_json)
+    mesh = join(plan.train)
+    events: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", f"{folder}/{mesh.rank}")
+        patch.setattr(checked_step, "is_checked", lambda _plan: True)
+        if mesh.rank == 1:
+            FAULTS["wrong rotation"][0](Sides(patch))
+        with pytest.raises(WrongNumbers) as caught:
+            check_step(plan, Path(folder), events.append, mesh)
+        # What rank 0 says counts: the others were started without the flag.
+        check_step(plan, Path(folder), events.append, mesh, asked=mesh.rank != 0)
+    return [caught.value.problem, caught.value.where.partition(",")[0]]
+
+
+@soak
+def test_all_ranks_refuse_alike(tmp_path):
+    plan = on_ranks(plan_of(), replicate=2)
+    first, second = ranks(2).call(on_two_ranks, plan.model_dump_json(), str(tmp_path))
+    assert first == second
+    assert "rotary positions" in first[0] and first[1] == "rank 1"
+
+
+@pytest.mark.parametrize("words", [("train", "tiny.yaml"), ("resume", "run")])
+def test_the_flag_reaches_the_training_process(words, monkeypatch, tmp_path):
+    """From the command line to the arguments of the child."""
+    asked = []
+    monkeypatch.setattr(lifecycle, "run_to_end", lambda flow, _work: asked.append(flow.check_step))
+    monkeypatch.setattr(train_command, "conclude", lambda _run: 0)
+    if words[0] == "train":
+        monkeypatch.chdir(tmp_path)
+        Path("text").mkdir()
+        Path("text/a.py").write_text("x = 1\n" * 1000)
+        Path("tiny.yaml").write_text(RECIPE)
+        result = CliRunner().invoke(train_command.command, [words[1], "--no-check"])
+        assert result.exit_code == 0, result.output
+        assert asked == [False]
+        return
+    monkeypatch.setattr(train_command, "find_run", lambda _name: tmp_path)
+    monkeypatch.setattr(
+        lifecycle, "resume", lambda _folder, **settings: asked.append(settings["check"])
+    )
+    monkeypatch.setattr(train_command, "conclude", lambda _run: 0)
+    CliRunner().invoke(train_command.resume_command, [words[1], "--no-check"])
+    assert asked == [False]
+
+
+def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
+    arguments = []
+
+    class Flow:
+        check_step = False
+        folder = SimpleNamespace(fallback=Path("/nonexistent/fallback"))
+
+        def stage(self, _stage, given, _environment, _plan):
+            arguments.extend(given)
+            return SimpleNamespace(code=0)
+
+    monkeypatch.setattr(flow, "training_environment", lambda *_: {})
+    machine = read_machine(MACHINES / "laptop-without-a-gpu.json")
+    flow.train(Flow(), plan_of(), machine, resumed=True)
+    assert arguments == ["--resumed", "--no-check"]
 
 
 def test_a_cpu_is_not_compared_with_itself(tmp_path):

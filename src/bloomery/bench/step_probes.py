@@ -80,7 +80,7 @@ def examined(plan: "RunPlan") -> Result:
         return result
 
     finding = examination.findings[0]
-    cure = cure_of(plan, finding)
+    cure = cure_of(plan, finding)  # None after a fatal error: other probes try the other precisions
     problem = problem_of(plan, finding)
     return result | {
         "outcome": "wrong",

@@ -76,6 +76,8 @@ class Finding:
     error: float = 0.0
     bound: float = 0.0
     message: str = ""
+    # An error after which the device does nothing in this process any more.
+    is_fatal: bool = False
 
     @property
     def text(self) -> str:
@@ -123,26 +125,38 @@ def examine(plan: RunPlan) -> Examination:
     """
     began = time.perf_counter()
     is_gpu = plan.train.device != "cpu"
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if is_gpu else []):
-        pair = build_pair(small_plan(plan))
-        parts = list(_examined_parts(pair))
-        findings = [finding for finding, _ in parts if finding is not None]
-        unrepeatable = [name for _, name in parts if name]
-        # A part at fault makes a step wrong, too, and is the better name for it.
+    findings: list[Finding] = []
+    unrepeatable: list[str] = []
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if is_gpu else []):
+            _examine_pair(build_pair(small_plan(plan)), findings, unrepeatable)
+        gc.collect()
+        if plan.train.compile:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+        if is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    except torch.AcceleratorError:
+        # After an error of the device nothing works on it any more, not even to restore a generator.
         if not findings:
-            step_findings, same_bits = examine_step(pair)
-            findings += step_findings
-            if not same_bits and not unrepeatable:
-                unrepeatable.append("a whole step")
-    del pair
-    gc.collect()
-    if plan.train.compile:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-    if is_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+            raise
     return Examination(tuple(findings), tuple(unrepeatable), time.perf_counter() - began)
+
+
+def _examine_pair(pair: Pair, findings: list[Finding], unrepeatable: list[str]) -> None:
+    """Adds what is wrong, and the parts whose bits differ."""
+    for finding, name in _examined_parts(pair):
+        if finding is not None:
+            findings.append(finding)
+        if name:
+            unrepeatable.append(name)
+    # A part at fault makes a step wrong, too, and is the better name for it.
+    if not findings:
+        step_findings, same_bits = examine_step(pair)
+        findings += step_findings
+        if not same_bits and not unrepeatable:
+            unrepeatable.append("a whole step")
 
 
 def _examined_parts(pair: Pair) -> Iterator[tuple[Finding | None, str]]:
@@ -173,7 +187,9 @@ def _examined(
         if out_of_memory(error):
             raise
         first_line = str(error).strip().partition("\n")[0][:200]
-        return Finding(name, kind, "", message=f"{type(error).__name__}: {first_line}"), ""
+        message = f"{type(error).__name__}: {first_line}"
+        is_fatal = isinstance(error, torch.AcceleratorError)
+        return Finding(name, kind, "", message=message, is_fatal=is_fatal), ""
     finding = None
     if result.differences:
         first = result.differences[0]
@@ -201,13 +217,16 @@ def cure_of(
     plan: RunPlan, finding: Finding, examined: Callable[[RunPlan], Examination] = examine
 ) -> Cure | None:
     """The first change of the recipe under which the whole check finds nothing; None where there is none."""
+    if finding.is_fatal:
+        return None
     for cure, changed_plan in changes(plan, finding.kind):
         try:
             if not examined(changed_plan).findings:
                 return cure
-        except Exception as error:  # a setting that this device cannot run is no cure
-            if isinstance(error, torch.AcceleratorError):
-                return None  # after which the device does nothing in this process any more
+        except torch.AcceleratorError:
+            return None
+        except Exception:
+            continue  # a setting that this device cannot run is no cure
     return None
 
 
@@ -528,7 +547,7 @@ def judge(plan: RunPlan, machine: Machine | None) -> Verdict:
         verdict,
         problem=problem_of(plan, finding),
         detail=finding.detail,
-        fix=fix_of(cure_of(plan, finding)),
+        fix=fix_of(finding, cure_of(plan, finding)),
         in_attention=finding.kind == "attention",
     )
 
@@ -540,7 +559,12 @@ def problem_of(plan: RunPlan, finding: Finding) -> str:
     return f"this {device} {finding.text}{precision}"
 
 
-def fix_of(cure: Cure | None) -> str:
+def fix_of(finding: Finding, cure: Cure | None) -> str:
+    if finding.is_fatal:
+        return (
+            "run `bloomery doctor --probe`, which tries every precision in a process of its own;"
+            " --no-check trains nevertheless"
+        )
     if cure is None:
         return (
             "no setting that was tried is right on it: run `bloomery doctor --probe`, and train on another device"

@@ -23,6 +23,29 @@ SAFETY = 4.0
 TILE = 32  # rows and columns: smaller than any tile of a kernel, so that one wrong tile cannot hide in a matrix
 
 
+# The same where a device rounds more often than the dtype says.
+TF32 = (
+    2.0**-11
+)  # a float32 product with TensorFloat-32: attention kernels of NVIDIA's GPUs take it unasked
+GPU_FUNCTIONS = 2.0**-22  # exponentials and divisions of GPUs in float32 are right to a few units
+BFLOAT16_INSIDE = "gfx90a"  # whose float16 matmuls of a backward convert their factors to bfloat16
+
+
+def device_roundoff(
+    dtype: torch.dtype, device: torch.device, *, arch: str = "", in_attention: bool = False
+) -> float:
+    """The unit roundoff of matmuls and functions in a dtype on a device. `arch`: such as gfx90a or sm_90."""
+    roundoff = UNIT_ROUNDOFF[dtype]
+    if device.type == "cpu":
+        return roundoff
+    if dtype == torch.float16 and arch == BFLOAT16_INSIDE:
+        return UNIT_ROUNDOFF[torch.bfloat16]
+    if dtype != torch.float32:
+        return roundoff
+    takes_tf32 = torch.backends.cuda.matmul.allow_tf32 or (in_attention and arch.startswith("sm_"))
+    return TF32 if takes_tf32 else GPU_FUNCTIONS
+
+
 def bound_of(unit_roundoff: float, *, roundings: int, terms: int = 1) -> float:
     """The largest error of a tile that rounding explains, relative to the tile: S (u sqrt(n) + u32 sqrt(k)).
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.model.adapters.lora import adapted, note_base
 from bloomery.model.adapters.settings import modules_to_save, target_modules
+from bloomery.model.attention.triton_attention import arch_of
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers
 from bloomery.model.decoder import Decoder
@@ -21,6 +22,8 @@ from bloomery.model.io.weights import quantized_weights
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Adapter, Lora, Pretrain, Quantize
 from bloomery.train.diagnostics.exact_numbers import exact_weight
+from bloomery.train.diagnostics.rounding import device_roundoff
+from bloomery.train.forward import matmul_dtype
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import ModelAndOptimizer
@@ -199,6 +202,12 @@ class Side:
     @cached_property
     def device(self) -> torch.device:
         return torch.device(self.plan.train.device)
+
+    def roundoff(self, *, in_attention: bool = False) -> float:
+        """Of matmuls in the plan's precision on this device."""
+        dtype = matmul_dtype(self.plan.train.precision)
+        arch = arch_of(self.device)
+        return device_roundoff(dtype, self.device, arch=arch, in_attention=in_attention)
 
     @cached_property
     def objective(self) -> Objective:

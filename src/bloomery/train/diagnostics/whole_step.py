@@ -20,7 +20,6 @@ from bloomery.train.diagnostics.rounding import (
     tile_error,
 )
 from bloomery.train.diagnostics.small_model import Pair, Side
-from bloomery.train.forward import matmul_dtype
 from bloomery.train.step import (
     StepPasses,
     clip_factor,
@@ -179,7 +178,7 @@ def step_bound(side: Side, dtype: torch.dtype = torch.float32) -> float:
         per_layer += 8  # the residual stream and its gradient are rounded, too
     longest_sum = max(config.intermediate_size, config.vocab_size, side.plan.train.tokens_per_step)
     return bound_of(
-        max(UNIT_ROUNDOFF[matmul_dtype(precision)], UNIT_ROUNDOFF[dtype]),
+        max(side.roundoff(in_attention=True), UNIT_ROUNDOFF[dtype]),
         roundings=config.num_layers * per_layer + ROUNDINGS_OF_HEAD,
         terms=longest_sum * (config.num_layers + 1),
     )
