@@ -21,8 +21,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -209,7 +207,7 @@ class Torch:
 
 @cache
 def _torch() -> Torch:
-    from bloomery.hardware.wheels import DEFAULT_TORCH, detect_site, torch_builds
+    from bloomery.hardware.wheels import DEFAULT_TORCH, detect_site, index_answers, torch_builds
 
     asked = _asked_torch()
     if asked and not re.fullmatch(r"\d+(\.\d+)+", asked):
@@ -234,7 +232,7 @@ def _torch() -> Torch:
         f"put {name}={value} into the environment of every run" for name, value in build.environment
     ]
     words = build.arguments
-    if build.cpu and build.index and not _answers(build.index):
+    if build.cpu and build.index and not index_answers(build.index):
         notes.append(f"{build.index} does not answer: your own package index serves")
         words = [build.requirement]
     return Torch(
@@ -273,15 +271,6 @@ def _own_torch(arch: str | None) -> str:
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return ""  # one that cannot be imported
     return "" if fits(arch, torch=version, hip=hip, cuda=cuda, kernels=kernels) else str(version)
-
-
-def _answers(index: str) -> bool:
-    """Whether a package index can be reached within three seconds."""
-    try:
-        with urllib.request.urlopen(index + "/torch/", timeout=3) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
 
 
 class _line:

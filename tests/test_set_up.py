@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bloomery.hardware import wheels
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "setup.py"
 
 
@@ -18,7 +20,8 @@ def set_up(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "set_up_script", module)
     spec.loader.exec_module(module)
     monkeypatch.delenv("TORCH", raising=False)
-    for name, value in {"_answers": False, "_own_torch": "", "_gpu": (None, None)}.items():
+    monkeypatch.setattr(wheels, "index_answers", lambda index: False)
+    for name, value in {"_own_torch": "", "_gpu": (None, None)}.items():
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
     monkeypatch.setattr(module, "STAMP", tmp_path / "set-up.json")
     return module
@@ -28,7 +31,7 @@ def test_without_a_gpu_the_cpu_index_or_the_users_own(set_up, monkeypatch):
     assert set_up._torch().words == ("torch==2.13.0",)
     assert "does not answer" in set_up._torch().notes[0]
     set_up._torch.cache_clear()
-    monkeypatch.setattr(set_up, "_answers", lambda index: True)
+    monkeypatch.setattr(wheels, "index_answers", lambda index: True)
     assert set_up._torch().words == (
         "--index-url",
         "https://download.pytorch.org/whl/cpu",

@@ -39,7 +39,7 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     assert row.plan is not None and row.plan.train.accumulation == 4
     assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
     assert 0.1 < row.peak_gib < 3 and row.planned_gib == row.plan.memory.total / 2**30
-    assert phases == ["starting", "building the model", "warming up", "measuring", "learning"]
+    assert phases == ["starting", "building the model", "warming up", "learning", "measuring"]
     assert row.learning.loss_after < row.learning.loss_before and row.learning.grad_norm > 0
     # The cache keeps kernels that were compiled for this CPU.
     assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"tiny.yaml"}

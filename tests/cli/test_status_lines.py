@@ -46,7 +46,7 @@ def test_settings_of_a_bench():
     with redirect_stderr(Terminal()):
         assert sys.stderr.isatty()
         table = Table(to_stderr=True)
-        table._show_phase(f"sample.prompts={STRANGE}", "forward")
+        table.show_phase(f"sample.prompts={STRANGE}", "forward")
         assert f"{STRANGE}: forward" in str(table._status.renderable.text)
         table.print("done")
 

@@ -7,11 +7,13 @@ import itertools
 import os
 import re
 import statistics
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, final
 
 from bloomery.core import __version__
@@ -119,12 +121,17 @@ class BenchResult:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A recipe on a machine. `memory_limit`: bytes, instead of the planned limit."""
+    """A recipe on a machine. `memory_limit`: bytes, instead of the planned limit.
+
+    `python`: the interpreter of the children, whose PyTorch is that of `machine`; `variables`: of their environment.
+    """
 
     recipe: str
     overrides: tuple[str, ...]
     machine: Machine
     memory_limit: float | None = None
+    python: str = sys.executable
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, *overrides: str) -> RunPlan:
         """Raises UserError for what the recipe or this version refuses."""
@@ -145,7 +152,7 @@ class Bench:
             return BenchResult(
                 overrides=overrides, plan=None, outcome="refused", message=error.problem
             )
-        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
+        return self._run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
 
     def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
         """A micro-batch size that need not divide the step; the step has whole micro-batches."""
@@ -154,9 +161,29 @@ class Bench:
         tokens_per_step = micro_batches * size * base_plan.data.sequence_length
         size_override = f"train.micro_batch_size={size}"
         overrides = (size_override, f"train.tokens_per_step={tokens_per_step}")
-        result = run(self.plan(*overrides), overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
+        plan = self.plan(*overrides)
+        result = self._run(plan, overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
         # The step was changed for the trial alone: its row names only the size.
         return replace(result, overrides=(size_override,))
+
+    def _run(
+        self,
+        plan: RunPlan,
+        overrides: tuple[str, ...],
+        *,
+        seconds: float,
+        on_phase: OnPhase,
+        learns: bool = False,
+    ) -> BenchResult:
+        return run(
+            plan,
+            overrides,
+            seconds=seconds,
+            on_phase=on_phase,
+            learns=learns,
+            python=self.python,
+            variables=self.variables,
+        )
 
 
 def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[BenchResult, ...]:
@@ -199,9 +226,12 @@ def run(
     seconds: float,
     on_phase: OnPhase,
     learns: bool = False,
+    python: str = sys.executable,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> BenchResult:
     """Measures `plan` in a child process. Every end of the child is a result: none raises.
 
+    `python`, `variables`: the interpreter of the child, and more variables of its environment.
     `learns`: a setting whose steps do not lower the loss counts as failed.
     """
     prepared = (plan.data.prepared / "manifest.json").is_file()
@@ -215,7 +245,8 @@ def run(
 
     # The child tells its phases until it replies with a measurement, or it ends without one.
     on_phase("starting")
-    with Child(CHILD, job, environment=child_environment(plan, os.environ)) as child:
+    environment = child_environment(plan, os.environ) | dict(variables)
+    with Child(CHILD, job, environment=environment, python=python) as child:
         while True:
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":
@@ -539,7 +570,7 @@ def line(row: BenchResult) -> str:
         setting_text = ""
     column = f"{setting_text:<{SETTING}}"
     if row.outcome != "ok":
-        return line_above + _wrapped(column, f"{OUTCOMES[row.outcome]}: {row.message}")
+        return line_above + wrapped(column, f"{OUTCOMES[row.outcome]}: {row.message}")
 
     # Measured and planned speed and memory, each pair with its ratio.
     assert row.plan is not None and row.tokens_per_second is not None
@@ -681,9 +712,10 @@ def closing(row: BenchResult, *, remembered: bool, source: str) -> Iterator[str]
 
 
 def _line(label: str, text: str) -> str:
-    return _wrapped(f"{label:<{LABEL}}", text)
+    return wrapped(f"{label:<{LABEL}}", text)
 
 
-def _wrapped(head: str, text: str) -> str:
+def wrapped(head: str, text: str) -> str:
+    """`text` after `head`, on as many lines of WIDTH as needed, all of which begin below the end of `head`."""
     lines = textwrap.wrap(text, WIDTH - len(head)) or [""]
     return "\n".join([head + lines[0], *(" " * len(head) + rest for rest in lines[1:])]).rstrip()

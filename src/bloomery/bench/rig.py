@@ -56,6 +56,12 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
         batches = first_batches(plan, num_batches)
     rig.seconds(batches)
 
+    # Before the timed steps, whose number depends on the speed: the same losses each time.
+    learning = None
+    if job["learns"]:
+        on_phase("learning")
+        learning = rig.learn(batches[:1])
+
     # Whole steps are timed, and how long the thread waited for a core meanwhile.
     on_phase("measuring")
     begin_seconds = time.perf_counter()
@@ -71,10 +77,6 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     if core_wait_before is not None:
         core_wait_after = core_wait_seconds() or core_wait_before
         core_wait = (core_wait_after - core_wait_before) / (time.perf_counter() - begin_seconds)
-    learning = None
-    if job["learns"]:
-        on_phase("learning")
-        learning = rig.learn(batches[:1])
     reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
     return {
         "outcome": "ok",

@@ -1,6 +1,7 @@
 """`bloomery bench RECIPE`: speed and memory measured on this machine, compared with the plan"""
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
     help="Set the author in FILE.",
 )
 @click.option(
+    "--torch",
+    "torch_versions",
+    metavar="V1,V2",
+    help="Compare these versions of PyTorch, each installed for it.",
+)
+@click.option(
     "--limit", metavar="TIME", help="Start no new measurement after this time, such as 10m."
 )
 @json_option
@@ -57,6 +64,7 @@ def command(
     sweeps: tuple[str, ...],
     export: Path | None,
     contributor: str,
+    torch_versions: str | None,
     limit: str | None,
     as_json: bool,
 ) -> int:
@@ -65,7 +73,9 @@ def command(
     Finds the largest micro-batch size, then times training steps. Each setting runs in a separate process. `bloomery
     plan` uses the measurements from then on. Exit code 1 when the planned settings could not be measured.
 
+    \b
     Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
+             bloomery bench go-coder-tiny --torch 2.12.1,2.13.0
     """
     from bloomery.bench.measuring import (
         Bench,
@@ -83,8 +93,16 @@ def command(
     # What was typed wrong is refused before the machine is looked at and a child is started.
     contributor = author_name(contributor)
     settings = points(sweeps) if sweeps else None
+    limit_seconds = seconds_of(limit)
+    if torch_versions is not None and (sweeps or export is not None):
+        option = "--sweep" if sweeps else "--export"
+        problem = f"--torch measures the recipe as planned: it does not go with {option}"
+        fix = f"leave out {option}; change the recipe with section.key=value"
+        raise UserError(problem, where=option, fix=fix, code=2)
     bench = Bench(recipe=recipe, overrides=overrides, machine=with_cpu_check(detect()))
-    table = Table(to_stderr=as_json, limit=seconds_of(limit))
+    table = Table(to_stderr=as_json, limit=limit_seconds)
+    if torch_versions is not None:
+        return compare_versions(bench, torch_versions, table=table, as_json=as_json)
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, settings)
 
@@ -103,6 +121,61 @@ def command(
     if as_json:
         print_json(document(largest, trials, rows))
     return 0 if rows[0].outcome == "ok" else 1
+
+
+def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: bool) -> int:
+    """Measure the recipe with each version of PyTorch, and print which is faster; 0 when all could be measured."""
+    from bloomery.bench.environments import Pip, throwaway_folder
+    from bloomery.bench.measuring import noise_line
+    from bloomery.bench.torch_versions import (
+        Comparison,
+        all_results,
+        measure,
+        opening,
+        round_line,
+        same_work,
+        verdict_lines,
+        wanted_versions,
+    )
+    from bloomery.bench.torch_versions import document as versions_document
+    from bloomery.bench.torch_versions import table as versions_table
+
+    # Everything that can be refused is refused before anything is downloaded.
+    wanted = wanted_versions(versions, bench.machine)
+    bench.plan()
+    installer = Pip(os.environ)
+    try:
+        with throwaway_folder() as folder:
+            comparison = Comparison(bench, wanted, folder, installer)
+            on_phase = partial(table.show_phase, "torch")
+            prepared = comparison.prepare(on_phase)
+            table.print(*opening(prepared, folder, comparison.left_out))
+
+            benches = []
+            for version in prepared:
+                begin_seconds = time.monotonic()
+                benches.append(comparison.install(version, on_phase))
+                if not version.wanted.is_installed:
+                    seconds = time.monotonic() - begin_seconds
+                    table.print(
+                        f"{'installed':<10}torch {version.wanted.version} in {seconds:.0f} s"
+                    )
+            measurements = measure(
+                list(zip(wanted, same_work(benches), strict=True)),
+                on_phase=on_phase,
+                on_result=lambda *result: table.print(round_line(*result)),
+                time_left=table.time_left,
+            )
+
+            # Removing gigabytes takes a while: the result comes first.
+            source = shlex.join((bench.recipe, *bench.overrides))
+            table.print("", *versions_table(measurements), "", *verdict_lines(measurements, source))
+            table.print(*noise_line(all_results(measurements)))
+    finally:
+        table.stop()
+    if as_json:
+        print_json(versions_document(measurements))
+    return 1 if any(measured.problem for measured in measurements) else 0
 
 
 def one_of_several(recipe: str, machine: "Machine") -> list[str]:
@@ -168,7 +241,7 @@ class Table:
         }
 
         def trial(size: int) -> "BenchResult":
-            return bench.trial(size, on_phase=partial(self._show_phase, f"micro-batch {size}"))
+            return bench.trial(size, on_phase=partial(self.show_phase, f"micro-batch {size}"))
 
         def on_row(row: "BenchResult") -> None:
             trials.append(row)
@@ -182,7 +255,7 @@ class Table:
                     trial,
                     full_step=sequences_per_step(plan),
                     on_row=on_row,
-                    time_left=lambda: self._time_left(share=0.5),
+                    time_left=lambda: self.time_left(share=0.5),
                 )
                 self.print(*largest_lines(largest, plan))
 
@@ -196,7 +269,11 @@ class Table:
             self._status.stop()
         return largest, trials, rows
 
-    def _time_left(self, *, share: float = 1.0) -> bool:
+    def stop(self) -> None:
+        """Clears the status line."""
+        self._status.stop()
+
+    def time_left(self, *, share: float = 1.0) -> bool:
         return time.monotonic() - self._start_time < share * self._limit
 
     def _points(self, bench: "Bench", settings: list[tuple[str, ...]]) -> list["BenchResult"]:
@@ -206,7 +283,7 @@ class Table:
         rows: list[BenchResult] = []
         for index, overrides in enumerate(settings):
             # What the time limit leaves out is named, so that nobody takes it for measured.
-            if rows and not self._time_left():
+            if rows and not self.time_left():
                 remaining = "; ".join(", ".join(setting) for setting in settings[index:])
                 label = f"{'left out':<10}"
                 text = f"{remaining}: time limit reached"
@@ -215,12 +292,12 @@ class Table:
                 self.print(*wrapped)
                 break
             name = ", ".join(overrides) or "planned settings"
-            row = bench.point(*overrides, on_phase=partial(self._show_phase, name))
+            row = bench.point(*overrides, on_phase=partial(self.show_phase, name))
             rows.append(row)
             self.print(line(row))
         return rows
 
-    def _show_phase(self, name: str, phase: str) -> None:
+    def show_phase(self, name: str, phase: str) -> None:
         """Show the phase of a measurement on the status line of a terminal."""
         if self._live:
             self._status.start()

@@ -160,7 +160,8 @@ class Child:
     """`python -m MODULE` in its own session; the end of the block kills it and the processes that it started.
 
     The child receives `job` and replies through a socket; `environment` holds all of its variables. The last lines that
-    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit.
+    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit. `python`: an interpreter
+    that can import `module`.
     """
 
     def __init__(
@@ -170,9 +171,10 @@ class Child:
         *,
         environment: Mapping[str, str],
         dying_seconds: float = DYING_SECONDS,
+        python: str = sys.executable,
     ) -> None:
         # -P: do not import from the working folder
-        self._command = [sys.executable, "-P", "-X", "faulthandler", "-m", module]
+        self._command = [python, "-P", "-X", "faulthandler", "-m", module]
         self._environment = dict(environment)
         self._dying_seconds = dying_seconds
         self._job = dict(job)

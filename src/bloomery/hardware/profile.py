@@ -24,7 +24,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.wheels import TorchBuild, series, torch_builds, triton_of
+from bloomery.hardware.wheels import DEFAULT_TORCH, TorchBuild, series, torch_builds, triton_of
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
 # Share of the memory of an integrated GPU: the rest of the machine uses the same memory.
@@ -513,8 +513,10 @@ def best_device(machine: Machine) -> Accelerator | None:
     )
 
 
-def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBuild]:
-    """The builds of PyTorch for `device` in this machine, the best first; never empty."""
+def fitting_builds(
+    machine: Machine, device: Accelerator | None, *, torch: str = DEFAULT_TORCH
+) -> list[TorchBuild]:
+    """The builds of a release of PyTorch for `device` in this machine, the best first; never empty."""
     major, minor = (int(part) for part in machine.software.python.split(".")[:2])
     driver = machine.host.driver.nvidia.partition(".")[0]
     return torch_builds(
@@ -522,6 +524,7 @@ def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBu
         python=(major, minor),
         system=machine.host.system,
         cpu_arch=machine.host.cpu_arch,
+        torch=torch,
         driver=int(driver) if driver.isdigit() else None,
         site=machine.host.around.site,
     )

@@ -228,6 +228,19 @@ def _cpu(torch: str, system: str, reason: str) -> TorchBuild:
     )
 
 
+def index_answers(index: str) -> bool:
+    """Whether a package index can be reached within three seconds."""
+    # Slow to import, and commands that install nothing do not need them.
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(index + "/torch/", timeout=3) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
 def series(version: str) -> tuple[int, int]:
     """(2, 13) from "2.13.0+rocm7.2"."""
     major, minor = re.findall(r"\d+", version)[:2]
