@@ -52,6 +52,7 @@ def alternating(monkeypatch):
     forget_counts()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_counted_simulated_and_measured_bytes_agree(case):
     plan = small_plan(**({"sizes": SIZES} | CASES[case]))
