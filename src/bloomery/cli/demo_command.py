@@ -14,10 +14,10 @@ from bloomery.cli.common import NewPath, print_json
 )
 @click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
 def command(part: str | None, as_json: bool, run_dir: Path | None) -> int:
-    """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
+    """Train, kill, resume, evaluate and export a small model: 2 to 5 minutes on 2 cores.
 
     `bloomery demo chat` then fine-tunes that model with LoRA: a minute more.
-    `bloomery demo rl` trains another one with rewards (GRPO): 2 minutes, too.
+    `bloomery demo rl` trains another one with rewards (GRPO): 2 minutes.
 
     Example: bloomery demo --run-dir runs/first
     """
