@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,53 @@ LISTED = (
 def test_each_failure_of_pip_is_a_sentence(output, problem):
     error = refusal(output.splitlines(), ["torch==9.9.9"])
     assert problem in error.problem and "pip install torch==9.9.9" in error.where
+
+
+def wheel(folder: Path, name: str, version: str) -> Path:
+    """A wheel with one module that knows its version."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", f"version = {version!r}\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", f"{name}/__init__.py,,\n{info}/METADATA,,\n")
+    return path
+
+
+def test_real_pip_installs_next_to_the_shared_packages_and_removes_none(tmp_path, monkeypatch):
+    own_settings = {"PIP_CONSTRAINT": os.devnull, "PIP_CONFIG_FILE": os.devnull}
+    pip = environments.Pip(os.environ | own_settings)
+    shared = tmp_path / "site-packages"
+    with zipfile.ZipFile(wheel(tmp_path, "plain", "1.0")) as archive:
+        archive.extractall(shared)
+    monkeypatch.syspath_prepend(str(shared))
+    share_packages(tmp_path / "packages")
+    python = make_environment(tmp_path / "env", tmp_path / "packages")
+
+    # pip replaces what is in its environment: the shared package is not.
+    newer = wheel(tmp_path, "plain", "2.0")
+    arguments = ["--no-index", str(newer)]
+    (download,) = pip.downloads(python, arguments)
+    assert download == Download(name="plain 2.0", bytes=newer.stat().st_size)
+    lines: list[str] = []
+    pip.install(python, arguments, lines.append)
+    assert any("Installing" in line for line in lines)
+    code = "import plain; print(plain.version)"
+    answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "2.0"
+    assert (shared / "plain/__init__.py").read_text() == "version = '1.0'\n"
+    assert (shared / "plain-1.0.dist-info/METADATA").exists()
+
+    # A version that does not exist, and the versions that do.
+    wheel(tmp_path, "torch", "2.12.1")
+    with pytest.raises(UserError, match="no such wheel for Python") as refused:
+        pip.downloads(python, ["--no-index", "--find-links", str(tmp_path), "torch==9.9.9"])
+    assert "2.12.1" in refused.value.fix
 
 
 def test_without_pip_nothing_begins(monkeypatch):

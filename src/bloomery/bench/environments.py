@@ -335,7 +335,7 @@ def refusal(lines: Sequence[str], arguments: Sequence[str]) -> UserError:
         return UserError(f"a constraint of pip{name} excludes it", where=where, fix=fix)
     if versions and versions != ["none"]:
         python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        newest = ", ".join(versions[-6:] if versions[0] < versions[-1] else versions[:6])
+        newest = ", ".join(versions[-6:])  # pip lists the oldest first
         return UserError(
             f"there is no such wheel for Python {python}: {arguments[-1]}",
             where=where,
