@@ -9,7 +9,10 @@ import json
 import torch
 
 from bloomery.model.attention import attend
+from bloomery.model.attention.triton_attention import KernelFailed
+from bloomery.model.backend_checks import decoding_problem
 from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Past, RunningBatch, Sampling
 from bloomery.model.io.weights import fresh_decoder
 
@@ -23,7 +26,7 @@ def counted(q, k, v, num_keys, *options):
     return launch(q, k, v, num_keys, *options)
 
 
-def texts(attention: str | None, **changes) -> list[list[int]]:
+def decoder_of(attention: str | None = None, **changes) -> Decoder:
     facts = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -34,7 +37,11 @@ def texts(attention: str | None, **changes) -> list[list[int]]:
         "head_dim": 16,
         "initializer_range": 0.2,
     }
-    decoder = fresh_decoder(ModelConfig(**facts | changes), seed=1, attention=attention).eval()
+    return fresh_decoder(ModelConfig(**facts | changes), seed=1, attention=attention).eval()
+
+
+def texts(decoder: Decoder) -> list[list[int]]:
+    """As `bloomery serve` decodes them: together, each in a slot."""
     batch = RunningBatch(Past(decoder, slots=3, capacity=30))
     added = [batch.add(PROMPTS[0], Sampling(max_new_tokens=14, temperature=0.0))]
     for _ in range(3):
@@ -50,8 +57,34 @@ torch.set_num_threads(1)
 attend.triton_decode = counted
 for changes in ({}, {"sliding_window": (4, None)}, {"attention_softcap": 5.0}):
     before = dict(calls)
-    expected = texts(None, **changes)
+    expected = texts(decoder_of(**changes))
     assert calls == before
-    assert texts("triton", **changes) == expected, changes
+    assert texts(decoder_of("triton", **changes)) == expected, changes
     assert all(calls[kind] > before[kind] for kind in calls), calls
+
+    # A model that is loaded to decode: its sequences keep SDPA, and the kernel is compared before it is used.
+    loaded = decoder_of(**changes)
+    assert decoding_problem(loaded) is None
+    before = dict(calls)
+    assert texts(loaded) == expected, changes
+    assert all(calls[kind] > before[kind] for kind in calls), calls
+    assert loaded.model.backend == decoder_of(**changes).model.backend
+
+
+def fails(*_):
+    raise KernelFailed("the Triton kernel decode failed: PermissionError")
+
+
+# A kernel that fails, or is wrong for texts of several lengths alone: SDPA decodes.
+before = dict(calls)
+for broken, words in (
+    (fails, "PermissionError"),
+    (lambda q, k, v, num_keys, *rest: launch(q, k, v, None, *rest), "differ from SDPA's by"),
+):
+    attend.triton_decode = broken
+    loaded = decoder_of()
+    assert words in decoding_problem(loaded)
+    attend.triton_decode = counted
+    assert texts(loaded) == texts(decoder_of())
+    assert calls == before
 print(json.dumps(calls))

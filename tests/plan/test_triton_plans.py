@@ -1,6 +1,7 @@
 """Where `auto` takes the Triton kernels, and what a plan says of their speed."""
 
 import json
+import sys
 from importlib.resources import files
 
 import pytest
@@ -9,11 +10,25 @@ from plan_help import gpu_machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.wheels import triton_of, wheel_table
+from bloomery.model.attention import triton_attention
 from bloomery.model.attention.tiles import KERNELS, KernelRun, kernel_figures, reason_against
+from bloomery.model.config import ModelConfig
+from bloomery.model.io.weights import fresh_decoder
+from bloomery.plan.choices import decodes_with_kernel
 from bloomery.plan.estimate.kernels import TiledScores, kernel_seconds, score_seconds
 from bloomery.recipe.load import load_recipe
+from bloomery.train.use import Use, _use_decoding_kernel
 
 # On a GPU that is only planned for, the recommended PyTorch decides: 2.13 with Triton 3.7; 2.9 with 3.5 for gfx906.
+TINY = ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+)
 HALF = "train.precision=float16"
 CHOICES = [
     ("RX 6700 XT", "go-coder-125m", (), "triton", "not yet run on this card"),
@@ -88,6 +103,34 @@ def test_heads_that_are_too_wide_are_refused():
     asked = load_recipe("go-coder-125m", ["train.attention=triton", "model.num_heads=2", HALF])
     with pytest.raises(UserError, match="at most 256 numbers, not 384"):
         planned(asked, gpu_machine("RX 6700 XT"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "precision", "is_used"),
+    [
+        ("RX 6700 XT", "3.8.0", "float16", True),
+        ("RX 6700 XT", "3.8.0", "float32", False),  # spills
+        ("RX 6700 XT", "3.9.0", "float16", False),
+        ("MI100", "3.7.1", "bfloat16", True),
+        ("MI300X", "3.8.0", "bfloat16", False),  # has SDPA with flash attention
+        ("H100 SXM", "3.8.0", "bfloat16", False),
+    ],
+)
+def test_what_decodes(gpu, version, precision, is_used, monkeypatch):
+    """The kernel where training would take Triton's; here its launch fails, and SDPA decodes."""
+    machine = with_triton(gpu, version)
+    decoder = fresh_decoder(TINY, seed=0).eval()
+    assert is_used == decodes_with_kernel(
+        decoder.config, build_profile(machine), precision=precision, torch="2.13.0"
+    )
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "bloomery.model.attention.triton_kernels", None)
+    triton_attention._kernels.cache_clear()
+    lines = []
+    _use_decoding_kernel(decoder, Use("cuda", machine=machine), precision, lines.append)
+    assert len(lines) == is_used
+    assert all("SDPA, as the Triton kernel cannot be used" in line for line in lines)
+    assert not decoder.model.layers[0].self_attn.decodes_with_kernel
 
 
 def test_another_triton_can_be_planned_for_but_not_run():

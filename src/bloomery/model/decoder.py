@@ -52,6 +52,8 @@ class Attention(nn.Module):
         self.config = config
         self.window = config.window(layer)
         self.backend: str | Backend = backend
+        # One new token of each text goes to Triton's kernel for decoding.
+        self.decodes_with_kernel = backend == "triton"
         self.scale = (
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         )
@@ -103,7 +105,7 @@ class Attention(nn.Module):
             if mask is not None:
                 layout = DocumentLayout(mask_B1TS=mask)
                 window = None
-            if self.backend == "triton" and q_BHTE.shape[2] == 1:
+            if self.decodes_with_kernel and q_BHTE.shape[2] == 1:
                 backend = decode
                 layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
 
@@ -418,6 +420,13 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | Backbone):
                 module.backend = backend
+        self.decode_with_kernel(backend == "triton")
+
+    def decode_with_kernel(self, is_used: bool) -> None:
+        """Whether new tokens of a cache go to Triton's kernel from now on; sequences keep their backend."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.decodes_with_kernel = is_used
 
     @property
     def stage(self) -> Stage:

@@ -149,10 +149,9 @@ def choose_attention(
 
     if kind == "cuda" and "triton" not in absent:
         length = recipe.data.sequence_length
-        run = kernel_run(config, profile, precision=precision, length=length)
-        refusal = None if run is None else tiles.refusal(run)
-        if refusal is None and run is not None and requested == "auto":
-            refusal = tiles.reason_against(run)
+        refusal = _triton_refusal(
+            config, profile, precision=precision, length=length, is_set=requested != "auto"
+        )
         if refusal is not None:
             absent["triton"] = refusal
 
@@ -200,6 +199,47 @@ def choose_attention(
         )
     reasons = [ASKED, *([triton.reason] if is_open else [])]
     return Choice(requested, "; ".join([*reasons, NOT_RUN] if requested == "triton" else reasons))
+
+
+def decodes_with_kernel(
+    config: ModelConfig, profile: Profile, *, precision: str, torch: str
+) -> bool:
+    """Whether `auto` would train the model with the Triton kernels on this GPU, on one document per sequence.
+
+    Then its new tokens are decoded with their kernel, too: the one condition is as strict as the other.
+    """
+    if profile.accelerator is None or config.transformers_backend is not None:
+        return False
+    windows = [window for window in config.sliding_window if window is not None]
+    absent = _absent_attention(profile, precision)
+    length = config.max_positions
+    refusal = _triton_refusal(config, profile, precision=precision, length=length, is_set=False)
+    if refusal is not None:
+        absent.setdefault("triton", refusal)
+    choice = attention_facts.choose(
+        "cuda",
+        arch_has_fused=profile.attention.value == "fused",
+        sequence_length=length,
+        packed=False,
+        window=min(windows, default=None),
+        softcap=config.attention_softcap,
+        dropout=0.0,
+        float32=precision == "float32",
+        torch=torch,
+        absent=absent,
+    )
+    return choice.value == "triton"
+
+
+def _triton_refusal(
+    config: ModelConfig, profile: Profile, *, precision: str, length: int, is_set: bool
+) -> str | None:
+    """What the compiled kernels say against the Triton backend. `is_set`: by the recipe."""
+    run = kernel_run(config, profile, precision=precision, length=length)
+    if run is None:
+        return None
+    refusal = tiles.refusal(run)
+    return refusal if refusal is not None or is_set else tiles.reason_against(run)
 
 
 def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:

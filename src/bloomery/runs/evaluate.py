@@ -28,7 +28,7 @@ from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.formats import NAMES, RequiredFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import refuse_values
-from bloomery.model.decoder import Attention, Backbone, Decoder
+from bloomery.model.decoder import Decoder
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
@@ -212,11 +212,8 @@ def evaluate_as_trained(
     ):
         return None
     on_own_device = plan.train.device == next(decoder.parameters()).device.type
-    for module in decoder.modules():
-        if isinstance(module, Backbone | Attention):
-            module.backend = (
-                plan.model.attention if on_own_device else "mask"
-            )  # supported by every device
+    # The block mask is supported by every device.
+    decoder.use_attention(plan.model.attention if on_own_device else "mask")
     loader = open_loader(plan, "validation")
     sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)

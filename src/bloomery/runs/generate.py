@@ -68,7 +68,7 @@ class Model:
     ) -> "Model":
         """The model that `find_model` finds. Raises UserError."""
         files = find_model(model, step)
-        decoder = load_used(files, use or Use.local(), on_load=on_load)
+        decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
         compile_step(decoder, on_load)
         return Model(decoder, files.tokenizer)
 

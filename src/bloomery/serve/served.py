@@ -136,7 +136,9 @@ def load_served(
         )
         limits = replace(limits, context=context)
     else:
-        decoder = load_used(files, use, on_load=on_load, cached=(limits.slots, limits.context))
+        decoder = load_used(
+            files, use, on_load=on_load, cached=(limits.slots, limits.context), decodes=True
+        )
     refuse_values(decoder.config, where=str(model))
     loaded_adapters = None
     if adapters:

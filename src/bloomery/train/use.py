@@ -12,12 +12,14 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import Profile
+from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
+from bloomery.model.backend_checks import decoding_problem
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
+from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import autocast_forward, prepare_weights
 from bloomery.train.model_folder import ModelFiles
@@ -90,24 +92,27 @@ def load_used(
     dtype: torch.dtype | None = None,
     on_load: OnText = lambda _: None,
     cached: tuple[int, int] = (1, CONTEXT),
+    decodes: bool = False,
 ) -> Decoder:
     """The decoder, quantized and in the precision of its run.
 
     `dtype`: for a model without a run, or whose precision the device lacks; None: as stored. `on_load` receives what is
     loaded, its memory, and why results may differ from the run's. Raises UserError before allocating when it does not
-    fit. `cached`: the slots of the KV cache, and the tokens of each at most.
+    fit. `cached`: the slots of the KV cache, and the tokens of each at most. `decodes`: new tokens go to a kernel for
+    decoding, where the GPU has one.
     """
-    return _load(files, use, dtype, on_load, cached)[0]
+    return _load(files, use, dtype, on_load, cached, decodes=decodes)[0]
 
 
 def load_fitting(
     files: ModelFiles, use: Use, *, slots: int, parts: int = 1, on_load: OnText = lambda _: None
 ) -> tuple[Decoder, int]:
-    """As `load_used`, with the tokens of each slot that fit into memory: the model's context, or less, with a line.
+    """As `load_used`, to decode, with the tokens of each slot that fit into memory: the model's context, or less, with
+    a line.
 
     `parts`: the KV caches of how many models share the free memory.
     """
-    return _load(files, use, None, on_load, (slots, None), parts)
+    return _load(files, use, None, on_load, (slots, None), parts, decodes=True)
 
 
 def _load(
@@ -117,6 +122,8 @@ def _load(
     on_load: OnText,
     cached: tuple[int, int | None],
     parts: int = 1,
+    *,
+    decodes: bool,
 ) -> tuple[Decoder, int]:
     # Quantization: as requested, else as the run trained.
     trained = files.trained
@@ -178,7 +185,33 @@ def _load(
         arrange=arrange,
     )
     autocast_forward(decoder, precision or "float32")
+    if decodes:
+        _use_decoding_kernel(decoder, use, precision, on_load)
     return decoder, context
+
+
+def _use_decoding_kernel(
+    decoder: Decoder, use: Use, precision: str | None, on_load: OnText
+) -> None:
+    """Decodes with Triton's kernel where training would take those kernels on this GPU, and where it is right."""
+    if use.device == "cpu" or use.machine is None:
+        return
+    weight_dtype = decoder.model.embed_tokens.weight.dtype
+    is_used = decodes_with_kernel(
+        decoder.config,
+        build_profile(use.machine),
+        precision=precision or str(weight_dtype).removeprefix("torch."),
+        torch=torch.__version__,
+    )
+    if not is_used:
+        return
+    problem = decoding_problem(decoder)
+    if problem is None:
+        on_load(
+            f"decoding: Bloomery's Triton kernel, {NOT_RUN}; its logits were compared with SDPA"
+        )
+    else:
+        on_load(f"decoding: PyTorch's SDPA, as the Triton kernel cannot be used: {problem}")
 
 
 def _precision_of_run(files: ModelFiles, use: Use) -> str | None:
