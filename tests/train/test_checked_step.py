@@ -28,7 +28,7 @@ from bloomery.hardware.machine import Probe, read_machine
 from bloomery.monitor.events import StepChecked, Warned
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Quantize
+from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle
 from bloomery.train.diagnostics import checked_step
 from bloomery.train.diagnostics.checked_step import (
@@ -175,6 +175,29 @@ def test_a_healthy_device_is_not_blamed(name):
     examination = examine(HEALTHY[name])
     assert examination.findings == ()
     assert examination.unrepeatable == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        (
+            "vera",
+            {"r": 4},
+        ),  # whose second vector is 0 at first, and with it the gradient of the first
+        pytest.param("adalora", {"init_r": 6, "target_r": 4}, marks=soak),
+        pytest.param("oft", {}, marks=soak),
+    ],
+)
+def test_methods_of_peft_are_not_blamed(method, fields):
+    adapter = Peft(kind="peft", method=method, target_modules=["q_proj", "v_proj"], **fields)
+    examination = examine(plan_of(adapter=adapter))
+    assert examination.findings == ()
+    assert examination.unrepeatable == ()
+
+
+@soak  # compiles for a minute or more
+def test_compiled_layers_are_not_blamed():
+    assert examine(plan_of(train={"compile": True, "precision": "bfloat16"})).findings == ()
 
 
 def test_fifty_configurations_differ():

@@ -20,6 +20,7 @@ UNIT_ROUNDOFF = {
 # them give `u sqrt(n / 3)`. Four times `u sqrt(n)` is seven times that: no healthy tile comes near it, and a tile that
 # holds other numbers has an error of about 1.
 SAFETY = 4.0
+SMALLEST_SQUARE = 1e-36  # of a tensor of zeros, which is divided by: float32 holds it
 TILE = 32  # rows and columns: smaller than any tile of a kernel, so that one wrong tile cannot hide in a matrix
 
 
@@ -66,7 +67,9 @@ def tile_error(result: Tensor, exact: Tensor, *, least_size: float = 0.0) -> flo
     exact = _matrix(exact.detach().cpu().to(wide))
     difference = _matrix(result.detach().cpu().to(wide)) - exact
     tensor_square = float(exact.square().mean())
-    scales = _tile_means(exact.square()).clamp_(min=max(tensor_square, least_size**2, 1e-60))
+    scales = _tile_means(exact.square()).clamp_(
+        min=max(tensor_square, least_size**2, SMALLEST_SQUARE)
+    )
     error = float((_tile_means(difference.square_()) / scales).max().sqrt())
     return error if math.isfinite(error) else math.inf
 

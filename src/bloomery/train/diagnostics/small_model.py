@@ -261,12 +261,19 @@ def exact_plan(plan: RunPlan) -> RunPlan:
 
 def build_pair(plan: RunPlan) -> Pair:
     """Builds both models of a `small_plan` with the run's own code. Raises what building a run raises."""
-    tested = Side(plan, build_state(plan).model_and_optimizer)
+    tested = Side(plan, trained_part(plan))
     disturb_weights(tested.model)
     plan_on_cpu = exact_plan(plan)
-    exact = Side(plan_on_cpu, build_state(plan_on_cpu).model_and_optimizer)
+    exact = Side(plan_on_cpu, trained_part(plan_on_cpu))
     copy_weights(tested.model, exact.model)
     return Pair(tested, exact, small_batch(plan))
+
+
+def trained_part(plan: RunPlan) -> ModelAndOptimizer:
+    """Without the schedule of a method of PEFT, such as AdaLoRA's, which changes ranks between two equal steps."""
+    model_and_optimizer = build_state(plan).model_and_optimizer
+    model_and_optimizer.peft_adapter = None
+    return model_and_optimizer
 
 
 @torch.no_grad()
@@ -289,14 +296,14 @@ def disturb_weights(model: Decoder) -> None:
         values = parameter.detach().float().cpu()
         if name in EMBEDDINGS:
             put(values * embedding_scale, parameter)
-        elif name.endswith(".bias"):
-            put(BIAS_DEVIATION * noise, parameter)
-        elif parameter.ndim == 1:
+        elif name.endswith("norm.weight"):
             gains = (values + offset) * (1 + GAIN_DEVIATION * noise)
             gains *= logit_scale if name == "model.norm.weight" else 1.0
             put(gains - offset, parameter)
-        elif not values.any():
-            put(noise * config.initializer_range, parameter)
+        elif name.endswith(".bias") or not values.any():
+            put(BIAS_DEVIATION * noise, parameter)
+        elif parameter.ndim == 1:
+            put(values * (1 + GAIN_DEVIATION * noise), parameter)
     for name, module in adapted(model):
         # B A x with x of size 1 is to be a share of what W x is, about 1: A x has the size sqrt(1 / 3).
         if not module.pissa:

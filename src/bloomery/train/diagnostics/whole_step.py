@@ -132,9 +132,6 @@ def exact_step(pair: Pair) -> StepNumbers:
         num_micro_batches=1,
     )
     total, _ = run_micro_batches([pair.batch], passes)
-    peft_adapter = model_and_optimizer.peft_adapter
-    if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:
-        penalty.backward()
     parameters = optimizer.named_parameters
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     norm = float(global_norm(gradients))
