@@ -125,7 +125,11 @@ def remove_orphans(parent: Path) -> None:
     """Removes this user's throw-away folders in `parent` whose process does not run."""
     for folder in parent.glob(f"{PREFIX}*-*"):
         number = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if not number.isdecimal() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        try:
+            is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+        except FileNotFoundError:  # its process has just removed it
+            continue
+        if not number.isdecimal() or not is_own:
             continue
         try:
             os.kill(int(number), 0)
