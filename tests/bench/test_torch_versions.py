@@ -463,6 +463,28 @@ def test_a_version_whose_gradient_is_zero_is_named_and_measured_once(bench, figu
     assert len(ran.read_text().splitlines()) == torch_versions.ROUNDS + 1
 
 
+def test_a_version_that_cannot_be_imported_is_a_row_and_the_others_are_measured(
+    bench, figures, monkeypatch
+):
+    class OneIsBroken(FakePip):
+        def install(self, python, arguments, on_line):
+            super().install(python, arguments, on_line)
+            if arguments[-1] == "torch==2.9.1":
+                (package,) = (python.parents[1] / "lib").glob("python*/site-packages/torch")
+                (package / "__init__.py").write_text("raise OSError('libhipblaslt.so.1: missing')")
+
+    bench()
+    ran = figures(installed={"seconds": 1.0}, **{OTHER: {"seconds": 0.5}})
+    monkeypatch.setattr(environments, "Pip", OneIsBroken)
+    result = command("--torch", f"2.9.1,{INSTALLED},{OTHER}")
+    assert result.return_value == 1
+    text = " ".join(result.stdout.split())
+    cause = "PyTorch cannot be imported: OSError: libhipblaslt.so.1: missing"
+    assert f"torch 2.9.1 cannot win: {cause}" in text
+    assert f"torch {OTHER}+cpu: 2.00 times" in text
+    assert len(ran.read_text().splitlines()) == 2 * torch_versions.ROUNDS
+
+
 @pytest.mark.parametrize("words", [("--sweep", "train.compile=true"), ("--export", "x.json")])
 def test_other_tables_do_not_go_with_it(bench, words):
     bench()

@@ -255,11 +255,14 @@ class Comparison:
         )
 
 
-def same_work(benches: Sequence[Bench]) -> list[Bench]:
+def same_work(benches: Sequence[tuple[Wanted, Bench]]) -> list[tuple[Wanted, Bench]]:
     """The benches with the micro-batch of the first one's plan: `auto` may choose another for another version."""
-    size = benches[0].plan().train.micro_batch_size
+    size = benches[0][1].plan().train.micro_batch_size
     override = f"train.micro_batch_size={size}"
-    return [replace(bench, overrides=(*bench.overrides, override)) for bench in benches]
+    return [
+        (wanted, replace(bench, overrides=(*bench.overrides, override)))
+        for wanted, bench in benches
+    ]
 
 
 def measure(
@@ -295,6 +298,12 @@ def measure(
         )
         for (wanted, bench), own_results in zip(benches, results, strict=True)
     ]
+
+
+def not_installed(wanted: Wanted, error: UserError) -> Measured:
+    """A version that could not be installed or imported: the others are measured all the same."""
+    result = BenchResult(overrides=(), plan=None, outcome="failed", message=error.problem)
+    return Measured(wanted=wanted, version=wanted.version, results=(result,))
 
 
 def ratio(rates: Sequence[float], base_rates: Sequence[float]) -> Ratio | None:

@@ -131,6 +131,7 @@ def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: 
         Comparison,
         all_results,
         measure,
+        not_installed,
         opening,
         round_line,
         same_work,
@@ -152,20 +153,27 @@ def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: 
             table.print(*opening(prepared, folder, comparison.left_out))
 
             benches = []
+            measurements = []
             for version in prepared:
                 begin_seconds = time.monotonic()
-                benches.append(comparison.install(version, on_phase))
+                try:
+                    benches.append((version.wanted, comparison.install(version, on_phase)))
+                except UserError as error:
+                    measurements.append(not_installed(version.wanted, error))
+                    table.print(f"{'failed':<10}torch {version.wanted.version}: {error.problem}")
+                    continue
                 if not version.wanted.is_installed:
                     seconds = time.monotonic() - begin_seconds
                     table.print(
                         f"{'installed':<10}torch {version.wanted.version} in {seconds:.0f} s"
                     )
-            measurements = measure(
-                list(zip(wanted, same_work(benches), strict=True)),
-                on_phase=on_phase,
-                on_result=lambda *result: table.print(round_line(*result)),
-                time_left=table.time_left,
-            )
+            if len(benches) > 1:
+                measurements += measure(
+                    same_work(benches),
+                    on_phase=on_phase,
+                    on_result=lambda *result: table.print(round_line(*result)),
+                    time_left=table.time_left,
+                )
 
             # Removing gigabytes takes a while: the result comes first.
             source = shlex.join((bench.recipe, *bench.overrides))
