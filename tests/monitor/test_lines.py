@@ -20,6 +20,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Sampled,
     Saved,
+    StepChecked,
     Warned,
 )
 from bloomery.monitor.lines import PlainView, header, showing
@@ -44,6 +45,17 @@ def rows_of(lines, titles=None):
         for line in told
         if line[:6].strip().isdigit() and any(letter.isdigit() for letter in line[6:18])
     ]
+
+
+def test_a_checked_step_has_a_line_and_a_known_one_none():
+    checked = StepChecked(
+        device="RX 6700 XT", arch="gfx1031", torch="2.13.0", precision="float16", seconds=3.2
+    )
+    (line,) = lines_of([checked, replace(checked, known=True)])
+    assert line == "check      one step on RX 6700 XT equals the CPU's in float16 (3.2 s)"
+    problem = "this GPU computes wrong gradients in q_proj with float16"
+    lines = lines_of([replace(checked, problem=problem, detail="error 1.5, at most 0.0039")])
+    assert problem in " ".join(lines[0].split()) and "0.0039" in " ".join(lines)
 
 
 def test_samples_of_devices_do_not_part_a_line_from_its_exam():

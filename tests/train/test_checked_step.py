@@ -25,7 +25,7 @@ from bloomery.bench import step_probes
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.hardware.machine import Probe, read_machine
-from bloomery.monitor.events import StepChecked, Warned
+from bloomery.monitor.events import Phase, StepChecked, Warned
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
@@ -352,8 +352,10 @@ def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
     assert checked.torch == torch.__version__
 
     monkeypatch.setattr(checked_step, "examine", lambda _plan: pytest.fail("checked again"))
-    (known,) = Run(plan, tmp_path / "second").of(StepChecked)
+    second = Run(plan, tmp_path / "second")
+    (known,) = second.of(StepChecked)
     assert known.known
+    assert "check" not in [phase.name for phase in second.of(Phase)]
 
 
 @pytest.mark.usefixtures("checks_the_cpu")

@@ -465,10 +465,10 @@ def check_step(
     """
     if not mesh.all_gather_json(asked and is_checked(plan))[0]:
         return
-    emit(Phase(name="check"))
     machine_file = run_dir / "machine.json"
     machine = read_machine(machine_file) if machine_file.is_file() else None
-    verdicts = [Verdict(**entry) for entry in mesh.all_gather_json(asdict(judge(plan, machine)))]
+    own_verdict = judge(plan, machine, begins=lambda: emit(Phase(name="check")))
+    verdicts = [Verdict(**entry) for entry in mesh.all_gather_json(asdict(own_verdict))]
 
     # The slowest rank's seconds, and the first problem.
     worst = next((verdict for verdict in verdicts if verdict.problem), verdicts[0])
@@ -518,13 +518,17 @@ def warn_of_bits(plan: RunPlan, verdicts: list[Verdict], emit: Emit) -> None:
     emit(Warned(reason=f"{problem}: a repeated or resumed run will differ in its last digits"))
 
 
-def judge(plan: RunPlan, machine: Machine | None) -> Verdict:
-    """Check this process's device, or read that it was checked."""
+def judge(
+    plan: RunPlan, machine: Machine | None, begins: Callable[[], None] = lambda: None
+) -> Verdict:
+    """Check this process's device, or read that it was checked. `begins`: called before a check."""
     identity = identity_of(plan, machine)
     verdict = Verdict(identity.device, identity.arch, identity.torch, identity.driver)
     try:
         key = key_of(plan, identity)
         known = known_answer(key)
+        if known is None:
+            begins()
         examination = known or examine(plan)
     except UserError as error:
         return replace(verdict, skipped=error.problem)
