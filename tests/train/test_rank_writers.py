@@ -1,5 +1,6 @@
 """Checkpoints that several ranks write, each the tensors that it owns. Oracle: the checkpoint of one rank."""
 
+import json
 import platform
 import random
 import shutil
@@ -16,8 +17,13 @@ from runs_of_the_loop import assert_same_tensors
 from safetensors.torch import load_file, save_file
 
 from bloomery.core.errors import UserError
+from bloomery.model.config import ModelConfig
 from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, file_order
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.presets import build_config
 from bloomery.monitor.events import Saved, StepDone
+from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Model as ModelRecipe
 from bloomery.train.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
 from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
 
@@ -26,7 +32,9 @@ STEPS, HALF = 4, 2
 
 
 def plan_of(prepared: Path, **sections: Any) -> Any:
-    config = {"vocab_size": 300, "tie_embeddings": False} | sections.pop("config", {})
+    config = sections.pop("config", {})
+    if not isinstance(config, ModelConfig):
+        config = tiny_config(**{"vocab_size": 300, "tie_embeddings": False} | config)
     train = {
         "micro_batch_size": 2,
         "accumulation": 2,
@@ -35,7 +43,7 @@ def plan_of(prepared: Path, **sections: Any) -> Any:
     } | sections.pop("train", {})
     return tiny_plan(
         prepared,
-        config=tiny_config(**config),
+        config=config,
         train=train,
         checkpoint={"every_steps": HALF, "async_save": True},
         eval={"every_steps": HALF},
@@ -49,7 +57,7 @@ def train_in_small_files(
     """One rank of a run whose checkpoints are divided as those of a large model are; its events."""
     from bloomery.parallel import ownership
 
-    ownership.FILE_BYTES = 16 * KIB
+    ownership.FILE_BYTES = 8 * KIB
     try:
         return train_here(plan_json, folder, resume_from, stop_after)
     finally:
@@ -67,6 +75,17 @@ def train_divided(
 
 def step_of(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def saved_by_one_rank(plan: Any, checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint that one rank saves of the state that it has read from another."""
+    # A run whose evaluation was interrupted saves its first step again.
+    unfinished = shutil.copytree(checkpoint, folder.with_name(f"{folder.name} unfinished"))
+    state = json.loads((unfinished / "state.json").read_text())
+    state["progress"]["eval_due"] = True
+    (unfinished / "state.json").write_text(json.dumps(state))
+    train(plan, folder, resume_from=unfinished, stop_after=0)
+    return step_of(folder, HALF)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -115,14 +134,27 @@ MESHES = {
     "3 shards": {"shard": 3},
     "2 copies": {"replicate": 2},
     "2 x 2": {"replicate": 2, "shard": 2},
+    "2 stages": {"pipeline": 2},
+    "2 stages of 2 shards": {"pipeline": 2, "shard": 2},
+    "2 stages of 2 copies": {"pipeline": 2, "replicate": 2},
 }
+QUICK_MESHES = ("4 shards", "2 x 2", "2 stages of 2 shards")
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_owners_write_what_one_rank_saves(prepared, tmp_path, mesh) -> None:
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, id=name, marks=[] if name in QUICK_MESHES else pytest.mark.soak)
+        for name, mesh in MESHES.items()
+    ],
+)
+@pytest.mark.parametrize(
+    "tied", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["untied", "tied"]
+)
+def test_owners_write_what_one_rank_saves(prepared, tmp_path, mesh, tied) -> None:
     from transformers import AutoModelForCausalLM
 
-    plan = plan_of(prepared)
+    plan = plan_of(prepared, config={"tie_embeddings": tied})
     several = on_ranks(plan, **mesh)
     events = train_divided(several, tmp_path / "several", stop_after=HALF)
     checkpoint = step_of(tmp_path / "several", HALF)
@@ -138,8 +170,7 @@ def test_owners_write_what_one_rank_saves(prepared, tmp_path, mesh) -> None:
         assert 0 < saved["stall_seconds"] <= saved["seconds"]
 
     # One rank reads it all, and saves the same again: the same bits, and the same files as on several ranks.
-    train(plan, tmp_path / "one", resume_from=checkpoint, stop_after=0)
-    copy = step_of(tmp_path / "one", HALF)
+    copy = saved_by_one_rank(plan, checkpoint, tmp_path / "one")
     assert_same_tensors(tensors(copy), tensors(checkpoint))
     for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
         assert (copy / name).read_bytes() == (undivided / name).read_bytes(), name
@@ -269,7 +300,7 @@ def train_with_a_bad_rank(
     from bloomery.parallel import ownership
     from bloomery.train import rank_writers
 
-    ownership.FILE_BYTES = 16 * KIB
+    ownership.FILE_BYTES = 8 * KIB
     plain_write = rank_writers.RankWriters._write_files
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -430,3 +461,49 @@ def test_ranks_that_are_killed_in_saves_lose_no_checkpoint(prepared, tmp_path, k
     rest = train_divided(plan, folder, resume_from)
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > saved_step}
     assert_same_tensors(tensors(step_of(folder, 10)), tensors(step_of(tmp_path / "whole", 10)))
+
+
+LORA = Lora(kind="lora", rank=4, alpha=8.0, target_modules=["q_proj", "down_proj"])
+ADAPTED_MESHES = {
+    "3 shards": {"shard": 3},
+    "2 stages of 2 shards": {"pipeline": 2, "shard": 2},
+}
+
+
+@pytest.mark.parametrize("mesh", ADAPTED_MESHES.values(), ids=ADAPTED_MESHES)
+def test_an_adapter_is_one_file_of_any_size(prepared, tmp_path, mesh) -> None:
+    """PEFT opens no other. The states of its optimizer are divided."""
+    config = tiny_config(vocab_size=300)
+    base = tmp_path / "base"
+    base.mkdir()
+    write_model(model_state(fresh_decoder(config, seed=1)), config, base)
+    plan = plan_of(prepared, config={"tie_embeddings": True}, adapter=LORA)
+    model_plan = plan.model.model_copy(update={"source": base})
+    plan = plan.model_copy(update={"adapter": LORA, "model": model_plan})
+    several = on_ranks(plan, **mesh)
+    train_divided(several, tmp_path / "several", stop_after=HALF)
+    checkpoint = step_of(tmp_path / "several", HALF)
+    train(several, tmp_path / "small", stop_after=HALF)
+    undivided = step_of(tmp_path / "small", HALF)
+    adapter = "adapter_model.safetensors"
+    assert (checkpoint / adapter).read_bytes() == (undivided / adapter).read_bytes()
+    copy = saved_by_one_rank(plan, checkpoint, tmp_path / "one")
+    for name in (adapter, "optimizer.safetensors"):
+        assert (copy / name).read_bytes() == (undivided / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"shard": 3}, pytest.param({"pipeline": 2, "replicate": 2}, marks=pytest.mark.soak)],
+    ids=["3 shards", "2 stages of 2 copies"],
+)
+@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+def test_tensors_that_are_stored_fused_are_written_whole(prepared, tmp_path, family, mesh) -> None:
+    """Phi-3 stores q, k and v as one tensor, GPT-2 transposed as well. Oracle: the file that one rank writes."""
+    model = ModelRecipe(family=family, hidden_size=32, num_layers=2, num_heads=2, max_positions=64)
+    plan = plan_of(prepared, config=build_config(model, vocab_size=300))
+    train_divided(on_ranks(plan, **mesh), tmp_path / "several", stop_after=HALF)
+    checkpoint = step_of(tmp_path / "several", HALF)
+    assert parts_in_files(checkpoint)["model"] > 1
+    copy = saved_by_one_rank(plan, checkpoint, tmp_path / "one")
+    assert_same_tensors(tensors(checkpoint), tensors(copy))
