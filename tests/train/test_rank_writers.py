@@ -22,8 +22,10 @@ from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, f
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config
 from bloomery.monitor.events import Saved, StepDone
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora
 from bloomery.recipe.schema import Model as ModelRecipe
+from bloomery.train.checkpoint import read_part
 from bloomery.train.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
 from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
 
@@ -246,7 +248,7 @@ def measured_run(plan_json: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_four_shards_share_the_work_of_a_save(prepared, tmp_path) -> None:
-    """52 million parameters. In processes of its own: a peak is that of a process."""
+    """51 million parameters. In processes of its own: a peak is that of a process."""
     config = {
         "vocab_size": 16384,
         "hidden_size": 512,
@@ -507,3 +509,132 @@ def test_tensors_that_are_stored_fused_are_written_whole(prepared, tmp_path, fam
     assert parts_in_files(checkpoint)["model"] > 1
     copy = saved_by_one_rank(plan, checkpoint, tmp_path / "one")
     assert_same_tensors(tensors(checkpoint), tensors(copy))
+
+
+def agreed_on(plan_json: str, folder: str) -> tuple[str, list[str], list[str]]:
+    """On every rank: the checkpoint to resume from, what is said of newer ones, and the files that this rank hashed."""
+    from bloomery.parallel.process_group import join
+    from bloomery.train import model_folder
+    from bloomery.train.recover import agreed_checkpoint
+
+    hashed_files = []
+    plain_digest = model_folder._digest
+
+    def noted_digest(path: Path) -> str:
+        hashed_files.append(f"{path.parent.name}/{path.name}")
+        return plain_digest(path)
+
+    model_folder._digest = noted_digest
+    problems: list[str] = []
+    try:
+        mesh = join(RunPlan.model_validate_json(plan_json).train)
+        checkpoint = agreed_checkpoint(mesh, Path(folder) / "checkpoints", problems.append)
+    finally:
+        model_folder._digest = plain_digest
+    return "" if checkpoint is None else checkpoint.name, problems, hashed_files
+
+
+def test_ranks_share_out_the_hashing_and_agree_on_damage(prepared, tmp_path) -> None:
+    plan = on_ranks(plan_of(prepared), shard=3)
+    train_divided(plan, tmp_path)
+    words = (plan.model_dump_json(), str(tmp_path))
+    files = sorted(path.name for path in step_of(tmp_path, STEPS).iterdir())
+    files.remove("MANIFEST.json")
+
+    # Undamaged: each file is hashed once, and every rank hashes some.
+    results = ranks(3).call(agreed_on, *words)
+    assert {result[0] for result in results} == {f"step-{STEPS:08d}"}
+    hashed_files = [file.split("/")[1] for _, _, of_rank in results for file in of_rank]
+    assert sorted(hashed_files) == files
+    assert all(of_rank for _, _, of_rank in results)
+
+    # A flipped bit in any file, whoever hashes it: all ranks take the checkpoint before, for the same reason.
+    for name in files:
+        path = step_of(tmp_path, STEPS) / name
+        content = path.read_bytes()
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        results = ranks(3).call(agreed_on, *words)
+        path.write_bytes(content)
+        assert {result[0] for result in results} == {f"step-{HALF:08d}"}
+        assert len({str(problems) for _, problems, _ in results}) == 1
+        assert name in results[0][1][0]
+
+
+def read_by_rank(plan_json: str, folder: str, resume_from: str) -> int:
+    """On every rank: the bytes of tensors that it reads from the files of a checkpoint."""
+    from bloomery.model.io.safetensors import TensorReader
+
+    bytes_read = 0
+    plain_read = TensorReader._read_into
+
+    def counted_read(reader, target: torch.Tensor, source, first: int) -> None:
+        nonlocal bytes_read
+        bytes_read += target.nbytes
+        plain_read(reader, target, source, first)
+
+    TensorReader._read_into = counted_read
+    try:
+        train_here(plan_json, folder, resume_from, 0)
+    finally:
+        TensorReader._read_into = plain_read
+    return bytes_read
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 4}, {"pipeline": 2}], ids=["4 shards", "2 stages"])
+def test_a_rank_reads_its_own_rows(prepared, tmp_path, mesh) -> None:
+    plan = on_ranks(plan_of(prepared), **mesh)
+    train_divided(plan, tmp_path / "first", stop_after=HALF)
+    checkpoint = step_of(tmp_path / "first", HALF)
+    num_bytes = sum(tensor.nbytes for tensor in tensors(checkpoint).values())
+    (tmp_path / "again").mkdir()
+    words = (plan.model_dump_json(), str(tmp_path / "again"), str(checkpoint))
+    bytes_by_rank = ranks(plan.train.ranks).call(read_by_rank, *words)
+    assert num_bytes <= sum(bytes_by_rank) < 1.05 * num_bytes  # norms are on every shard
+    assert max(bytes_by_rank) < 1.2 * num_bytes / plan.train.ranks
+
+
+def saved_without_memory(plan_json: str, folder: str, poor_rank: int | None) -> list[Any]:
+    """On every rank: the events of a save; one part has no tensor, and one rank may have no room for a copy."""
+    from bloomery.parallel.owner_exchange import HostBuffer
+    from bloomery.parallel.process_group import join
+    from bloomery.train.checkpoint import Saver
+    from bloomery.train.rank_writers import RankWriters, RowsOnRanks
+
+    mesh = join(RunPlan.model_validate_json(plan_json).train)
+    rows = RowsOnRanks(lambda _: True, lambda _: True, ("states",))
+    events: list[Any] = []
+    saver = Saver(Path(folder), 3, True, ranks=RankWriters(mesh, rows), emit=events.append)
+    plain_copy = HostBuffer.copy
+
+    def failing_copy(buffer, tensors):
+        if mesh.rank == poor_rank:
+            raise MemoryError
+        return plain_copy(buffer, tensors)
+
+    HostBuffer.copy = failing_copy
+    try:
+        own_rows = torch.full((2, 3), float(mesh.rank))
+        saver.save(1, {"states": {"a": own_rows}, "none": {}}, {})
+        own_rows.fill_(9.0)
+        saver.wait()
+    finally:
+        HostBuffer.copy = plain_copy
+    return events
+
+
+@pytest.mark.parametrize("poor_rank", [None, 1])
+def test_a_rank_without_memory_for_a_copy_saves_while_training_waits(
+    prepared, tmp_path, poor_rank
+) -> None:
+    plan = on_ranks(plan_of(prepared), shard=2)
+    results = ranks(2).call(saved_without_memory, plan.model_dump_json(), str(tmp_path), poor_rank)
+    folder = tmp_path / "step-00000001"
+    assert damage(folder) is None
+    expected = torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)
+    assert torch.equal(read_part(folder, "states")["a"], expected)
+    assert read_part(folder, "none") == {}
+    for events in results:
+        reasons = [event["reason"] for event in fields(events, "Warned")]
+        assert len(reasons) == (0 if poor_rank is None else 1)
+        assert all("written synchronously" in reason for reason in reasons)

@@ -201,7 +201,7 @@ def exchanged_strings(plan_json: str, strings: list[str]) -> tuple[list[str], st
 
     mesh = join(RunPlan.model_validate_json(plan_json).train)
     own = strings[mesh.rank]
-    return mesh.all_gather_str(own), mesh.broadcast_str(own)
+    return mesh.all_gather_str(own), mesh.broadcast_json(own)
 
 
 def test_strings_arrive_as_they_were_sent(prepared) -> None:

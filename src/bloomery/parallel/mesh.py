@@ -168,9 +168,9 @@ class Mesh:
         with self.clock.measure():
             return all_gather_json(content)
 
-    def broadcast_str(self, string: str) -> str:
-        """The string of rank 0."""
-        return string if self.world == 1 else str(broadcast_json(string))
+    def broadcast_json(self, content: Any) -> Any:
+        """What rank 0 gives: numbers, strings, lists and objects of any size."""
+        return content if self.world == 1 else broadcast_json(content)
 
     # ---- tensors, over all ranks
 

@@ -125,7 +125,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     start = time.perf_counter()
 
     # 1. Rank 0 writes a file into the run folder, which all must see; a file of an earlier start has another token.
-    token = mesh.broadcast_str(secrets.token_hex(8))
+    token: str = mesh.broadcast_json(secrets.token_hex(8))
     shared_file = run_dir / ".tmp-shared"
     if mesh.first_rank:
         shared_file.write_text(token)

@@ -26,12 +26,13 @@ from queue import SimpleQueue
 from typing import Any, final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import flush_to_disk, read_whole
 from bloomery.core.units import format_bytes
+from bloomery.model.io.safetensors import StoredPart
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.model_folder import (
@@ -461,13 +462,19 @@ def on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         }
 
 
-def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """The tensors of one part other than MODEL, by name, on the CPU."""
+def stored_part(folder: Path, part: str) -> StoredPart:
+    """The tensors of one part other than MODEL, by name, each read when it is asked for."""
     index = folder / f"{part}.safetensors.index.json"
     if not index.exists():
-        return load_file(folder / f"{part}.safetensors")
+        return StoredPart([folder / f"{part}.safetensors"])
     files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    return StoredPart(folder / file for file in files)
+
+
+def read_part(folder: Path, part: str) -> dict[str, Tensor]:
+    """All of them, on the CPU."""
+    with stored_part(folder, part) as tensors:
+        return dict(tensors)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

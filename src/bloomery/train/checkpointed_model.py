@@ -15,6 +15,7 @@ from bloomery.model.adapters.settings import Adaptation, Base, digest
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
 from bloomery.train.model_folder import MANIFEST, damage
@@ -51,6 +52,17 @@ class CheckpointedModel(Protocol):
         """Read the trained weights of a checkpoint."""
 
 
+def shared_damage(mesh: Mesh, folder: Path) -> str | None:
+    """The problem with a sealed folder (`model_folder.damage`), the same on all ranks, which share out its hashing."""
+    if mesh.world == 1:
+        return damage(folder)
+    problem = damage(folder, worker=mesh.rank, workers=mesh.world)
+    for rank, problem_of_rank in enumerate(mesh.all_gather_json(problem)):
+        if problem_of_rank is not None:
+            return f"{problem_of_rank} (rank {rank})"
+    return None
+
+
 @dataclass(frozen=True)
 class InitialWeights:
     """The weights before the first step: a folder's, with new embeddings for `new_ids`, or random ones."""
@@ -59,13 +71,19 @@ class InitialWeights:
     seed: int
     new_ids: tuple[int, ...] = ()
     run_dir: Path | None = None
+    mesh: Mesh = SINGLE_RANK
 
     def fill(self, model: Decoder) -> None:
-        """Raises UserError when the folder is damaged or its weights changed since the run in `run_dir` started."""
+        """Raises UserError when the folder is damaged or its weights changed since the run in `run_dir` started.
+
+        Every rank of the mesh takes part.
+        """
         if self.source is None:
             init_weights(model, self.seed)
             return
-        problem = damage(self.source) if (self.source / MANIFEST).is_file() else None
+        problem = None
+        if self.mesh.any_rank((self.source / MANIFEST).is_file()):
+            problem = shared_damage(self.mesh, self.source)
         if problem is not None:
             raise UserError(
                 f"damaged checkpoint in model.from: {problem}",

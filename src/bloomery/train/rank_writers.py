@@ -20,6 +20,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bloomery.model.io.parameters import is_split, local
@@ -83,6 +84,7 @@ class Staged:
     """One checkpoint, ready to be written by all ranks. `bytes_of`: the rows that this rank hands in."""
 
     ranks: "RankWriters"
+    parts: tuple[str, ...]
     owned_tensors: tuple[OwnedTensor, ...]
     bytes_of: Callable[[Key], Tensor]
     is_copied: bool
@@ -153,6 +155,7 @@ class RankWriters:
         if not copy:
             return Staged(
                 self,
+                tuple(parts),
                 owned_tensors,
                 lambda key: bytes_on_host(live_rows[key]),
                 False,
@@ -167,7 +170,15 @@ class RankWriters:
                 raise
         if self.mesh.any_rank(copies is None) or copies is None:
             return None
-        return Staged(self, owned_tensors, copies.__getitem__, True, write_model, stored_model)
+        return Staged(
+            self,
+            tuple(parts),
+            owned_tensors,
+            copies.__getitem__,
+            True,
+            write_model,
+            stored_model,
+        )
 
     def _owners_of(
         self, tensors: Mapping[Key, Tensor], stored_model: StoredModel | None
@@ -229,10 +240,14 @@ class RankWriters:
         if isinstance(written, OSError):
             raise written
 
-        # What belongs to no rank alone: the config, and the index of each part that is in several files.
+        # What belongs to no rank alone: the config, parts without a tensor (the states of an optimizer whose updates
+        # were all skipped), and the index of each part that is in several files.
         if staged.stored_model is not None:
             dtype = next(owned.dtype for owned in staged.owned_tensors if owned.part == MODEL)
             staged.stored_model.write_config(dtype, draft)
+        for part in set(staged.parts) - {owned.part for owned in staged.owned_tensors}:
+            with system_errors():
+                save_file({}, draft / f"{part}.safetensors")
         for part, tensors in groupby(staged.owned_tensors, key=lambda owned: owned.part):
             tensors_of_part = list(tensors)
             weight_map = {owned.name: owned.file for owned in tensors_of_part}

@@ -24,7 +24,9 @@ from bloomery.plan.pipeline import layer_names
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint import Parts, newest_valid
+from bloomery.train.checkpointed_model import shared_damage
 from bloomery.train.context import RunContext, follow
+from bloomery.train.model_folder import refuse_other_run, saved_steps, step_folder
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
@@ -407,7 +409,19 @@ def _non_finite_weight(context: RunContext) -> str | None:
 
 
 def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:
-    """The newest valid checkpoint that the first rank finds, on every rank: others might see an older one."""
-    newest = newest_valid(folder, on_damage=on_damage) if mesh.first_rank else None
-    path = mesh.broadcast_str("" if newest is None else str(newest))
-    return Path(path) if path else None
+    """`newest_valid` of the checkpoints that the first rank finds, on every rank: others might see an older one.
+
+    The ranks share out the hashing of each by file.
+    """
+    if mesh.world == 1:
+        return newest_valid(folder, on_damage=on_damage)
+    steps: list[int] = mesh.broadcast_json(saved_steps(folder) if mesh.first_rank else None)
+    for step in reversed(steps):
+        checkpoint = step_folder(folder, step)
+        problem = shared_damage(mesh, checkpoint)
+        if problem is None:
+            if mesh.first_rank:
+                refuse_other_run(checkpoint)
+            return checkpoint
+        on_damage(f"checkpoint {checkpoint.name} is damaged and ignored: {problem}")
+    return None

@@ -25,7 +25,7 @@ from bloomery.parallel.stage import cut
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
-from bloomery.train.checkpoint import MODEL, Parts, read_part, read_state
+from bloomery.train.checkpoint import MODEL, Parts, read_part, read_state, stored_part
 from bloomery.train.checkpointed_model import (
     CheckpointedModel,
     FullWeights,
@@ -214,9 +214,13 @@ def build_state(
         model.model.adds_rows = embedding.requires_grad and embedding.dtype == torch.float32
 
     # An adapter names its base model, and a resumed run refuses another one.
-    initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir)
+    initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir, mesh)
     adapts = not isinstance(plan.adapter, NoAdapter)
-    base = base_of(initial.source) if adapts and initial.source is not None else None
+    base = None
+    if adapts and initial.source is not None:
+        # The first rank hashes the base for all: each byte is read from a shared disk once.
+        fields_of_base = asdict(base_of(initial.source)) if mesh.first_rank else None
+        base = Base(**mesh.broadcast_json(fields_of_base))
     checkpointed_model = build_checkpointed_model(model, plan, initial, base)
 
     # Completions are sampled without dropout, and their probabilities must be the same in training.
@@ -362,13 +366,15 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: b
             trained = {name: t for name, t in trained.items() if state.model.stage.has(name)}
         state.average.restore(trained, saved_state["averaged"])
 
-    # The optimizer's part has the states of all stages; `load` skips those of other stages by name.
+    # The optimizer's part has the states of all stages; `load` skips those of other stages by name, and reads the rows
+    # of this rank.
     stage_parameters = state.model_and_optimizer.stage_parameters
-    state.optimizer.load(
-        read_part(folder, OPTIMIZER),
-        saved_state["optimizer"],
-        other_stages=() if stage_parameters is None else stage_parameters.names,
-    )
+    with stored_part(folder, OPTIMIZER) as states:
+        state.optimizer.load(
+            states,
+            saved_state["optimizer"],
+            other_stages=() if stage_parameters is None else stage_parameters.names,
+        )
 
     # Counters and positions. A rollout is in the checkpoint where steps were still to train on it.
     if state.model_and_optimizer.loss_scale is not None and saved_state["loss_scale"] is not None:

@@ -46,21 +46,28 @@ def first_row(tensor: Tensor) -> int:
     return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
 
 
-def part_of(full_tensor: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
-    """The rows of `full_tensor` that belong to this rank's rows of `parameter`, a view.
+def part_of(full_tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of `full_tensor` that belong to this rank's rows of `parameter`, a view."""
+    if not full_tensor.ndim:
+        return full_tensor
+    start, count = rows_of(len(full_tensor), parameter)
+    return full_tensor[start : start + count]
 
-    `full_tensor` has a row for each row of the parameter, or for each `block` of its numbers; no block belongs to two
+
+def rows_of(num_rows: int, parameter: Tensor, *, block: int = 1) -> tuple[int, int]:
+    """Which rows of a tensor with `num_rows` belong to this rank's rows of `parameter`: the first one, and how many.
+
+    The tensor has a row for each row of the parameter, or for each `block` of its numbers; no block belongs to two
     ranks.
     """
-    if not isinstance(parameter, DTensor) or not full_tensor.ndim:
-        return full_tensor
+    if not isinstance(parameter, DTensor):
+        return 0, num_rows
     start = first_row(parameter)
     local_rows = parameter.to_local()
-    if len(full_tensor) == len(parameter):
-        return full_tensor[start : start + len(local_rows)]
+    if num_rows == len(parameter):
+        return start, len(local_rows)
     first_block = start * (parameter.numel() // len(parameter)) // block
-    num_blocks = -(-local_rows.numel() // block)
-    return full_tensor[first_block : first_block + num_blocks]
+    return first_block, -(-local_rows.numel() // block)
 
 
 @torch.no_grad()

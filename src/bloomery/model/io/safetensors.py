@@ -5,13 +5,13 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from io import FileIO
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.model.config import ModelConfig
-from bloomery.model.io.stored import DTYPES, StoredTensor, tensor_locations
+from bloomery.model.io.stored import DTYPES, StoredTensor, stored_tensors, tensor_locations
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
@@ -132,10 +132,15 @@ class TensorReader:
             self._read_into(host_rows, source, first + start)
             yield start, stage.send(host_rows)
 
-    def read(self, source: StoredTensor) -> Tensor:
-        """The stored tensor on the CPU, in the dtype of the file."""
-        tensor = torch.empty(source.shape, dtype=source.dtype)
-        self._read_into(tensor, source, 0)
+    def read(self, source: StoredTensor, rows: tuple[int, int] | None = None) -> Tensor:
+        """The stored tensor on the CPU, in the dtype of the file; of `rows` (the first one, how many) these alone."""
+        first = 0
+        shape = source.shape
+        if rows is not None:
+            first, count = rows
+            shape = (count, *source.shape[1:])
+        tensor = torch.empty(shape, dtype=source.dtype)
+        self._read_into(tensor, source, first)
         return tensor
 
     def _read_into(self, target: Tensor, source: StoredTensor, first: int) -> None:
@@ -156,6 +161,40 @@ class TensorReader:
                     fix="download the model again",
                 )
             bytes_read += count
+
+
+@final
+class StoredPart(Mapping[str, Tensor]):
+    """Tensors of safetensors files by name, on the CPU, each read when it is asked for. Used as a context.
+
+    Raises UserError for a file that is no safetensors file.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._sources = {name: t for file in files for name, t in stored_tensors(file).items()}
+        self._reader = TensorReader()
+
+    def __enter__(self) -> Self:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._reader.__exit__(*raised)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read(self._sources[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def num_rows(self, name: str) -> int:
+        return self._sources[name].shape[0]
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        return self._reader.read(self._sources[name], (first, count))
 
 
 def _row_bytes(tensor: StoredTensor) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
-from bloomery.model.io.parameters import local, part_of
+from bloomery.model.io.parameters import local, rows_of
+from bloomery.model.io.safetensors import StoredPart
 from bloomery.model.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
@@ -199,53 +200,57 @@ class OptimizersContainer:
     ) -> None:
         """Replace all state by copies of the full values of `named_tensors` and `scalars`; a shard takes its rows.
 
-        `other_stages`: names of parameters whose states are left to other stages of a pipeline.
-        Raises UserError for parameters that this model does not train, or another state dtype.
+        `tensors`: of a StoredPart these rows alone are read. `other_stages`: names of parameters whose states are left
+        to other stages of a pipeline. Raises UserError for parameters that this model does not train, or another state
+        dtype.
         """
-        scalar_tensors = {
-            key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()
-        }
-
         # "parameter.slot" keys become the slots of each parameter.
-        states_by_name: dict[str, State] = {}
-        for key, value in [*tensors.items(), *scalar_tensors.items()]:
-            name, _, slot = key.rpartition(".")
-            states_by_name.setdefault(name, {})[slot] = value
+        keys_by_name: dict[str, list[str]] = {}
+        for key in (*tensors, *scalars):
+            keys_by_name.setdefault(key.rpartition(".")[0], []).append(key)
 
         known_names = {*self._names.values(), *other_stages}
-        unknown_names = sorted(states_by_name.keys() - known_names)
+        unknown_names = sorted(keys_by_name.keys() - known_names)
         if unknown_names:
             raise UserError(
                 f"optimizer state for a parameter that is not trained: {unknown_names[0]}",
-                where=f"{len(unknown_names)} of {len(states_by_name)} parameters in the checkpoint",
+                where=f"{len(unknown_names)} of {len(keys_by_name)} parameters in the checkpoint",
                 fix="resume with the recipe that the run started with",
             )
 
-        # A parameter without state in the checkpoint starts with that of its first update.
+        # A parameter without state in the checkpoint starts with that of its first update. The slots of one parameter
+        # at a time are in memory twice.
         for member in self._members:
             member.state.clear()
             for group in member.param_groups:
                 for parameter in group["params"]:
                     name = self._names[parameter]
-                    if name not in states_by_name:
+                    if name not in keys_by_name:
                         continue
-                    slots = self._rows_of_this_rank(parameter, states_by_name[name])
+                    slots = {
+                        key.rpartition(".")[2]: torch.tensor(scalars[key], dtype=torch.float32)
+                        if key in scalars
+                        else self._rows_of_this_rank(parameter, key, tensors)
+                        for key in keys_by_name[name]
+                    }
                     if isinstance(member, OwnStateFormat):
                         member.state[parameter] = member.loaded_state(parameter, slots, name=name)
                     else:
                         fused = bool(group.get("fused"))
                         member.state[parameter] = _torch_state(slots, parameter, fused=fused)
 
-    def _rows_of_this_rank(self, parameter: nn.Parameter, slots: State) -> State:
+    def _rows_of_this_rank(
+        self, parameter: nn.Parameter, key: str, tensors: Mapping[str, Tensor]
+    ) -> Tensor:
         full_parameter = self._full_parameters.get(parameter)
-        if full_parameter is None:
-            return slots
-        return {
-            slot: value
-            if slot in SAME_ON_RANKS
-            else part_of(value, full_parameter, block=INT8_BLOCK)
-            for slot, value in slots.items()
-        }
+        if full_parameter is None or key.rpartition(".")[2] in SAME_ON_RANKS:
+            return tensors[key]
+        if isinstance(tensors, StoredPart):
+            num_rows = tensors.num_rows(key)
+            return tensors.rows(key, *rows_of(num_rows, full_parameter, block=INT8_BLOCK))
+        full_state = tensors[key]
+        start, count = rows_of(len(full_state), full_parameter, block=INT8_BLOCK)
+        return full_state[start : start + count]
 
 
 def _torch_state(slots: State, parameter: nn.Parameter, *, fused: bool) -> State:
