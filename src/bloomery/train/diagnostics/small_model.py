@@ -292,25 +292,28 @@ def disturb_weights(model: Decoder) -> None:
         embedding_scale /= config.hidden_size**0.5
     logit_scale = 1.0 / embedding_scale if config.tie_embeddings else 1.0
     for name, parameter in model.named_parameters():
-        noise = torch.empty(parameter.shape).normal_(generator=stream(SEED, f"{name}, disturbed"))
-        values = parameter.detach().float().cpu()
         if name in EMBEDDINGS:
-            put(values * embedding_scale, parameter)
+            parameter.mul_(embedding_scale)
         elif name.endswith("norm.weight"):
-            gains = (values + offset) * (1 + GAIN_DEVIATION * noise)
+            gains = (parameter.float().cpu() + offset) * (
+                1 + GAIN_DEVIATION * noise(name, parameter)
+            )
             gains *= logit_scale if name == "model.norm.weight" else 1.0
             put(gains - offset, parameter)
-        elif name.endswith(".bias") or not values.any():
-            put(BIAS_DEVIATION * noise, parameter)
+        elif name.endswith(".bias") or not parameter.any():
+            put(BIAS_DEVIATION * noise(name, parameter), parameter)
         elif parameter.ndim == 1:
-            put(values * (1 + GAIN_DEVIATION * noise), parameter)
+            put(parameter.float().cpu() * (1 + GAIN_DEVIATION * noise(name, parameter)), parameter)
     for name, module in adapted(model):
         # B A x with x of size 1 is to be a share of what W x is, about 1: A x has the size sqrt(1 / 3).
         if not module.pissa:
             deviation = ADAPTER_SHARE / (module.scale * (module.rank / 3) ** 0.5)
-            generator = stream(SEED, f"{name}.lora_B")
-            matrix = torch.empty(module.lora_B.shape).normal_(generator=generator)
-            put(matrix * deviation, module.lora_B)
+            put(noise(f"{name}.lora_B", module.lora_B) * deviation, module.lora_B)
+
+
+def noise(name: str, parameter: Tensor) -> Tensor:
+    """Normal numbers for a parameter, float32 on the CPU."""
+    return torch.empty(parameter.shape).normal_(generator=stream(SEED, f"{name}, disturbed"))
 
 
 @torch.no_grad()
