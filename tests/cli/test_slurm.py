@@ -15,8 +15,9 @@ from bloomery.cli.runs import runner_of, slurm_job_of
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import find_site, site_names
 from bloomery.hardware.specs import find_gpu
+from bloomery.plan.estimate.saves import WRITE_BYTES_PER_SECOND
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.job_script import WRITE_BYTES_PER_SECOND, seconds_to_save
+from bloomery.runs.job_script import seconds_to_save
 
 RECIPE = """
 model: {family: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_layers: 32, num_heads: 32,

@@ -231,6 +231,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "tokens_per_second",
         "memory",
         "disk",
+        "save",
         "claims",
         "warnings",
         "suggestions",

@@ -9,6 +9,7 @@ from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
+from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, device_rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
@@ -158,6 +159,20 @@ def test_disk_and_energy():
         == 5 * report.disk["checkpoint"] + 3 * report.disk["best_weights"]
     )
     assert report.energy_kwh is None
+
+
+def test_a_save_takes_a_copy_of_the_rows_and_the_time_of_the_disk():
+    report = reported(load_recipe("go-coder-125m"), machine())
+    size = report.disk["checkpoint"]
+    assert report.save.host_bytes == size  # one device copies all of it, and makes no tensor whole
+    assert report.save.stall_seconds.value == pytest.approx(size / 10e9)
+    assert report.save.seconds.value == pytest.approx(size / 1e9)
+    # 96 GB on 64 hosts of 8 devices, whose largest tensor has 2 GB.
+    spread = estimate_save(96e9, 2e9, ranks=512, hosts=64, copies=True)
+    assert spread.host_bytes == 96e9 / 512 + 2e9
+    assert (spread.stall_seconds.value, spread.seconds.value) == (0.15, 1.5)
+    waiting = estimate_save(96e9, 2e9, ranks=512, hosts=64, copies=False)
+    assert (waiting.host_bytes, waiting.stall_seconds) == (2e9, waiting.seconds)
 
 
 def test_keys_of_a_window_are_those_that_causal_queries_see():

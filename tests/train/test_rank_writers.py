@@ -22,6 +22,7 @@ from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, f
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config
 from bloomery.monitor.events import Saved, StepDone
+from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora
 from bloomery.recipe.schema import Model as ModelRecipe
@@ -242,6 +243,7 @@ def measured_run(plan_json: str, folder: str) -> dict[str, Any]:
         "events": events,
         "bytes": bytes_written,
         "peak": peak_bytes,
+        "copied_bytes": sum(tensor.nbytes for tensor in tensors),
         "copy_seconds": sorted(copy_seconds)[2],
     }
 
@@ -270,6 +272,14 @@ def test_four_shards_share_the_work_of_a_save(prepared, tmp_path) -> None:
         assert 0.15 < of_rank["bytes"] / 3 / num_bytes < 0.45
     first_peak, *other_peaks = (of_rank["peak"] for of_rank in measured)
     assert first_peak - min(other_peaks) < 0.3 * num_bytes
+
+    # The plan counts the host memory of a rank: its rows, and the largest tensor in full.
+    largest_bytes = 4 * config["vocab_size"] * config["hidden_size"]
+    planned = estimate_save(num_bytes, largest_bytes, ranks=4, hosts=1, copies=True)
+    for of_rank in measured:
+        assert of_rank["copied_bytes"] + largest_bytes == pytest.approx(
+            planned.host_bytes, rel=0.01
+        )
 
     # Steps end while a save is written; training waits for the copy alone. The first save takes fresh memory.
     events = measured[0]["events"]

@@ -297,6 +297,11 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "tokens_per_second": estimate(tokens_per_second),
         "memory": _memory(plan.memory),
         "disk": {name: value / GIB for name, value in report.disk.items()},
+        "save": {
+            "host_gib": report.save.host_bytes / GIB,
+            "stall_seconds": estimate(report.save.stall_seconds),
+            "seconds": estimate(report.save.seconds),
+        },
         "energy_kwh": report.energy_kwh,
         "claims": report.claims,
         "warnings": report.warnings,

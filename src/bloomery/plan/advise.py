@@ -30,6 +30,7 @@ from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
@@ -315,6 +316,13 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
         max_length=_longest(step, measure) if profile.accelerator else None,
         step_parts=(parts or {}) if plan.rollout is None else plan.rollout.seconds,
         disk=_disk_bytes(recipe, plan, step),
+        save=estimate_save(
+            checkpoint_bytes(plan, step.model),
+            step.model.largest_bytes(step.precision),
+            ranks=plan.train.ranks,
+            hosts=plan.parallel.nodes if plan.parallel else 1,
+            copies=plan.checkpoint.async_save,
+        ),
         energy_kwh=energy_kwh(plan, profile),
     )
 

@@ -517,7 +517,17 @@ def disk_lines(report: PlanReport) -> list[str]:
     # At most as many best weights as checkpoints: as of each, another evaluation may be the best.
     if "best_weights" in disk:
         copies = f"{num_kept} kept, the best, one written; {num_kept} x weights"
-    return joined([*facts, f"{total} checkpoints ({checkpoint_size} each: {copies})"])
+    facts.append(f"{total} checkpoints ({checkpoint_size} each: {copies})")
+    if report.plan.train.ranks == 1:
+        return joined(facts)
+    save = report.save
+    stall_seconds = save.stall_seconds.value
+    stall = format_seconds(stall_seconds) if stall_seconds >= 0.1 else "less than 0.1 s"
+    facts_of_save = [
+        f"a save takes {format_seconds(save.seconds.value)}, of which training waits {stall}",
+        f"{format_bytes(save.host_bytes)} of host memory per device",
+    ]
+    return [*joined(facts), *joined(facts_of_save)]
 
 
 def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:

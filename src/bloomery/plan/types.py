@@ -447,6 +447,17 @@ class MaxLength(PlanPart):
     checkpointed: int
 
 
+class SaveEstimate(PlanPart):
+    """One checkpoint: how long training waits for it, and how long it takes until it is on the disk.
+
+    `host_bytes`: host memory of each rank for it, kept from the first save on.
+    """
+
+    host_bytes: float
+    stall_seconds: Estimate
+    seconds: Estimate
+
+
 class PlanReport(PlanPart):
     """A plan with the other figures of its page; no training code reads it.
 
@@ -461,4 +472,5 @@ class PlanReport(PlanPart):
     max_length: MaxLength | None
     step_parts: dict[str, Estimate]
     disk: dict[str, float]
+    save: SaveEstimate
     energy_kwh: float | None

@@ -15,10 +15,9 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
 from bloomery.hardware.sites import Queue, Site
+from bloomery.plan.estimate.saves import WRITE_BYTES_PER_SECOND
 from bloomery.runs.launchers import job_run_name
 
-# Of a host that hashes and writes a checkpoint to a shared file system; assumed, and half of it is planned with.
-WRITE_BYTES_PER_SECOND = 1e9
 # To finish a step, agree on it and end, beside the save itself.
 ENDING_SECONDS = 60.0
 START_SECONDS = 180.0  # of a job, until its first step
