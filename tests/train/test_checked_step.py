@@ -1,6 +1,7 @@
 """The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -339,8 +340,8 @@ def test_an_answer_holds_for_its_device_and_driver():
     identity = identity_of(plan, None)
     keep_answer(key_of(plan, identity), identity, examine(plan))
     assert known_answer(key_of(plan, identity)) is not None
-    for change in ({"driver": "7.1"}, {"torch": "3.0"}, {"arch": "gfx1030"}, {"device": "another"}):
-        other = identity.__class__(**{**identity.__dict__, **change})
+    for name in ("driver", "torch", "arch", "device", "unit"):
+        other = replace(identity, **{name: "another"})
         assert known_answer(key_of(plan, other)) is None
 
 

@@ -49,7 +49,7 @@ from bloomery.train.run import Unsound
 
 VERSION = 1  # of the check: a changed one does not believe what an earlier one found
 FILE = "checked-steps.json"
-KEPT = 100  # answers
+KEPT = 1000  # answers
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 PRECISIONS: tuple[Precision, ...] = ("float16", "bfloat16", "float32")
 # Settings of the optimizer that its arithmetic does not depend on.
@@ -350,13 +350,17 @@ class Identity:
     torch: str
     runtime: str  # HIP or CUDA
     driver: str
+    unit: str  # its UUID: one of several equal cards may be faulty
 
 
 def identity_of(plan: RunPlan, machine: Machine | None) -> Identity:
     device = torch.device(plan.train.device)
     name = platform.processor() or platform.machine()
+    unit = ""
     if device.type != "cpu":
-        name = torch.cuda.get_device_name(device)
+        properties = torch.cuda.get_device_properties(device)
+        name = properties.name
+        unit = str(getattr(properties, "uuid", ""))
     driver = ""
     if machine is not None:
         facts = machine.host.driver
@@ -369,6 +373,7 @@ def identity_of(plan: RunPlan, machine: Machine | None) -> Identity:
         torch=torch.__version__,
         runtime=torch.version.hip or torch.version.cuda or "",
         driver=driver,
+        unit=unit,
     )
 
 

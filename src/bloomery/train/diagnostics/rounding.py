@@ -23,12 +23,10 @@ SAFETY = 4.0
 SMALLEST_SQUARE = 1e-36  # of a tensor of zeros, which is divided by: float32 holds it
 TILE = 32  # rows and columns: smaller than any tile of a kernel, so that one wrong tile cannot hide in a matrix
 
-
-# The same where a device rounds more often than the dtype says.
-TF32 = (
-    2.0**-11
-)  # a float32 product with TensorFloat-32: attention kernels of NVIDIA's GPUs take it unasked
-GPU_FUNCTIONS = 2.0**-22  # exponentials and divisions of GPUs in float32 are right to a few units
+# Unit roundoffs of devices that round more than the dtype says. A float32 product with TensorFloat-32, which attention
+# kernels of NVIDIA's GPUs take unasked; exponentials and divisions of GPUs in float32, which are right to a few units.
+TF32 = 2.0**-11
+GPU_FUNCTIONS = 2.0**-22
 BFLOAT16_INSIDE = "gfx90a"  # whose float16 matmuls of a backward convert their factors to bfloat16
 
 
