@@ -252,14 +252,17 @@ class Saver:
 
     def poll(self) -> None:
         """Emit the events of the writing thread; re-raise its unexpected errors."""
-        while not self._events.empty():
-            event = self._events.get()
-            if self._emit is not None:
-                self._emit(event)
+        self._emit_events()
         if self._crash is not None:
             crash = self._crash
             self._crash = None
             raise crash
+
+    def _emit_events(self) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if self._emit is not None:
+                self._emit(event)
 
     def drain(self) -> None:
         """Wait for the current write; failures only emit warnings."""
@@ -267,6 +270,13 @@ class Saver:
             self._thread.join()
             self._thread = None
         self.poll()
+
+    def settle(self) -> None:
+        """Wait for the current write after an error of training, which is the one to raise whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._emit_events()
 
     def wait(self) -> None:
         """Wait for the last save. Raises UserError when it failed."""

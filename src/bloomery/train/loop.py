@@ -81,15 +81,21 @@ def run(
             plan.train, step=context.step, seconds=timer.restored
         )
 
-    # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.
-    while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
-        if outcome == "rewind":
-            rewind(context)
+    try:
+        # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.
+        while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
+            if outcome == "rewind":
+                rewind(context)
 
-    # The last checkpoint: `save` copies it and a thread writes it, which may take as long again.
-    save(context)
-    before_save()
-    context.saver.wait()
+        # The last checkpoint: `save` copies it and a thread writes it, which may take as long again.
+        save(context)
+        before_save()
+        context.saver.wait()
+    except Exception:
+        # An error on one rank ends the run, but a checkpoint that is being written needs the rows of all of them.
+        before_save()
+        context.saver.settle()
+        raise
     return outcome
 
 
