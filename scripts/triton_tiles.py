@@ -30,6 +30,7 @@ from bloomery.model.attention.tiles import (
     SPLIT_KEYS,
     WIDTHS,
     TileShape,
+    columns_at_once,
     decode_tile,
     padded_width,
     tile_candidates,
@@ -115,6 +116,7 @@ def compiled(
         "HAS_DROPOUT": False,
         "E": width,
         "WIDTH": padded_width(width),
+        "COLUMNS": columns_at_once(arch, width),
         "HAS_COUNTS": True,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -140,10 +142,11 @@ def compiled(
     except Exception as error:  # the compiler has no class of its own for a refusal
         return {"problem": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"}
     scores_per_thread = tile.rows * tile.keys / (tile.warps * target.warp_size)
+    parts = constants["WIDTH"] // constants.get("COLUMNS", constants["WIDTH"])
     figures = (
         _nvidia_figures(binary.asm["cubin"])
         if target.backend == "cuda"
-        else _amd_figures(binary.asm["amdgcn"])
+        else _amd_figures(binary.asm["amdgcn"], parts)
     )
     loop = figures.pop("loop")
     beside = [name for name in loop if BESIDE.match(name)]
@@ -176,8 +179,8 @@ def _type(name: str, dtype: str) -> Any:
     return "constexpr" if name.isupper() else "i32"
 
 
-def _amd_figures(assembly: str) -> dict[str, Any]:
-    """`loop`: the instructions of the longest loop."""
+def _amd_figures(assembly: str, parts: int = 1) -> dict[str, Any]:
+    """`loop`: the instructions of the longest loop. `parts`: how often it runs the loops over the columns of a head."""
 
     def number(name: str) -> int:
         match = re.search(rf"\.{name}:\s*(\d+)", assembly)
@@ -187,14 +190,15 @@ def _amd_figures(assembly: str) -> dict[str, Any]:
         "registers": number("vgpr_count"),
         "spilled": number("vgpr_spill_count"),
         "dot": next((name for name in DOT if name in assembly), ""),
-        "loop": max(_amd_loops(assembly), key=len, default=[]),
+        "loop": _amd_loop(assembly, parts),
     }
 
 
-def _amd_loops(assembly: str) -> Iterator[list[str]]:
-    """The instructions between each label and a jump back to it."""
+def _amd_loop(assembly: str, parts: int) -> list[str]:
+    """The instructions of the longest loop: those between a label and a jump back to it."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
+    loops: list[range] = []
     for line in assembly.splitlines():
         if match := re.match(r"(\.L\w+):", line):
             labels[match[1]] = len(instructions)
@@ -202,7 +206,19 @@ def _amd_loops(assembly: str) -> Iterator[list[str]]:
             instructions.append(match[1])
             jump = re.match(r"\s+s_c?branch\w*\s+(\.L\w+)", line)
             if jump and jump[1] in labels:
-                yield instructions[labels[jump[1]] :]
+                loops.append(range(labels[jump[1]], len(instructions)))
+
+    def is_inside(inner: range, outer: range) -> bool:
+        return inner != outer and outer.start <= inner.start and inner.stop <= outer.stop
+
+    # The innermost loops of a kernel that reads the columns of a head in parts are those over the parts.
+    longest = max(loops, key=len, default=range(0))
+    loop = instructions[longest.start : longest.stop]
+    for inner in loops if parts > 1 else ():
+        is_innermost = not any(is_inside(other, inner) for other in loops)
+        if is_innermost and is_inside(inner, longest):
+            loop += instructions[inner.start : inner.stop] * (parts - 1)
+    return loop
 
 
 def _nvidia_figures(cubin: bytes) -> dict[str, Any]:

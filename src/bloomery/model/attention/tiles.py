@@ -54,6 +54,17 @@ def decode_tile(arch: str) -> TileShape:
     return TileShape(16, 16, 8 if arch.startswith("gfx1") else 4)
 
 
+# GPUs whose products of 16-bit types are vector instructions: a thread holds whole rows of both factors.
+VECTOR_PRODUCTS = ("gfx906", "gfx10")
+PART = 64  # columns: the fewest parts that fit
+
+
+def columns_at_once(arch: str, width: int) -> int:
+    """How many numbers of a head the products of `KERNELS` read at a time: all where they fit into registers."""
+    padded = padded_width(width)
+    return PART if padded > 128 and arch.startswith(VECTOR_PRODUCTS) else padded
+
+
 def padded_width(width: int) -> int:
     """The width that a kernel computes with, for heads of `width` numbers; at most `MAX_WIDTH`."""
     return next(padded for padded in WIDTHS if padded >= width)

@@ -26,6 +26,7 @@ from bloomery.model.attention.tiles import (
     MAX_WIDTH,
     SPLIT_KEYS,
     TileShape,
+    columns_at_once,
     decode_tile,
     padded_width,
     tile_shape,
@@ -165,9 +166,15 @@ class Launch:
             tile = tile_shape(self.kernel, arch=arch_of(self.device), width=self.width)
         block = tile.rows if self.axis == "rows" else tile.keys
         grid = (math.ceil(self.length / block), self.programs)
+        columns = columns_at_once(arch_of(self.device), self.width)
         with _launching(self.kernel):
             getattr(_kernels(), self.kernel)[grid](
-                **self.arguments, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=1
+                **self.arguments,
+                COLUMNS=columns,
+                ROWS=tile.rows,
+                KEYS=tile.keys,
+                num_warps=tile.warps,
+                num_stages=1,
             )
 
 

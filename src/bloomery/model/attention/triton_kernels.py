@@ -95,6 +95,47 @@ def _read(pointer, rows, stride, length, E: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _columns(pointer, rows, stride, length, first_column, E: tl.constexpr, COLUMNS: tl.constexpr):
+    """[rows, COLUMNS] of one head, from `first_column` on: 0 for rows from `length` on, and for columns from E on."""
+    columns = first_column + tl.arange(0, COLUMNS)
+    is_inside = (rows[:, None] < length) & (columns[None, :] < E)
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=is_inside, other=0.0)
+
+
+@triton.jit
+def _operand(
+    pointer, rows, stride, length, E: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Rows of one head for `_products`: [rows, WIDTH], or where they are read in parts, where they lie."""
+    operand = pointer, rows, stride
+    if COLUMNS == WIDTH:
+        operand = _read(pointer, rows, stride, length, E, WIDTH)
+    return operand
+
+
+@triton.jit
+def _products(
+    a, b, length, num_dropped, E: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """[rows of a, rows of b], the products of two `_operand`s.
+
+    With vector instructions a thread holds whole rows of both. Wide ones do not fit into its registers: then COLUMNS
+    are read at a time, those of the queries again for each tile.
+    """
+    if COLUMNS == WIDTH:
+        products = tl.dot(a, tl.trans(b), input_precision="ieee")
+    else:
+        products = tl.zeros((a[1].shape[0], b[1].shape[0]), tl.float32)
+        # `num_dropped` is at most 2 ** 16. The compiler, which cannot know it, would unroll a loop of known length, and
+        # all its columns would be in registers again.
+        for first_column in range(0, WIDTH + (num_dropped >> 30), COLUMNS):
+            a_part = _columns(a[0], a[1], a[2], length, first_column, E, COLUMNS)
+            b_part = _columns(b[0], b[1], b[2], length, first_column, E, COLUMNS)
+            products += tl.dot(a_part, tl.trans(b_part), input_precision="ieee")
+    return products
+
+
+@triton.jit
 def _write(
     pointer,
     values,
@@ -134,6 +175,7 @@ def forward(
     HAS_DROPOUT: tl.constexpr,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -144,7 +186,8 @@ def forward(
     head_of_row = (head % num_heads).to(tl.int64)
     key_head = head_of_row // heads_per_key
     rows = first_row + tl.arange(0, ROWS)
-    q = _read(_of_head(q_heads, batch, head_of_row), rows, q_heads[3], length, E, WIDTH)
+    q_pointer = _of_head(q_heads, batch, head_of_row)
+    q = _operand(q_pointer, rows, q_heads[3], length, E, WIDTH, COLUMNS)
     k_pointer = _of_head(k_heads, batch, key_head)
     v_pointer = _of_head(v_heads, batch, key_head)
 
@@ -167,8 +210,8 @@ def forward(
     value_sum = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile_key in range(first_key, tl.minimum(first_row + ROWS, length), KEYS):
         keys = tile_key + tl.arange(0, KEYS)
-        k = _read(k_pointer, keys, k_heads[3], length, E, WIDTH)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = _operand(k_pointer, keys, k_heads[3], length, E, WIDTH, COLUMNS)
+        scores = _products(q, k, length, num_dropped, E, WIDTH, COLUMNS) * scale
         if HAS_SOFTCAP:
             scores = _capped(scores, softcap)
         is_seen = _is_seen(rows, keys, first, length, window, HAS_WINDOW)
@@ -219,14 +262,17 @@ def _score_gradients(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Of one tile: the shares that met values, times `boost`, and the gradients of the scaled scores [ROWS, KEYS]."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = _products(q, k, length, num_dropped, E, WIDTH, COLUMNS) * scale
     if HAS_SOFTCAP:
         scores = _capped(scores, softcap)
     is_seen = _is_seen(rows, keys, first, length, window, HAS_WINDOW)
     shares = tl.where(is_seen, tl.exp2((scores - sums[:, None]) * LOG2_E), 0.0)
-    d_shares = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+    d_shares = _products(d_out, v, length, num_dropped, E, WIDTH, COLUMNS)
     kept_shares = shares
     if HAS_DROPOUT:
         is_kept = _is_kept(seed_low, seed_high, head, rows, keys, num_dropped)
@@ -266,6 +312,7 @@ def backward_q(
     HAS_DROPOUT: tl.constexpr,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -276,14 +323,26 @@ def backward_q(
     head_of_row = (head % num_heads).to(tl.int64)
     key_head = head_of_row // heads_per_key
     rows = first_row + tl.arange(0, ROWS)
-    q = _read(_of_head(q_heads, batch, head_of_row), rows, q_heads[3], length, E, WIDTH)
-    d_out = _read(_of_head(d_out_heads, batch, head_of_row), rows, d_out_heads[3], length, E, WIDTH)
-    out = _read(_of_head(out_heads, batch, head_of_row), rows, out_heads[3], length, E, WIDTH)
+    q_pointer = _of_head(q_heads, batch, head_of_row)
+    d_out_pointer = _of_head(d_out_heads, batch, head_of_row)
+    out_pointer = _of_head(out_heads, batch, head_of_row)
+    q = _operand(q_pointer, rows, q_heads[3], length, E, WIDTH, COLUMNS)
+    d_out = _operand(d_out_pointer, rows, d_out_heads[3], length, E, WIDTH, COLUMNS)
+    out = _operand(out_pointer, rows, out_heads[3], length, E, WIDTH, COLUMNS)
     k_pointer = _of_head(k_heads, batch, key_head)
     v_pointer = _of_head(v_heads, batch, key_head)
     row_numbers = head.to(tl.int64) * length + rows
     sums = tl.load(sums_pointer + row_numbers, mask=rows < length, other=0.0)
-    delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    if COLUMNS == WIDTH:
+        delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    else:
+        delta = tl.zeros((ROWS,), tl.float32)
+        for first_column in range(0, WIDTH + (num_dropped >> 30), COLUMNS):
+            d_out_part = _columns(
+                d_out_pointer, rows, d_out_heads[3], length, first_column, E, COLUMNS
+            )
+            out_part = _columns(out_pointer, rows, out_heads[3], length, first_column, E, COLUMNS)
+            delta += tl.sum(d_out_part.to(tl.float32) * out_part.to(tl.float32), 1)
     tl.store(delta_pointer + row_numbers, delta, mask=rows < length)
 
     first, first_key = _first_keys(
@@ -300,8 +359,8 @@ def backward_q(
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile_key in range(first_key, tl.minimum(first_row + ROWS, length), KEYS):
         keys = tile_key + tl.arange(0, KEYS)
-        k = _read(k_pointer, keys, k_heads[3], length, E, WIDTH)
-        v = _read(v_pointer, keys, v_heads[3], length, E, WIDTH)
+        k = _operand(k_pointer, keys, k_heads[3], length, E, WIDTH, COLUMNS)
+        v = _operand(v_pointer, keys, v_heads[3], length, E, WIDTH, COLUMNS)
         _, d_scores = _score_gradients(
             q,
             k,
@@ -324,7 +383,12 @@ def backward_q(
             HAS_WINDOW,
             HAS_SOFTCAP,
             HAS_DROPOUT,
+            E,
+            WIDTH,
+            COLUMNS,
         )
+        if COLUMNS != WIDTH:
+            k = _read(k_pointer, keys, k_heads[3], length, E, WIDTH)
         dq += tl.dot(d_scores.to(k.dtype), k, input_precision="ieee")
     dq_pointer = _of_head(dq_heads, batch, head_of_row)
     _write(dq_pointer, dq * scale, rows, dq_heads[3], length, E, WIDTH)
@@ -358,6 +422,7 @@ def backward_kv(
     HAS_DROPOUT: tl.constexpr,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -366,8 +431,10 @@ def backward_kv(
     batch = (tl.program_id(1) // num_key_heads).to(tl.int64)
     key_head = (tl.program_id(1) % num_key_heads).to(tl.int64)
     keys = first_key + tl.arange(0, KEYS)
-    k = _read(_of_head(k_heads, batch, key_head), keys, k_heads[3], length, E, WIDTH)
-    v = _read(_of_head(v_heads, batch, key_head), keys, v_heads[3], length, E, WIDTH)
+    k_pointer = _of_head(k_heads, batch, key_head)
+    v_pointer = _of_head(v_heads, batch, key_head)
+    k = _operand(k_pointer, keys, k_heads[3], length, E, WIDTH, COLUMNS)
+    v = _operand(v_pointer, keys, v_heads[3], length, E, WIDTH, COLUMNS)
 
     # Up to which query: the last key's document ends last.
     stop_row = first_key * 0 + length
@@ -386,8 +453,8 @@ def backward_kv(
         d_out_pointer = _of_head(d_out_heads, batch, head_of_row)
         for tile_row in range(first_key // ROWS * ROWS, stop_row, ROWS):
             rows = tile_row + tl.arange(0, ROWS)
-            q = _read(q_pointer, rows, q_heads[3], length, E, WIDTH)
-            d_out = _read(d_out_pointer, rows, d_out_heads[3], length, E, WIDTH)
+            q = _operand(q_pointer, rows, q_heads[3], length, E, WIDTH, COLUMNS)
+            d_out = _operand(d_out_pointer, rows, d_out_heads[3], length, E, WIDTH, COLUMNS)
             row_numbers = head.to(tl.int64) * length + rows
             sums = tl.load(sums_pointer + row_numbers, mask=rows < length, other=0.0)
             delta = tl.load(delta_pointer + row_numbers, mask=rows < length, other=0.0)
@@ -416,8 +483,15 @@ def backward_kv(
                 HAS_WINDOW,
                 HAS_SOFTCAP,
                 HAS_DROPOUT,
+                E,
+                WIDTH,
+                COLUMNS,
             )
+            if COLUMNS != WIDTH:
+                d_out = _read(d_out_pointer, rows, d_out_heads[3], length, E, WIDTH)
             dv += tl.dot(tl.trans(kept_shares.to(d_out.dtype)), d_out, input_precision="ieee")
+            if COLUMNS != WIDTH:
+                q = _read(q_pointer, rows, q_heads[3], length, E, WIDTH)
             dk += tl.dot(tl.trans(d_scores.to(q.dtype)), q, input_precision="ieee")
     _write(_of_head(dk_heads, batch, key_head), dk * scale, keys, dk_heads[3], length, E, WIDTH)
     _write(_of_head(dv_heads, batch, key_head), dv, keys, dv_heads[3], length, E, WIDTH)
