@@ -71,7 +71,13 @@ def in_process(
             else:
                 flag = worker.StopFlag()
                 with requests.handled_by(lambda: setattr(flag, "stop_requested", True)):
-                    code = worker._train(folder, emit, flag, resumed="--resumed" in arguments)
+                    code = worker._train(
+                        folder,
+                        emit,
+                        flag,
+                        resumed="--resumed" in arguments,
+                        check="--no-check" not in arguments,
+                    )
         except UserError as error:
             report = {
                 "problem": error.problem,

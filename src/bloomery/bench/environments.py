@@ -35,6 +35,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_bytes
 
 PREFIX = "bloomery-torch-"
+OTHER_VERSIONS = "name other versions: bloomery bench RECIPE --torch 2.12.1,2.13.0"
 IMPORT_SECONDS = 300.0  # of PyTorch, on a slow disk
 SIZE_SECONDS = 10.0  # for an index to answer how large a file is
 # Bytes of disk per downloaded byte, the file and its content, and some more. Measured: PyTorch 2.12.1 with CUDA's
@@ -239,10 +240,11 @@ def torch_of(python: str | Path) -> TorchFacts:
         )
     except subprocess.TimeoutExpired as error:
         problem = f"importing PyTorch took more than {IMPORT_SECONDS:.0f} s"
-        raise UserError(problem, where=str(python)) from error
+        raise UserError(problem, where=str(python), fix=OTHER_VERSIONS) from error
     if answer.returncode:
         reason = last_words(answer.stderr.splitlines()) or f"exit code {answer.returncode}"
-        raise UserError(f"PyTorch cannot be imported: {reason}", where=str(python))
+        problem = f"PyTorch cannot be imported: {reason}"
+        raise UserError(problem, where=str(python), fix=OTHER_VERSIONS)
     version, hip, cuda, triton, file = json.loads(answer.stdout.splitlines()[-1])
     return TorchFacts(version=version, hip=hip, cuda=cuda, triton=triton, file=file)
 
@@ -359,7 +361,7 @@ def refusal(lines: Sequence[str], arguments: Sequence[str]) -> UserError:
         return UserError("the package index has no PyTorch", where=where, fix=fix)
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     reason = (errors[:1] or [last_words(lines)])[0] or "it printed nothing"
-    return UserError(f"pip failed: {reason}", where=where)
+    return UserError(f"pip failed: {reason}", where=where, fix=OTHER_VERSIONS)
 
 
 def _size_of(url: str) -> int | None:

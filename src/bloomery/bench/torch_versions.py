@@ -104,7 +104,10 @@ def wanted_versions(text: str, machine: Machine) -> list[Wanted]:
     A single version is compared with the PyTorch of this environment, which comes first.
     """
     if machine.host.system != "Linux":
-        raise UserError("versions of PyTorch are compared on Linux only", where=WHERE, code=2)
+        fix = "measure each version by itself: bloomery bench RECIPE in its environment"
+        raise UserError(
+            "versions of PyTorch are compared on Linux only", where=WHERE, fix=fix, code=2
+        )
     versions = [word.strip() for word in text.split(",") if word.strip()]
     installed = (machine.software.torch or "").partition("+")[0]
     if len(versions) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", installed):
