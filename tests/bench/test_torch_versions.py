@@ -28,13 +28,13 @@ from bloomery.bench.environments import (
 )
 from bloomery.bench.torch_versions import (
     Comparison,
-    Measured,
-    Wanted,
+    MeasuredRelease,
+    Release,
     loss_spread,
     measure,
     ratio,
+    releases_to_compare,
     verdict,
-    wanted_versions,
 )
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
@@ -106,15 +106,15 @@ def figures(monkeypatch, tmp_path):
 )
 def test_what_is_no_pair_of_versions_is_refused(text, problem):
     with pytest.raises(UserError) as refused:
-        wanted_versions(text, detect())
+        releases_to_compare(text, detect())
     assert problem in refused.value.problem and refused.value.code == 2
 
 
 def test_a_version_without_a_wheel_for_the_gpu_is_refused():
     machine = with_gpu(detect(), find_gpu("780M 32GB"))  # gfx1103: first in AMD's wheels of 2.11
-    assert wanted_versions("2.11.0,2.12.0", machine)
+    assert releases_to_compare("2.11.0,2.12.0", machine)
     with pytest.raises(UserError, match=r"PyTorch 2.9.1 has no wheel for this GPU: .* gfx1103"):
-        wanted_versions("2.9.1,2.12.0", machine)
+        releases_to_compare("2.9.1,2.12.0", machine)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_each_version_comes_from_the_index_of_the_machine(gpu, index, requiremen
     software = machine.software.model_copy(update={"torch": "2.14.0", "build": None})
     machine = machine.model_copy(update={"software": software})
     release = requirement.partition("==")[2].partition("+")[0]
-    wanted, _ = wanted_versions(f"{release},2.11.0", machine)
-    assert wanted.arguments == (*(("--index-url", index) if index else ()), requirement)
+    release, _ = releases_to_compare(f"{release},2.11.0", machine)
+    assert release.arguments == (*(("--index-url", index) if index else ()), requirement)
 
 
 def test_the_installed_version_is_not_downloaded_and_the_users_index_serves(monkeypatch):
     monkeypatch.setattr(torch_versions, "index_answers", lambda index: False)
     machine = detect().model_copy(update={"accelerators": ()})
-    first, second = wanted_versions(OTHER, machine)
+    first, second = releases_to_compare(OTHER, machine)
     assert (first.version, first.is_installed) == (INSTALLED, True)
     assert second.arguments == (f"torch=={OTHER}",) and "does not answer" in second.note
 
@@ -231,7 +231,7 @@ def test_a_full_disk_and_a_torch_on_the_path_are_refused_before_a_download(
 ):
     figures(installed={"seconds": 1})
     pip = FakePip({})
-    comparison = Comparison(bench(), wanted_versions(OTHER, detect()), tmp_path / "tmp", pip)
+    comparison = Comparison(bench(), releases_to_compare(OTHER, detect()), tmp_path / "tmp", pip)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, GIB))
     with pytest.raises(UserError, match=r"about 1.1 GiB are needed, 1.0 GiB are free"):
         comparison.prepare(lambda phase: None)
@@ -285,7 +285,7 @@ def test_an_environment_that_imports_another_version_is_refused(bench, figures, 
     figures(installed={"seconds": 1})
     pip = FakePip({})
     pip.imported_version = "2.11.0"
-    comparison = Comparison(bench(), wanted_versions(OTHER, detect()), tmp_path / "tmp", pip)
+    comparison = Comparison(bench(), releases_to_compare(OTHER, detect()), tmp_path / "tmp", pip)
     prepared = comparison.prepare(lambda phase: None)
     with pytest.raises(UserError, match=f"torch {OTHER} is installed, but 2.11.0"):
         comparison.install(prepared[1], lambda phase: None)
@@ -371,9 +371,9 @@ def measured(bench):
         overrides=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=0.5, learning=learning
     )
 
-    def made(version, rates, **changes) -> Measured:
-        return Measured(
-            wanted=Wanted(version=version, arguments=(f"torch=={version}",)),
+    def made(version, rates, **changes) -> MeasuredRelease:
+        return MeasuredRelease(
+            release=Release(version=version, arguments=(f"torch=={version}",)),
             version=version,
             results=results_of(row, rates, **changes),
         )
@@ -529,7 +529,7 @@ def test_two_real_wheels_are_compared(bench, tmp_path, monkeypatch):
     recipe = bench()
     with throwaway_folder() as folder:
         comparison = Comparison(
-            recipe, wanted_versions(OTHER, recipe.machine), folder, environments.Pip(os.environ)
+            recipe, releases_to_compare(OTHER, recipe.machine), folder, environments.Pip(os.environ)
         )
         try:
             prepared = comparison.prepare(lambda phase: None)
@@ -537,7 +537,7 @@ def test_two_real_wheels_are_compared(bench, tmp_path, monkeypatch):
             pytest.skip(error.problem)
         assert prepared[1].downloads[0].bytes > 10**8
         benches = [comparison.install(version, lambda phase: None) for version in prepared]
-        pairs = list(zip([version.wanted for version in prepared], benches, strict=True))
+        pairs = list(zip([version.release for version in prepared], benches, strict=True))
         measurements = measure(
             pairs,
             on_phase=lambda phase: None,

@@ -51,7 +51,7 @@ def test_a_checked_step_has_a_line_and_a_known_one_none():
     checked = StepChecked(
         device="RX 6700 XT", arch="gfx1031", torch="2.13.0", precision="float16", seconds=3.2
     )
-    (line,) = lines_of([checked, replace(checked, known=True)])
+    (line,) = lines_of([checked, replace(checked, from_cache=True)])
     assert line == "check      one step on RX 6700 XT equals the CPU's in float16 (3.2 s)"
     problem = "this GPU computes wrong gradients in q_proj with float16"
     lines = lines_of([replace(checked, problem=problem, detail="error 1.5, at most 0.0039")])

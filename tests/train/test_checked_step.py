@@ -112,7 +112,7 @@ def test_the_precision_that_is_right_is_the_way_out(sides):
     assert "wrong gradients in q_proj" in entry["findings"][0]
     assert entry["torch"] == torch.__version__
     again = judge(plan_of(train={"precision": "bfloat16"}), None)
-    assert again.problem and not again.known
+    assert again.problem and not again.from_cache
 
 
 def test_wrong_attention_names_the_backend_that_is_right(sides):
@@ -349,13 +349,13 @@ def test_an_answer_holds_for_its_device_and_driver():
 def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
     plan = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 1})
     (checked,) = Run(plan, tmp_path / "first").of(StepChecked)
-    assert checked.problem == "" and not checked.known and checked.seconds > 0
+    assert checked.problem == "" and not checked.from_cache and checked.seconds > 0
     assert checked.torch == torch.__version__
 
     monkeypatch.setattr(checked_step, "examine", lambda _plan: pytest.fail("checked again"))
     second = Run(plan, tmp_path / "second")
-    (known,) = second.of(StepChecked)
-    assert known.known
+    (checked_again,) = second.of(StepChecked)
+    assert checked_again.from_cache
     assert "check" not in [phase.name for phase in second.of(Phase)]
 
 

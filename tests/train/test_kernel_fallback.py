@@ -165,7 +165,10 @@ def test_wrong_numbers_of_the_kernels_are_no_reason_to_stop(
 ):
     plan = plan_with(prepared, "triton")
     kernel = FailingKernel("forward", 99)
-    wrong = lambda *inputs: kernel(*inputs) * 1.5  # noqa: E731
+
+    def wrong(*inputs):
+        return kernel(*inputs) * 1.5
+
     with monkeypatch.context() as patch:
         patch.setitem(attend._BACKENDS, "triton", wrong)
         run = Run(plan, tmp_path / "run", stop_after=1)

@@ -43,7 +43,7 @@ WHERE = "--torch"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Release:
     """A version to measure. `arguments`: of `pip install`, empty: the PyTorch of this environment is it.
 
     `variables`: those that the build requires; `note`: what is special about the build.
@@ -69,10 +69,10 @@ class Ratio:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRelease:
     """A version with its results, one per round. `version`: the full one, 2.13.0+rocm7.2."""
 
-    wanted: Wanted
+    release: Release
     version: str
     results: tuple[BenchResult, ...]
 
@@ -98,7 +98,7 @@ class Measured:
         return max((result.peak_gib for result in self.results if result.peak_gib), default=None)
 
 
-def wanted_versions(text: str, machine: Machine) -> list[Wanted]:
+def releases_to_compare(text: str, machine: Machine) -> list[Release]:
     """The versions of `--torch 2.9.1,2.13.0`, with the build of each that fits this machine. Raises UserError.
 
     A single version is compared with the PyTorch of this environment, which comes first.
@@ -131,7 +131,7 @@ def wanted_versions(text: str, machine: Machine) -> list[Wanted]:
     # The device is that of a PyTorch which fits the machine, also where the installed one does not.
     software = machine.software.model_copy(update={"build": None})
     device, _ = choose_device(machine.model_copy(update={"software": software}))
-    return [_wanted(release, machine, device) for release in releases]
+    return [_build_for(release, machine, device) for release in releases]
 
 
 def _release(version: str) -> str:
@@ -150,11 +150,11 @@ def _release(version: str) -> str:
     return version if version.count(".") == 2 else f"{version}.0"
 
 
-def _wanted(release: str, machine: Machine, device: Accelerator | None) -> Wanted:
+def _build_for(release: str, machine: Machine, device: Accelerator | None) -> Release:
     software = machine.software
     build_name = {"amd": "rocm", "nvidia": "cuda"}.get(device.vendor) if device else software.build
     if (software.torch or "").partition("+")[0] == release and software.build == build_name:
-        return Wanted(version=release, arguments=())
+        return Release(version=release, arguments=())
     build = fitting_builds(machine, device, torch=release)[0]
     if build.cpu and device is not None:
         fix = "choose another version: `bloomery doctor` names the one for this GPU"
@@ -162,8 +162,8 @@ def _wanted(release: str, machine: Machine, device: Accelerator | None) -> Wante
         raise UserError(problem, where=WHERE, fix=fix, code=2)
     if build.cpu and build.index and not index_answers(build.index):
         note = "PyTorch's CPU index does not answer; your own may bring CUDA's libraries"
-        return Wanted(version=release, arguments=(build.requirement,), note=note)
-    return Wanted(
+        return Release(version=release, arguments=(build.requirement,), note=note)
+    return Release(
         version=release,
         arguments=tuple(build.arguments),
         variables=build.environment,
@@ -172,10 +172,10 @@ def _wanted(release: str, machine: Machine, device: Accelerator | None) -> Wante
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRelease:
     """A version whose environment exists; `downloads` are what its installation fetches. `python`: its interpreter."""
 
-    wanted: Wanted
+    release: Release
     python: str
     downloads: tuple[Download, ...]
     caches: Path
@@ -186,34 +186,34 @@ class Comparison:
     """The versions of one recipe, from their environments to their measurements. All raise UserError."""
 
     def __init__(
-        self, bench: Bench, wanted: Sequence[Wanted], folder: Path, installer: Installer
+        self, bench: Bench, releases: Sequence[Release], folder: Path, installer: Installer
     ) -> None:
         """`folder` is removed by the caller."""
         self._bench = bench
-        self._wanted = wanted
+        self._releases = releases
         self._folder = folder
         self._installer = installer
         self.left_out: list[str] = []  # packages that were compiled with the PyTorch of here
 
-    def prepare(self, on_phase: OnPhase) -> list[Prepared]:
+    def prepare(self, on_phase: OnPhase) -> list[PreparedRelease]:
         """Empty environments, and what each will download: nothing is downloaded yet but the index's answers."""
         packages = self._folder / "packages"
         self.left_out = share_packages(packages)
         prepared = []
-        for wanted in self._wanted:
+        for release in self._releases:
             python = self._bench.python
             downloads = list[Download]()
-            if not wanted.is_installed:
-                on_phase(f"asking the package index for torch {wanted.version}")
-                environment_python = make_environment(self._folder / wanted.version, packages)
-                downloads = self._installer.downloads(environment_python, wanted.arguments)
+            if not release.is_installed:
+                on_phase(f"asking the package index for torch {release.version}")
+                environment_python = make_environment(self._folder / release.version, packages)
+                downloads = self._installer.downloads(environment_python, release.arguments)
                 python = str(environment_python)
             prepared.append(
-                Prepared(
-                    wanted=wanted,
+                PreparedRelease(
+                    release=release,
                     python=python,
                     downloads=tuple(downloads),
-                    caches=self._folder / "caches" / wanted.version,
+                    caches=self._folder / "caches" / release.version,
                 )
             )
         downloads = [download for version in prepared for download in version.downloads]
@@ -221,21 +221,21 @@ class Comparison:
             refuse_full_disk(self._folder, disk_needed(downloads))
         return prepared
 
-    def install(self, prepared: Prepared, on_phase: OnPhase) -> Bench:
+    def install(self, prepared: PreparedRelease, on_phase: OnPhase) -> Bench:
         """The recipe with this version, whose packages are installed now: the same work as with the others."""
-        wanted = prepared.wanted
-        if not wanted.is_installed:
-            name = f"installing torch {wanted.version}"
+        release = prepared.release
+        if not release.is_installed:
+            name = f"installing torch {release.version}"
             on_phase(name)
             self._installer.install(
                 Path(prepared.python),
-                wanted.arguments,
+                release.arguments,
                 lambda line: on_phase(f"{name}: {line[:80]}"),
             )
         facts = torch_of(prepared.python)
-        if facts.version.partition("+")[0] != wanted.version:
+        if facts.version.partition("+")[0] != release.version:
             raise UserError(
-                f"torch {wanted.version} is installed, but {facts.version} is imported",
+                f"torch {release.version} is installed, but {facts.version} is imported",
                 where=facts.file,
                 fix="remove that folder from the import path: PYTHONPATH, or a .pth file",
             )
@@ -254,28 +254,28 @@ class Comparison:
             self._bench,
             machine=machine,
             python=prepared.python,
-            variables=cache_variables(prepared.caches) | dict(wanted.variables),
+            variables=cache_variables(prepared.caches) | dict(release.variables),
         )
 
 
-def same_work(benches: Sequence[tuple[Wanted, Bench]]) -> list[tuple[Wanted, Bench]]:
+def same_work(benches: Sequence[tuple[Release, Bench]]) -> list[tuple[Release, Bench]]:
     """The benches with the micro-batch of the first one's plan: `auto` may choose another for another version."""
     size = benches[0][1].plan().train.micro_batch_size
     override = f"train.micro_batch_size={size}"
     return [
-        (wanted, replace(bench, overrides=(*bench.overrides, override)))
-        for wanted, bench in benches
+        (release, replace(bench, overrides=(*bench.overrides, override)))
+        for release, bench in benches
     ]
 
 
 def measure(
-    benches: Sequence[tuple[Wanted, Bench]],
+    benches: Sequence[tuple[Release, Bench]],
     *,
     on_phase: OnPhase,
     on_result: Callable[[int, str, BenchResult], None],
     time_left: Callable[[], bool],
     rounds: int = ROUNDS,
-) -> list[Measured]:
+) -> list[MeasuredRelease]:
     """Each version once per round, in turns. One that fails is not measured again; at least one round."""
     results: list[list[BenchResult]] = [[] for _ in benches]
     for number in range(rounds):
@@ -294,19 +294,19 @@ def measure(
             own_results.append(result)
             on_result(number + 1, version, result)
     return [
-        Measured(
-            wanted=wanted,
-            version=bench.machine.software.torch or wanted.version,
+        MeasuredRelease(
+            release=release,
+            version=bench.machine.software.torch or release.version,
             results=tuple(own_results),
         )
-        for (wanted, bench), own_results in zip(benches, results, strict=True)
+        for (release, bench), own_results in zip(benches, results, strict=True)
     ]
 
 
-def not_installed(wanted: Wanted, error: UserError) -> Measured:
+def not_installed(release: Release, error: UserError) -> MeasuredRelease:
     """A version that could not be installed or imported: the others are measured all the same."""
     result = BenchResult(overrides=(), plan=None, outcome="failed", message=error.problem)
-    return Measured(wanted=wanted, version=wanted.version, results=(result,))
+    return MeasuredRelease(release=release, version=release.version, results=(result,))
 
 
 def ratio(rates: Sequence[float], base_rates: Sequence[float]) -> Ratio | None:
@@ -323,12 +323,12 @@ def ratio(rates: Sequence[float], base_rates: Sequence[float]) -> Ratio | None:
 class Verdict:
     """The version that is faster than all others beyond the noise, and by how much; None: there is none."""
 
-    faster: Measured | None
-    runner_up: Measured | None
+    faster: MeasuredRelease | None
+    runner_up: MeasuredRelease | None
     ratio: Ratio | None
 
 
-def verdict(measurements: Sequence[Measured]) -> Verdict:
+def verdict(measurements: Sequence[MeasuredRelease]) -> Verdict:
     """Of the versions without a problem: the fastest, if the interval of its ratio to every other one is above 1."""
     ranked = sorted(
         (measured for measured in measurements if measured.rates),
@@ -342,7 +342,7 @@ def verdict(measurements: Sequence[Measured]) -> Verdict:
     return Verdict(faster=first if is_faster else None, runner_up=runner_up, ratio=ratios[0])
 
 
-def loss_spread(measurements: Sequence[Measured]) -> float:
+def loss_spread(measurements: Sequence[MeasuredRelease]) -> float:
     """How far the first losses of the versions are apart, relative to the smallest: they did the same work."""
     losses = [
         result.learning.loss_before
@@ -359,25 +359,25 @@ VERSION = 19
 
 
 def opening(
-    prepared: Sequence[Prepared], folder: Path, left_out: Sequence[str], rounds: int = ROUNDS
+    prepared: Sequence[PreparedRelease], folder: Path, left_out: Sequence[str], rounds: int = ROUNDS
 ) -> Iterator[str]:
     """What will be done: the environments, their downloads and their disk."""
     versions = f"{len(prepared)} versions in turns, {rounds} rounds"
     yield f"{'torch':<10}{versions}; environments are removed at the end"
     for version in prepared:
-        name = f"{'':<10}{version.wanted.version:<9}"
-        if version.wanted.is_installed:
+        name = f"{'':<10}{version.release.version:<9}"
+        if version.release.is_installed:
             yield f"{name}the PyTorch of this environment: no download"
             continue
-        yield f"{name}pip install {shlex.join(version.wanted.arguments)}"
+        yield f"{name}pip install {shlex.join(version.release.arguments)}"
         unknown = sum(download.bytes is None for download in version.downloads)
         size = sum(download.bytes or 0 for download in version.downloads)
         text = f"{len(version.downloads)} packages, {format_bytes(size)} to download"
         text += f", and {unknown} of unknown size" if unknown else ""
         disk = format_bytes(disk_needed(version.downloads))
         yield f"{'':<19}{text}; about {disk} of disk in {folder.parent}"
-        if version.wanted.note:
-            yield wrapped(" " * 19, version.wanted.note)
+        if version.release.note:
+            yield wrapped(" " * 19, version.release.note)
     if left_out:
         yield wrapped(" " * 10, f"left out, compiled with this PyTorch: {', '.join(left_out)}")
 
@@ -396,7 +396,7 @@ def round_line(number: int, version: str, result: BenchResult) -> str:
     return text
 
 
-def table(measurements: Sequence[Measured]) -> Iterator[str]:
+def table(measurements: Sequence[MeasuredRelease]) -> Iterator[str]:
     """A row per version; ratios are to the first version that could be measured."""
     base = next((measured for measured in measurements if measured.rates), None)
     against = f"to {base.version}" if base else "ratio"
@@ -425,7 +425,7 @@ def _settings(plan: RunPlan) -> str:
     return f"{plan.train.precision}, {compiled}, {attention}"
 
 
-def verdict_lines(measurements: Sequence[Measured], source: str) -> Iterator[str]:
+def verdict_lines(measurements: Sequence[MeasuredRelease], source: str) -> Iterator[str]:
     """The faster version, or why none is named, and the command that installs it."""
     result = verdict(measurements)
     for measured in measurements:
@@ -446,13 +446,13 @@ def verdict_lines(measurements: Sequence[Measured], source: str) -> Iterator[str
         yield f"{'faster':<10}no difference beyond the noise: {interval} between the two fastest"
         return
     yield f"{'faster':<10}torch {result.faster.version}: {interval} as fast as {result.runner_up.version}"
-    if result.faster.wanted.is_installed:
+    if result.faster.release.is_installed:
         yield f"{'next':<10}bloomery train {source}"
     else:
-        yield f"{'next':<10}pip install {shlex.join(result.faster.wanted.arguments)}"
+        yield f"{'next':<10}pip install {shlex.join(result.faster.release.arguments)}"
 
 
-def document(measurements: Sequence[Measured]) -> dict[str, Any]:
+def document(measurements: Sequence[MeasuredRelease]) -> dict[str, Any]:
     """The JSON of `bench --torch --json`. `faster` is null where no version is faster beyond the noise."""
     result = verdict(measurements)
     base = next((measured for measured in measurements if measured.rates), None)
@@ -460,22 +460,22 @@ def document(measurements: Sequence[Measured]) -> dict[str, Any]:
         "versions": [
             {
                 "version": measured.version,
-                "installed": measured.wanted.is_installed,
-                "pip_arguments": measured.wanted.arguments,
+                "installed": measured.release.is_installed,
+                "pip_arguments": measured.release.arguments,
                 "problem": measured.problem,
                 "tokens_per_second": measured.tokens_per_second,
                 "ratio": ratio(measured.rates, base.rates) if base else None,
                 "peak_gib": measured.peak_gib,
                 "rounds": [
                     {
-                        "outcome": each.outcome,
-                        "message": each.message,
-                        "tokens_per_second": each.tokens_per_second,
-                        "step_seconds": each.step_seconds,
-                        "core_wait": each.core_wait,
-                        "learning": each.learning,
+                        "outcome": result_of_round.outcome,
+                        "message": result_of_round.message,
+                        "tokens_per_second": result_of_round.tokens_per_second,
+                        "step_seconds": result_of_round.step_seconds,
+                        "core_wait": result_of_round.core_wait,
+                        "learning": result_of_round.learning,
                     }
-                    for each in measured.results
+                    for result_of_round in measured.results
                 ],
             }
             for measured in measurements
@@ -485,5 +485,5 @@ def document(measurements: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def all_results(measurements: Sequence[Measured]) -> list[BenchResult]:
+def all_results(measurements: Sequence[MeasuredRelease]) -> list[BenchResult]:
     return list(itertools.chain.from_iterable(measured.results for measured in measurements))

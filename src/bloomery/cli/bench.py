@@ -133,21 +133,21 @@ def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: 
         measure,
         not_installed,
         opening,
+        releases_to_compare,
         round_line,
         same_work,
         verdict_lines,
-        wanted_versions,
     )
     from bloomery.bench.torch_versions import document as versions_document
     from bloomery.bench.torch_versions import table as versions_table
 
     # Everything that can be refused is refused before anything is downloaded.
-    wanted = wanted_versions(versions, bench.machine)
+    releases = releases_to_compare(versions, bench.machine)
     bench.plan()
     installer = Pip(os.environ)
     try:
         with throwaway_folder() as folder:
-            comparison = Comparison(bench, wanted, folder, installer)
+            comparison = Comparison(bench, releases, folder, installer)
             on_phase = partial(table.show_phase, "torch")
             prepared = comparison.prepare(on_phase)
             table.print(*opening(prepared, folder, comparison.left_out))
@@ -157,15 +157,15 @@ def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: 
             for version in prepared:
                 begin_seconds = time.monotonic()
                 try:
-                    benches.append((version.wanted, comparison.install(version, on_phase)))
+                    benches.append((version.release, comparison.install(version, on_phase)))
                 except UserError as error:
-                    measurements.append(not_installed(version.wanted, error))
-                    table.print(f"{'failed':<10}torch {version.wanted.version}: {error.problem}")
+                    measurements.append(not_installed(version.release, error))
+                    table.print(f"{'failed':<10}torch {version.release.version}: {error.problem}")
                     continue
-                if not version.wanted.is_installed:
+                if not version.release.is_installed:
                     seconds = time.monotonic() - begin_seconds
                     table.print(
-                        f"{'installed':<10}torch {version.wanted.version} in {seconds:.0f} s"
+                        f"{'installed':<10}torch {version.release.version} in {seconds:.0f} s"
                     )
             if len(benches) > 1:
                 measurements += measure(

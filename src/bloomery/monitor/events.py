@@ -224,7 +224,9 @@ class StepChecked(Event):
     # A part that gives different bits when it is computed twice.
     unrepeatable: str = ""
     seconds: float = 0.0  # that the check took
-    known: bool = False  # from an earlier run on such a GPU, with this PyTorch, driver and settings
+    from_cache: bool = (
+        False  # of an earlier run on this GPU, with this PyTorch, driver and settings
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

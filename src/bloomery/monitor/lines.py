@@ -237,7 +237,12 @@ class PlainView:
         match event:
             case Phase(name="length") if self._summary.announced == announced:
                 pass
-            case StepHealth() | DeviceStats() | Phase(name="evaluation") | StepChecked(known=True):
+            case (
+                StepHealth()
+                | DeviceStats()
+                | Phase(name="evaluation")
+                | StepChecked(from_cache=True)
+            ):
                 pass  # for the diagnosis and the live view
             case Phase() if not self._is_due(event):
                 pass

@@ -67,7 +67,7 @@ def checked_text(event: StepChecked) -> str:
     """What the check of one step has found, in a line."""
     if event.problem:
         return f"{event.problem} ({event.detail})"
-    seconds = "known" if event.known else format_seconds(event.seconds)
+    seconds = "known" if event.from_cache else format_seconds(event.seconds)
     return f"one step on {event.device} equals the CPU's in {event.precision} ({seconds})"
 
 

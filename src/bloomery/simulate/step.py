@@ -246,19 +246,16 @@ def _two_steps(
     for number, count in (("first", 1), ("second", num_micro_batches)):
         on_progress(f"{prefix}the {number} of two steps")
         tracker.forget_peak()
-        traffic = nullcontext() if mesh is None else TrafficCounter(mesh)
+        traffic = TrafficCounter(mesh)
         with traffic, tracker, FakeResults(tracker, _device_type(plan)):
             step(count)
-        if isinstance(traffic, TrafficCounter):
-            sent_by_step.append(traffic.bytes_by_axis)
+        sent_by_step.append(traffic.bytes_by_axis)
         tracker.call("optimizer", _states(model_and_optimizer))
 
     # Each further micro-batch sends as much as those between the two steps: a step of the plan may have more of them.
-    sent = dict[str, float]()
-    if sent_by_step:
-        first, second = sent_by_step
-        further = (plan.train.accumulation - 1) / max(1, num_micro_batches - 1)
-        sent = {axis: first[axis] + further * (second[axis] - first[axis]) for axis in first}
+    first, second = sent_by_step
+    further = (plan.train.accumulation - 1) / max(1, num_micro_batches - 1)
+    sent = {axis: first[axis] + further * (second[axis] - first[axis]) for axis in first}
 
     # Offloaded states are in the host's memory, which a simulation of a device does not count.
     offloaded = {"optimizer"} if plan.train.device != "cpu" and plan.optimizer.offload else set()

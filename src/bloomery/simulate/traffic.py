@@ -20,16 +20,20 @@ _COLLECTIVES: dict[object, tuple[int, int]] = {
 
 class TrafficCounter(TorchDispatchMode):
     """Counts `bytes_by_axis`: what each device sends in a ring of `n` devices, (n - 1) / n of the gathered or reduced
-    bytes, twice that for an all-reduce. Collectives outside the mesh are not counted.
+    bytes, twice that for an all-reduce. Collectives outside the mesh are not counted; without a mesh, none.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        names = mesh.mesh_dim_names or ("shard",)
-        self._axes = {mesh.get_group(number).group_name: name for number, name in enumerate(names)}
-        self.bytes_by_axis: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._axes: dict[str, str] = {}  # by the name of its process group
+        if mesh is not None:
+            names = mesh.mesh_dim_names or ("shard",)
+            self._axes = {
+                mesh.get_group(number).group_name: name for number, name in enumerate(names)
+            }
+        self.bytes_by_axis = dict.fromkeys(self._axes.values(), 0.0)
 
     def __torch_dispatch__(
         self,

@@ -201,11 +201,13 @@ def examine_step(pair: Pair) -> tuple[list[Finding], bool]:
     """What is wrong in two equal steps, and whether their bits are the same."""
     exact = exact_step(pair)
     steps = [step_on_device(pair) for _ in range(2)]
-    found: list[Difference] = []
+    # The first step that differs is enough.
+    step_differences: list[Difference] = []
     for numbers in steps:
-        found = found or differences(pair, numbers, exact)
+        step_differences = step_differences or differences(pair, numbers, exact)
     findings = [
-        Finding("a whole step", "step", each.quantity, each.error, each.bound) for each in found
+        Finding("a whole step", "step", difference.quantity, difference.error, difference.bound)
+        for difference in step_differences
     ]
     return findings[:1], steps[0].has_bits_of(steps[1])
 
@@ -450,7 +452,7 @@ class Verdict:
     unrepeatable: str = ""  # the part
     skipped: str = ""  # why nothing was checked
     seconds: float = 0.0
-    known: bool = False  # from an earlier check
+    from_cache: bool = False  # it is the answer of an earlier check
 
 
 def is_checked(plan: RunPlan) -> bool:
@@ -489,7 +491,7 @@ def check_step(
             fix=worst.fix,
             unrepeatable=next(filter(None, (verdict.unrepeatable for verdict in verdicts)), ""),
             seconds=max(verdict.seconds for verdict in verdicts),
-            known=all(verdict.known for verdict in verdicts),
+            from_cache=all(verdict.from_cache for verdict in verdicts),
         )
     )
     for verdict in verdicts:
@@ -531,23 +533,23 @@ def judge(
     verdict = Verdict(identity.device, identity.arch, identity.torch, identity.driver)
     try:
         key = key_of(plan, identity)
-        known = known_answer(key)
-        if known is None:
+        earlier_examination = known_answer(key)
+        if earlier_examination is None:
             begins()
-        examination = known or examine(plan)
+        examination = earlier_examination or examine(plan)
     except UserError as error:
         return replace(verdict, skipped=error.problem)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         return replace(verdict, skipped="not enough memory for the small model")
-    if known is None:
+    if earlier_examination is None:
         keep_answer(key, identity, examination)
     verdict = replace(
         verdict,
         unrepeatable=next(iter(examination.unrepeatable), ""),
         seconds=examination.seconds,
-        known=known is not None,
+        from_cache=earlier_examination is not None,
     )
     if not examination.findings:
         return verdict

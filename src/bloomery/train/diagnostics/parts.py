@@ -113,7 +113,7 @@ def examine_part(part: Part, pair: Pair) -> PartResult:
     first = on_device(part, pair)
     spoil_free_memory(pair.tested.device)
     second = on_device(part, pair)
-    found = []
+    wrong_quantities = []
     for quantity, exact_numbers in exact.items():
         least_size = natural_size(quantity, exact)
         bound = part.bound(pair.tested, numbers=first.get(quantity, exact_numbers))
@@ -126,9 +126,9 @@ def examine_part(part: Part, pair: Pair) -> PartResult:
             for numbers in (first, second)
         )
         if not error <= bound:
-            found.append(Difference(quantity, error, bound))
+            wrong_quantities.append(Difference(quantity, error, bound))
     bits_differ = any(not torch.equal(first[name], second[name]) for name in first)
-    return PartResult(tuple(found), bits_differ)
+    return PartResult(tuple(wrong_quantities), bits_differ)
 
 
 def spoil_free_memory(device: torch.device) -> None:
@@ -518,7 +518,7 @@ def examine_optimizer(pair: Pair) -> PartResult:
     )
 
     runs = [_updated(loud_side) for _ in range(2)]
-    found = []
+    wrong_quantities = []
     for name, (weight, before, exact) in runs[0].items():
         is_muon = plan.kind == "muon" and before.ndim == 2 and ".layers." in name
         for run in runs:
@@ -527,9 +527,9 @@ def examine_optimizer(pair: Pair) -> PartResult:
                 loud_side, weight, before, exact, is_muon=is_muon, steps=OPTIMIZER_STEPS
             )
             if not error <= bound:
-                found.append(Difference(f"update of {name}", error, bound))
+                wrong_quantities.append(Difference(f"update of {name}", error, bound))
     different_bits = any(not torch.equal(runs[0][name][0], runs[1][name][0]) for name in runs[0])
-    return PartResult(tuple(found), different_bits)
+    return PartResult(tuple(wrong_quantities), different_bits)
 
 
 def _updated(side: Side) -> dict[str, tuple[Tensor, Tensor, Tensor]]:

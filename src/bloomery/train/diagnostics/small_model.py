@@ -30,16 +30,14 @@ from bloomery.train.step import ModelAndOptimizer
 
 SEED = 0
 NUM_LAYERS = 2
-LARGEST = (
-    2**28
-)  # parameters in the layers; where two have more, one has to do: the CPU computes it in float32
+# Parameters in the layers; where two have more, one has to do: the CPU computes it in float32.
+LARGEST = 2**28
 # No multiple of a tile of any kernel, and longer than most tiles. Three documents, of which none is a multiple either.
 DOCUMENT_LENGTHS = (61, 80, 32)
 LENGTH = sum(DOCUMENT_LENGTHS)
 WINDOW = 61  # of layers whose window is shorter than the run's sequences: it is shorter than these sequences, too
-VOCABULARY = (
-    4096  # of a larger one as many, and the rest modulo 128: kernels divide by such numbers
-)
+# Of a larger one as many, and the rest modulo 128: kernels divide by such numbers.
+VOCABULARY = 4096
 NARROW = 2048  # a wider model takes one sequence
 MASKED_SHARE = 0.2  # of the labels, as in fine-tuning
 # Relative to what they are next to, so that every part counts: gains other than 1, biases other than 0, and an adapter

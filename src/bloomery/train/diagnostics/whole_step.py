@@ -152,18 +152,18 @@ def differences(pair: Pair, numbers: StepNumbers, exact: StepNumbers) -> list[Di
     # The loss: logits of a fresh model have a deviation of `LOGIT_DEVIATION`, and so much of them is rounded off.
     loss_error = abs(numbers.loss - exact.loss)
     loss_bound = bound * max(LOGIT_DEVIATION, 1e-3) + 1e-6 * abs(exact.loss)
-    found = [Difference("loss", loss_error, loss_bound)]
+    all_differences = [Difference("loss", loss_error, loss_bound)]
     if not numbers.gradients:
-        found.append(Difference("norm of the gradients", math.inf, bound))
+        all_differences.append(Difference("norm of the gradients", math.inf, bound))
     else:
         relative = abs(numbers.grad_norm / exact.grad_norm - 1.0)
         norm_bound = max(
             step_bound(pair.tested, gradient.dtype) for gradient in numbers.gradients.values()
         )
-        found.append(Difference("norm of the gradients", relative, norm_bound))
-        found += gradient_differences(numbers.gradients, exact.gradients, pair.tested)
-        found += update_differences(pair.tested, numbers, exact.weights)
-    return [each for each in found if not each.error <= each.bound]
+        all_differences.append(Difference("norm of the gradients", relative, norm_bound))
+        all_differences += gradient_differences(numbers.gradients, exact.gradients, pair.tested)
+        all_differences += update_differences(pair.tested, numbers, exact.weights)
+    return [each for each in all_differences if not each.error <= each.bound]
 
 
 def step_bound(side: Side, dtype: torch.dtype = torch.float32) -> float:
@@ -215,7 +215,7 @@ def update_differences(
     gradients cannot differ.
     """
     plan = side.plan.optimizer
-    found = []
+    update_errors = []
     checked_shapes = set[tuple[int, ...]]()
     for name, gradient in numbers.gradients.items():
         # Muon's formula costs thirty matmuls in float64: one matrix of each shape is enough.
@@ -227,8 +227,8 @@ def update_differences(
         optimizer = exact_optimizer(plan, name, gradient.ndim)
         exact = optimizer.step(before, gradient.double().cpu())
         error, bound = update_error(side, numbers.weights[name], before, exact, is_muon=is_muon)
-        found.append(Difference(f"update of {name}", error, bound))
-    return found
+        update_errors.append(Difference(f"update of {name}", error, bound))
+    return update_errors
 
 
 def update_error(
