@@ -48,14 +48,15 @@ def assert_right(case: dict) -> None:
 
 
 def test_kernels_are_as_exact_as_math_attention():
-    cases = triton_here.in_interpreter("triton_cases.py", 0, 6)
-    assert len(cases) == 6
+    cases = triton_here.in_interpreter("triton_cases.py", 0, 3)
+    assert len(cases) == 3
     # Heads are read whole, and in parts.
     assert any(case["part"] < case["shape"][-1] for case in cases)
     for case in cases:
         assert_right(case)
 
 
+@pytest.mark.soak
 def test_every_tile_of_the_table_is_right():
     cases = triton_here.in_interpreter("triton_cases.py", 70, 71, "tiles")
     assert len(cases) == 6
@@ -65,7 +66,7 @@ def test_every_tile_of_the_table_is_right():
 
 @pytest.mark.soak
 def test_two_hundred_cases():
-    for case in triton_here.in_interpreter("triton_cases.py", 6, 206):
+    for case in triton_here.in_interpreter("triton_cases.py", 3, 203):
         assert_right(case)
 
 
