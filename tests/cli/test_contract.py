@@ -187,6 +187,7 @@ FLAGS = {
         "--time",
         "--queue",
         "--gpu",
+        "--exclude",
         "--dry-run",
         "--json",
     },

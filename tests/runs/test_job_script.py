@@ -14,7 +14,8 @@ from bloomery.monitor.events import Resumed, read_events
 from bloomery.runs.job_script import write_job_script
 
 JOB = "77"
-# `attempts.json`: for each start the exit code, and the checkpoints that exist afterwards.
+# `attempts.json`: for each start the exit code, and the checkpoints that exist afterwards. `faulty`, if it exists,
+# is what the run says of its hosts.
 SRUN = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
@@ -23,13 +24,23 @@ if sys.argv[-1] == "true":  # the step before the training
 attempts = json.loads(Path("attempts.json").read_text())
 number = len(Path("starts").read_text()) if Path("starts").exists() else 0
 Path("starts").write_text("x" * (number + 1))
+with open("commands", "a") as commands:
+    print(*sys.argv[sys.argv.index("bloomery") + 1:], file=commands)
 code, steps = attempts[number]
 for step in steps:
-    os.makedirs(f"runs/frontier-slurm-{JOB}.0/checkpoints/step-{{step:08d}}", exist_ok=True)
+    os.makedirs(f"runs/frontier-slurm-{JOB}.1/checkpoints/step-{{step:08d}}", exist_ok=True)
+if os.path.exists("faulty"):
+    os.makedirs("runs/frontier-slurm-{JOB}.1", exist_ok=True)
+    os.replace("faulty", "runs/frontier-slurm-{JOB}.1/excluded-hosts.txt")
 sys.exit(code)
 """
+# As Slurm does, `requeue` ends the script that asks for it, and `update` refuses a job that does not wait.
 SCONTROL = """#!/bin/bash
-[ "$1" = requeue ] && [ "$2" = 77 ] && touch requeued
+[ "$2" = 77 ] || [ "$2" = JobId=77 ] || exit 1
+case $1 in
+  requeue) touch requeued; kill -TERM $PPID;;
+  update) [ -f requeued ] || exit 1; echo "$3" >> updates;;
+esac
 """
 # Two ranks of one node, as srun starts them; on the first start one of them is killed after a checkpoint.
 REAL_SRUN = f"""#!{sys.executable}
@@ -41,10 +52,10 @@ first = not Path("started").exists()
 Path("started").touch()
 ranks = []
 for rank in "01":
-    own = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+    own = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "1",
            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_RESTART_COUNT": "0" if first else "1"}}
     ranks.append(subprocess.Popen([*sys.argv[1:], "-d", "cpu"], env=os.environ | own))
-checkpoints = Path("runs/tiny-slurm-{JOB}.0/checkpoints")
+checkpoints = Path("runs/tiny-slurm-{JOB}.1/checkpoints")
 while first and not list(checkpoints.glob("step-*")) and ranks[1].poll() is None:
     time.sleep(0.02)
 if first:
@@ -54,10 +65,12 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 
 
-def script(arguments: str = "frontier.yaml") -> str:
+def script(
+    arguments: str = "frontier.yaml", *, ranks: int = 2, excluded_hosts: str | None = None
+) -> str:
     """As for a site without modules and GPUs."""
     job = write_job_script(
-        Site(gpu="cpu"),
+        Site(gpu="cpu", gpus_per_node=ranks),
         name="frontier",
         arguments=arguments,
         command="bloomery slurm",
@@ -65,8 +78,9 @@ def script(arguments: str = "frontier.yaml") -> str:
         account=None,
         seconds=3600,
         queue_name=None,
+        excluded_hosts=excluded_hosts,
         step_seconds=1.0,
-        checkpoint_bytes=0.0,
+        save_seconds=0.0,
         run_seconds=None,
     )
     assert "--signal=TERM@" in job.text and "--requeue" in job.text
@@ -116,11 +130,43 @@ def test_a_job_returns_to_the_queue_at_most_twice_without_a_new_checkpoint(
     assert run_job(tmp_path, script(), SRUN) == [code for code, _ in attempts[:starts]]
 
 
+@pytest.mark.parametrize(
+    ("given", "faulty", "excluded"),
+    [
+        (None, None, []),
+        (None, "", []),
+        (None, "node17\n", ["ExcNodeList=node17"]),
+        ("node1,node[3-4]", "node9.cluster.org\nnode17\nnode9\n", None),
+        (None, "$(touch harm)\n; touch harm\n", []),
+    ],
+)
+def test_a_job_returns_to_the_queue_without_the_hosts_that_its_run_names(
+    tmp_path, given, faulty, excluded
+) -> None:
+    (tmp_path / "attempts.json").write_text(json.dumps([(1, [5]), (0, [20])]))
+    if faulty is not None:
+        (tmp_path / "faulty").write_text(faulty)
+    assert run_job(tmp_path, script(excluded_hosts=given), SRUN) == [1, 0]
+    updates = tmp_path / "updates"
+    made = updates.read_text().splitlines() if updates.exists() else []
+    assert made == (["ExcNodeList=node1,node[3-4],node17,node9"] if excluded is None else excluded)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_job_of_one_rank_goes_on_in_its_folder(tmp_path) -> None:
+    (tmp_path / "attempts.json").write_text(json.dumps([(75, [5]), (0, [20])]))
+    assert run_job(tmp_path, script("a.yaml train.seed=7", ranks=1), SRUN) == [75, 0]
+    assert (tmp_path / "commands").read_text().splitlines() == [
+        f"train a.yaml train.seed=7 --run-dir runs/frontier-slurm-{JOB}.1",
+        f"resume runs/frontier-slurm-{JOB}.1",
+    ]
+
+
 @pytest.mark.soak
 def test_a_job_whose_rank_is_killed_is_requeued_and_resumes(tmp_path) -> None:
     write_workshop(tmp_path)
     text = script("tiny.yaml")
     assert run_job(tmp_path, text, REAL_SRUN, most=4) == [137, 0]
-    run = tmp_path / f"runs/tiny-slurm-{JOB}.0"
+    run = tmp_path / f"runs/tiny-slurm-{JOB}.1"
     assert [event for event in read_events(run / "events.jsonl") if isinstance(event, Resumed)]
     assert len(losses(run)) == 16

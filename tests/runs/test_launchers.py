@@ -976,11 +976,11 @@ def of_slurm(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def submitted_job(bloomery: Bloomery, *overrides: str) -> str:
-    """The number of a job that trains the tiny recipe on two nodes; its run is `runs/one`."""
+def submitted_job(bloomery: Bloomery, *overrides: str, nodes: int = 2) -> str:
+    """The number of a job that trains the tiny recipe; its run is `runs/one`."""
     folder = bloomery.folder
     (folder / "site.toml").write_text('gpu = "cpu"\nlocal_disk = "/tmp"\n')
-    words = ["tiny.yaml", *overrides, "--site", "site.toml", "--nodes", "2", "--time", "1h"]
+    words = ["tiny.yaml", *overrides, "--site", "site.toml", "--nodes", str(nodes), "--time", "1h"]
     command = (PYTHON, "-m", "bloomery", "slurm", *words)
     (folder / "job.sh").write_text(of_slurm(folder, *command, "--dry-run"))
     of_slurm(folder, "sbatch", "--test-only", "job.sh")  # Slurm itself accepts the script
@@ -1031,3 +1031,23 @@ def test_a_job_whose_node_is_lost_returns_to_the_queue_and_ends_as_undisturbed(
     wait_for(lambda: state_of_job(folder, job) in ("", "COMPLETED"))
     assert [event for event in bloomery.events() if isinstance(event, Resumed)]
     assert_as_undisturbed(bloomery)
+
+
+@pytest.mark.soak
+def test_a_job_goes_on_without_the_host_that_its_run_names(bloomery, one_thread, request) -> None:
+    if why := why_not("srun"):
+        pytest.skip(why)
+    request.getfixturevalue("slurm")
+    folder = bloomery.folder
+    job = submitted_job(bloomery, nodes=1)
+    wait_for(bloomery.saw(StepDone, 6))
+    (host,) = of_slurm(folder, "squeue", "--noheader", "--format=%N", "--job", job).split()
+    RunFolder(bloomery.run_dir).excluded_hosts.write_text(f"{host}\n")
+    os.kill(json.loads(RunFolder(bloomery.run_dir).lock.read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: state_of_job(folder, job) == "PENDING")
+    wait_for(lambda: f"requeued without {host}" in (folder / f"tiny-{job}.log").read_text())
+    wait_for(lambda: state_of_job(folder, job) in ("", "COMPLETED"))
+    shown = of_slurm(folder, "scontrol", "show", "job", job)
+    assert f"ExcNodeList={host}" in shown and f"NodeList={'n2' if host == 'n1' else 'n1'}" in shown
+    assert [event for event in bloomery.events() if isinstance(event, Resumed)]
+    assert bloomery.saw(StepDone, 16)()

@@ -5,6 +5,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -135,7 +136,10 @@ def runner_of(folder: RunFolder) -> Runner:
 def slurm_job_of(folder: RunFolder) -> str:
     """The number of the Slurm job that trains this run; "" where another launcher or none started it."""
     message = message_in(folder)
-    launcher, _, step = ("" if message is None else message.job).partition("-")
+    if message is None:  # one rank alone, from a job script of `bloomery slurm`
+        named = re.search(r"-slurm-(\d+)\.\d+$", folder.path.name)
+        return "" if named is None else named[1]
+    launcher, _, step = message.job.partition("-")
     return step.partition(".")[0] if launcher == "slurm" else ""
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("--queue", metavar="Q", help="Partition or quality of service [default: the site's].")
 @click.option("--gpu", metavar="NAME", help="GPUs of a node where SITE does not say: 8xMI300X.")
+@click.option("--exclude", metavar="HOSTS", help="Do not run on these hosts: node17,node[20-23].")
 @click.option("--dry-run", is_flag=True, help="Print the script; submit nothing.")
 @json_option
 def command(
@@ -47,6 +48,7 @@ def command(
     time_limit: str | None,
     queue: str | None,
     gpu: str | None,
+    exclude: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -61,7 +63,7 @@ def command(
     """
     from bloomery.hardware.sites import CPU, find_site
     from bloomery.hardware.specs import named_gpus
-    from bloomery.plan.advise import checkpoint_bytes
+    from bloomery.plan.advise import planned_save
     from bloomery.plan.resolve import local_plan
     from bloomery.runs.job_script import submit, write_job_script
 
@@ -91,7 +93,7 @@ def command(
 
     # Where the plan knows no speed, a step is taken to last a minute.
     options = {"--site": site, "--nodes": str(nodes), "--account": account, "--time": time_limit}
-    options |= {"--queue": queue, "--gpu": gpu}
+    options |= {"--queue": queue, "--gpu": gpu, "--exclude": exclude}
     given = [word for key, value in options.items() if value is not None for word in (key, value)]
     script = write_job_script(
         chosen_site,
@@ -102,8 +104,9 @@ def command(
         account=account,
         seconds=_seconds(time_limit),
         queue_name=queue,
-        step_seconds=60.0 if plan.step_seconds is None else plan.step_seconds.value,
-        checkpoint_bytes=checkpoint_bytes(plan),
+        excluded_hosts=exclude,
+        step_seconds=60.0 if plan.step_seconds is None else plan.step_seconds.high,
+        save_seconds=planned_save(plan).seconds.high,
         run_seconds=None if plan.seconds is None else plan.seconds.value,
     )
     ranks = nodes * chosen_site.gpus_per_node

@@ -44,6 +44,7 @@ from bloomery.plan.types import (
     MaxLength,
     PlanReport,
     RunPlan,
+    SaveEstimate,
     Suggestion,
     Verdict,
 )
@@ -316,13 +317,7 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
         max_length=_longest(step, measure) if profile.accelerator else None,
         step_parts=(parts or {}) if plan.rollout is None else plan.rollout.seconds,
         disk=_disk_bytes(recipe, plan, step),
-        save=estimate_save(
-            checkpoint_bytes(plan, step.model),
-            step.model.largest_bytes(step.precision),
-            ranks=plan.train.ranks,
-            hosts=plan.parallel.nodes if plan.parallel else 1,
-            copies=plan.checkpoint.async_save,
-        ),
+        save=planned_save(plan, step.model),
         energy_kwh=energy_kwh(plan, profile),
     )
 
@@ -461,6 +456,18 @@ def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
     model = model or TrainedModel.of(plan, plan.model.config)
     precision = plan.train.precision
     return model.trainable_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
+
+
+def planned_save(plan: RunPlan, model: TrainedModel | None = None) -> SaveEstimate:
+    """Time and host memory of one checkpoint. `model`: that of the plan, if it is at hand."""
+    model = model or TrainedModel.of(plan, plan.model.config)
+    return estimate_save(
+        checkpoint_bytes(plan, model),
+        model.largest_bytes(plan.train.precision),
+        ranks=plan.train.ranks,
+        hosts=plan.parallel.nodes if plan.parallel else 1,
+        copies=plan.checkpoint.async_save,
+    )
 
 
 def edited(loaded_recipe: LoadedRecipe, edit: str) -> LoadedRecipe:

@@ -110,6 +110,11 @@ class RunFolder:
         return self.path / "fallback.json"
 
     @property
+    def excluded_hosts(self) -> Path:
+        """Hosts that a failed start has named, one per line: its job returns to the queue without them."""
+        return self.path / "excluded-hosts.txt"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 

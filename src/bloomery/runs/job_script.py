@@ -15,7 +15,7 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
 from bloomery.hardware.sites import Queue, Site
-from bloomery.plan.estimate.saves import WRITE_BYTES_PER_SECOND
+from bloomery.runs.folder import RunFolder
 from bloomery.runs.launchers import job_run_name
 
 # To finish a step, agree on it and end, beside the save itself.
@@ -24,6 +24,8 @@ START_SECONDS = 180.0  # of a job, until its first step
 # Copying the Python environment, 10 GB or more, pays where this many nodes would read it from one file system.
 COPY_FROM_NODES = 8
 TRAINING_STEP = 1  # of the job: step 0 prepares the nodes
+# node17,node[20-23,30]
+HOST = r"[A-Za-z0-9][\w.-]*(\[[\d,-]+\])?"
 SLURM_SECONDS = 60.0  # sbatch answers within this time
 
 
@@ -48,21 +50,24 @@ def write_job_script(
     account: str | None,
     seconds: float | None,
     queue_name: str | None,
+    excluded_hosts: str | None,
     step_seconds: float,
-    checkpoint_bytes: float,
+    save_seconds: float,
     run_seconds: float | None,
 ) -> JobScript:
     """The script that trains `arguments` (as for `bloomery train`) on `nodes` nodes of the site.
 
     `seconds`: the time limit that the user asked for; None: the queue's, or the run's where that is shorter.
-    `command`: what wrote the script. Raises UserError (code 2) for what the site would refuse, and for a time in which
-    no checkpoint can be saved.
+    `command`: what wrote the script. `excluded_hosts`: "node17,node[20-23]", as Slurm takes them. `step_seconds` and
+    `save_seconds`: the upper ends of the plan's ranges.
+
+    Raises UserError (code 2) for what the site would refuse, and for a time in which no checkpoint can be saved.
     """
     if site.needs_account and not account:
         fix = "pass --account PROJECT, the project that pays for the job"
         raise UserError(f"{site.title} needs an account", where="--account", fix=fix, code=2)
     queue = site.queue(queue_name)
-    signal_seconds = seconds_to_save(step_seconds, checkpoint_bytes)
+    signal_seconds = seconds_to_save(step_seconds, save_seconds)
     limit = _limit(site, queue, nodes, seconds, run_seconds)
     if limit < signal_seconds + START_SECONDS:
         needed = math.ceil((signal_seconds + START_SECONDS) / 60)
@@ -84,6 +89,8 @@ def write_job_script(
     cores = [f"--cpus-per-task={site.cpus_per_gpu}"] if site.cpus_per_gpu else []
     directives.append(" ".join([per_node, *site.task_options, *cores]))
     directives += site.directives
+    if excluded_hosts is not None:
+        directives.append(f"--exclude={_checked_hosts(excluded_hosts)}")
     directives.append(f"--time={_clock(limit)} --signal=TERM@{signal_seconds}")
     directives.append(f"--requeue --open-mode=append --output={job_name}-%j.log")
 
@@ -91,7 +98,9 @@ def write_job_script(
     text = template.render(
         command=command,
         version=__version__,
-        run=job_run_name(name, f"slurm-JOB.{TRAINING_STEP}"),
+        run=job_run_name(name, f"slurm-0.{TRAINING_STEP}").removesuffix(f"0.{TRAINING_STEP}")
+        + f"$SLURM_JOB_ID.{TRAINING_STEP}",
+        one_rank=nodes * site.gpus_per_node == 1,
         directives=directives,
         setup=site.setup,
         environment={key: shlex.quote(value) for key, value in site.environment.items()},
@@ -103,14 +112,23 @@ def write_job_script(
         # `srun` does not take the cores of a rank from the job's options (Slurm 22.05 and later).
         launch=" ".join(["srun", *cores, *site.step_options]),
         arguments=arguments,
+        excluded_hosts=f"{excluded_hosts}," if excluded_hosts else "",
+        excluded_hosts_file=RunFolder(Path()).excluded_hosts.name,
     )
     return JobScript(text, int(limit), signal_seconds, queue)
 
 
-def seconds_to_save(step_seconds: float, checkpoint_bytes: float) -> int:
-    """Whole minutes, in seconds: to finish a step, save at half of the assumed speed, and end."""
-    saving = 2 * checkpoint_bytes / WRITE_BYTES_PER_SECOND
-    return 60 * math.ceil((2 * step_seconds + saving + ENDING_SECONDS) / 60)
+def seconds_to_save(step_seconds: float, save_seconds: float) -> int:
+    """Whole minutes, in seconds: to finish a step and agree in the next, save, and end."""
+    return 60 * math.ceil((2 * step_seconds + save_seconds + ENDING_SECONDS) / 60)
+
+
+def _checked_hosts(hosts: str) -> str:
+    """A list of hosts for Slurm's `--exclude`. Raises UserError (code 2) for a text that is none."""
+    if not re.fullmatch(f"{HOST}(,{HOST})*", hosts):
+        fix = "pass names with commas and no spaces, such as node17,node[20-23]"
+        raise UserError(f"{hosts!r} is no list of hosts", where="--exclude", fix=fix, code=2)
+    return hosts
 
 
 def _limit(
