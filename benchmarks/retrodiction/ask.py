@@ -17,7 +17,6 @@ from bloomery.plan.estimate.fabric import fabric_of
 from bloomery.plan.estimate.memory import FRAGMENTATION, tensors_at
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.moments import StepMoment, moments
-from bloomery.plan.estimate.sharding import gathered_parameters
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
@@ -196,7 +195,8 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
         parts[name] /= shard
     if shard > 1:
         parts.pop("half-precision copies", None)
-        (layer, *_), root = gathered_parameters(load)
+        layer_values = [layer.layer.total_parameters for layer in load.model.layers]
+        layer, root = layer_values[0], load.model.weight_count - sum(layer_values)
         reduced = 0 if one.recipe.adapter.kind == "lora" else layer * load.weight_bytes
         parts["gathered layers"] = (2 * layer + root) * load.element_bytes + reduced
     counted = sum(parts.values())

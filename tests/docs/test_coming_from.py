@@ -162,7 +162,7 @@ FIGURES = [
     ("rocm-overview.md", "llama2-7b-lora-qa adapter.kind=none --gpu MI300X", "50.2 25.1"),
     ("rocm-overview.md", "llama2-70b-lora-8gpu --gpu MI300X", "163.6 176.6"),
     ("forgather-examples.md", 'llama2-7b-full-24gb --gpu "RX 7900 XTX"', "12.6 19.0 22.1"),
-    ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2', "7,100 5,300 3,000"),
+    ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2', "7,100 5,300 2,900"),
     ("forgather-examples.md", 'llama2-7b-pipeline-2gpu --gpu "RTX 4090"', "16.2 22.1 3,800"),
     (
         "forgather-examples.md",

@@ -21,7 +21,7 @@ from bloomery.plan.estimate.fabric import (
 )
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
-from bloomery.plan.estimate.sharding import gathered_parameters
+from bloomery.plan.estimate.sharding import gathered_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.load import load_recipe
@@ -115,15 +115,15 @@ def load():
 
 def test_shards_divide_states_and_hold_two_layers_whole():
     count = parameter_count(preset("go-coder-small"))
-    (layer, *others), root = gathered_parameters(load())
+    (layer, *others), root = gathered_bytes(load())
     assert others == [layer] * 11
-    assert 12 * layer + root == count
+    assert 12 * layer / 2 + root / 4 == count
     alone = estimate_memory(load(), limit=0).parts
     parts = mesh_memory(load(), MeshSplit(shard=8), vendor="amd", limit=0).parts
     assert parts["weights"] == alone["weights"] / 8
     assert parts["optimizer"] == alone["optimizer"] / 8
     # at the scores: the last layer is not freed yet
-    assert parts["gathered layers"] == 4 * root + 2 * layer
+    assert parts["gathered layers"] == root + layer
     # that of the embeddings, whole until the end of backward
     assert parts["gradients"] == 4 * 50_000 * 768
     assert parts["collectives"] == pytest.approx(0.95 * GIB)
@@ -139,10 +139,10 @@ def test_copies_hold_everything():
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), model=TrainedModel(config))
-    (layer, *_), root = gathered_parameters(load())
+    (layer, *_), root = gathered_bytes(load())
     inputs = stage.tokens_per_micro_batch * INPUT_BYTES
     dropout_masks = stage.tokens_per_micro_batch * 768  # of the embedding
-    embeddings = root - 2 * 768
+    embeddings = root / 4 - 2 * 768
     parts = mesh_memory(load(), MeshSplit(pipeline=4), vendor="amd", limit=0).parts
     assert parts["activations"] == pytest.approx(
         4 * (activation_bytes(stage) + inputs + dropout_masks)
@@ -150,7 +150,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     # each forward's autocast makes its own
     assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)
     assert parts["logits"] == 0
-    assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + embeddings)
+    assert parts["weights"] == parts["gradients"] == 4 * (3 * layer / 2 + embeddings)
 
 
 def test_a_step_of_few_micro_batches_does_not_fill_a_pipeline():
@@ -180,7 +180,7 @@ def test_the_communication_of_each_axis_is_planned():
     assert plan.parallel is not None
     by_name = {layout.name: layout for layout in plan.parallel.layouts}
     count = parameter_count(plan.model.config)
-    (layer, *_), root = gathered_parameters(
+    (layer, *_), root = gathered_bytes(
         StepShape(**vars(load()) | {"model": TrainedModel(plan.model.config)})
     )
     copies, shards = by_name["replicate"], by_name["shard"]
@@ -188,7 +188,7 @@ def test_the_communication_of_each_axis_is_planned():
         "replicate": pytest.approx(2 * (4 * count * 7 / 8 / 310e9 + 7 * 5e-6))
     }
     layers = plan.model.config.num_layers
-    sent = ((2 * layers - 1) * layer * 2 + 4 * root + 4 * count) * 7 / 8 / 310e9 + (
+    sent = ((2 * layers - 1) * layer + root + 4 * count) * 7 / 8 / 310e9 + (
         3 * layers + 1
     ) * 7 * 5e-6
     assert shards.communication_seconds == {"shard": pytest.approx(shards.accumulation * sent)}

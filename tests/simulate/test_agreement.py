@@ -123,6 +123,17 @@ SHARDED = {
         },
     ),
     "float32": (MeshSplit(shard=2), {"rows": 2, "sizes": WIDE}),
+    "nf4": (
+        MeshSplit(shard=4),
+        {
+            "precision": "bfloat16",
+            "base": "nf4",
+            "adapter": {"kind": "lora", "rank": 8},
+            "sizes": {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 4},
+            "activation_checkpointing": "full",
+            "rows": 1,
+        },
+    ),
     "copies of shards": (
         MeshSplit(replicate=2, shard=8),
         {"precision": "bfloat16-pure", "family": "gpt2"},
@@ -130,7 +141,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("case", some(SHARDED, {"copies of shards"}))
+@pytest.mark.parametrize("case", some(SHARDED, {"nf4", "copies of shards"}))
 def test_shapes_and_fake_tensors_agree_on_shards(case):
     split, settings = SHARDED[case]
     if settings.get("precision") == "bfloat16-pure" and torch.__version__ >= "2.15":

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from bloomery.export.layouts import merged_state
 from bloomery.model.counting import parameter_shapes
+from bloomery.model.io.parameters import local
 from bloomery.model.io.weights import (
     fresh_decoder,
     load_decoder,
@@ -16,8 +17,11 @@ from bloomery.model.io.weights import (
     write_model,
 )
 from bloomery.model.limits import storage_bytes
+from bloomery.parallel.process_group import join
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state
+from ranks import on_ranks, ranks
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +107,30 @@ def test_merging_takes_the_weights_that_the_base_came_from(prepared, base, tmp_p
     assert torch.equal(
         merged["model.layers.0.mlp.up_proj.weight"], original["model.layers.0.mlp.up_proj.weight"]
     )
+
+
+def parts_on_rank(plan_json: str) -> dict[str, list[str]]:
+    """The codes and scales of each quantized weight that this rank holds, as hexadecimal digits."""
+    plan = RunPlan.model_validate_json(plan_json)
+    model = build_state(plan, mesh=join(plan.train)).model_and_optimizer.model
+    return {
+        name: [local(part.detach()).view(torch.uint8).numpy().tobytes().hex() for part in parts]
+        for name, weight in quantized_weights(model)
+        for parts in [(weight.codes, weight.scales)]
+    }
+
+
+@pytest.mark.parametrize(
+    "quantize", [{"kind": "nf4"}, {"kind": "nf4", "double_quant": False}, {"kind": "int8"}], ids=str
+)
+def test_shards_hold_the_bytes_of_one_device_between_them(prepared, base, quantize):
+    plan = plan_of(prepared, base, quantize=quantize)
+    several = on_ranks(plan, shard=3)  # which no number of bytes here is a multiple of
+    first, *others = ranks(3).call(parts_on_rank, several.model_dump_json())
+    whole = dict(quantized_weights(build_state(plan).model_and_optimizer.model))
+    assert first.keys() == whole.keys()
+    for name, weight in whole.items():
+        for index, tensor in enumerate((weight.codes, weight.scales)):
+            parts = [rank[name][index] for rank in (first, *others)]
+            assert "".join(parts) == tensor.view(torch.uint8).numpy().tobytes().hex(), name
+            assert len(parts[0]) == 2 * -(-tensor.numel() // 3)

@@ -104,6 +104,16 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         (
             "prompts",
             {
+                "objective": Grpo(kind="grpo", num_generations=2, max_completion_length=8),
+                "rewards": (VerifierReward(verifier="length", max_characters=6),),
+                "adapter": Lora(**LORA),
+                "quantize": Quantize(kind="nf4"),
+            },
+            1e-5,
+        ),
+        (
+            "prompts",
+            {
                 "objective": Ppo(kind="ppo", max_completion_length=8, num_iterations=2),
                 "rewards": (VerifierReward(verifier="length", max_characters=6),),
                 "adapter": Lora(**LORA),

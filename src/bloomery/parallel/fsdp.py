@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.weights import quantized_weights
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.parallel.clock import CommunicationClock
 from bloomery.plan.types import TrainPlan
@@ -37,8 +38,8 @@ def apply_fsdp(
 
     Must run after checkpointing and compilation, before weights are read. Weights compute as on one device: matrices of
     blocks are gathered in the dtype of matmuls; embeddings, head and last norm in their own, so that the residual
-    stream keeps its dtype. Gradients are summed in float32. Frozen weights are in the dtype of matmuls already, and
-    adapters are gathered as they are. `clock` counts the collectives.
+    stream keeps its dtype. Gradients are summed in float32. Frozen weights are in the dtype of matmuls already, or
+    quantized, and like adapters gathered as they are. `clock` counts the collectives.
     """
     trains_all_weights = all(parameter.requires_grad for parameter in model.parameters())
     matmul_dtype = None
@@ -48,6 +49,9 @@ def apply_fsdp(
         param_dtype=matmul_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     own_dtype_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    for _, weight in quantized_weights(model):
+        weight.become_parameters()
 
     # 1. Blocks. Their norms are small: every rank has them in full, and their gradients are summed like a replica's.
     *_, last_block = model.model.layers  # by order: a stage keeps the numbers of its layers

@@ -309,10 +309,8 @@ def whole_copy(state: TrainState, plan: RunPlan) -> Decoder:
     copy.tie()
     copy.to_empty(device=torch.device(plan.train.device))
     copy.tie()
-    parameters = dict(state.model.named_parameters())
-    for name, parameter in copy.named_parameters():
-        parameter.copy_(full(parameters[name].detach()))
-    buffers = dict(state.model.named_buffers())
-    for name, buffer in copy.named_buffers():
-        buffer.copy_(full(buffers[name]))
+    # A quantized weight is buffers here, and parameters where it is split.
+    sources = dict(state.model.named_parameters()) | dict(state.model.named_buffers())
+    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
+        tensor.copy_(full(sources[name].detach()))
     return copy

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.io.parameters import first_row, local
 from bloomery.model.limits import (
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_ON_GPU,
@@ -313,7 +314,8 @@ AT_ONCE = 2**20  # weights that are quantized together: some 16 bytes each while
 class QuantizedWeight(nn.Module):
     """A frozen weight [O, I] of a linear layer. All buffers are bytes: `Module.to` leaves scales in float32.
 
-    They are not in `state_dict`: who resumes quantizes the same base again, to the same bits.
+    They are not in `state_dict`: who resumes quantizes the same base again, to the same bits. Under FSDP2 codes and
+    scales are parameters, which are gathered as the bytes that they are, and `outer`, a byte of 4,000, stays whole.
     """
 
     codes: Tensor
@@ -343,6 +345,13 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("outer", outer, persistent=False)
 
+    def become_parameters(self) -> None:
+        """In place: FSDP2 splits parameters alone. Must run before it."""
+        for name in ("codes", "scales"):
+            buffer = getattr(self, name)
+            delattr(self, name)
+            self.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
     @property
     def stored(self) -> Buffers:
         return Buffers(self.codes, self.scales, self.outer, self.outputs, self.inputs, self.reader)
@@ -369,7 +378,7 @@ class QuantizedWeight(nn.Module):
     def fill(self, pieces: Iterable[Tensor], *, name: str) -> None:
         """Quantizes the weight, given as pieces of its rows in order, each on any device and in any dtype of floats.
 
-        Raises UserError when a weight is not finite.
+        A rank that holds a part of it keeps that part. Raises UserError when a weight is not finite.
         """
         # Quantizing takes several times the memory of its input: pieces are split further, at rows
         # where blocks begin.
@@ -380,7 +389,7 @@ class QuantizedWeight(nn.Module):
         for piece in pieces:
             for part in torch.split(piece, rows_per_part):
                 codes, scales = quantize(part.to(self.codes.device).flatten())
-                self.codes[code_start : code_start + len(codes)] = codes
+                _put_from(code_start, codes, self.codes)
                 code_start += len(codes)
                 part_scales.append(scales)
         assert code_start == len(self.codes)
@@ -395,7 +404,15 @@ class QuantizedWeight(nn.Module):
             )
         if self.outer.numel():
             codes, outer = quantize_scales(scales)
-            self.scales.copy_(codes)
+            _put_from(0, codes, self.scales)
             self.outer.copy_(outer.view(torch.uint8))
         else:
-            self.scales.copy_(scales.view(torch.uint8))
+            _put_from(0, scales.view(torch.uint8), self.scales)
+
+
+def _put_from(start: int, values: Tensor, into: Tensor) -> None:
+    """Copies `values` to where they are in `into`, from index `start` on; of a shard, those that this rank holds."""
+    first, rows = first_row(into), local(into)
+    begin, end = max(start, first), min(start + len(values), first + len(rows))
+    if begin < end:
+        rows[begin - first : end - first] = values[begin - start : end - start]

@@ -87,6 +87,13 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
             )
 
 
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are floats in a folder of the model: none of an adapter, no codes of a quantized weight."""
+    for name, parameter in model.named_parameters():
+        if not is_added(name) and ".stored." not in name:
+            yield name, parameter
+
+
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
     """By the name that the weight has as a parameter."""
     for name, module in model.named_modules():
@@ -196,9 +203,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
     logit_deviation = config.initializer_range * config.hidden_size**0.5
     last_gain = min(1.0, LOGIT_DEVIATION / (logit_deviation or 1.0))
-    for name, parameter in decoder.named_parameters():
-        if is_added(name):
-            continue
+    for name, parameter in base_parameters(decoder):
         if name.endswith(".bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
@@ -330,9 +335,8 @@ def read_model(
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
-        for name, parameter in decoder.named_parameters():
-            if not is_added(name):
-                model.fill(name, parameter)
+        for name, parameter in base_parameters(decoder):
+            model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
             _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
 
@@ -404,9 +408,7 @@ class StoredModel:
 
 
 def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
-    for name, parameter in decoder.named_parameters():
-        if is_added(name):
-            continue
+    for name, parameter in base_parameters(decoder):
         parameter.data[: len(values[name])] = values[name].to(parameter.device)
         if name in VOCABULARY:
             fill_new_rows(parameter, len(values[name]), new)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bloomery.plan.estimate.mesh import MeshSplit
-from bloomery.plan.estimate.sharding import gathered_parameters
+from bloomery.plan.estimate.sharding import gathered_bytes
 from bloomery.plan.estimate.stages import stage_models
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate
@@ -193,12 +193,10 @@ def communication_seconds(
         shard_fabric = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
         # Layers are gathered for forward and for backward, the last one and the root once.
-        layer_values, root_values = gathered_parameters(stage_step)
-        gathered_values = 2 * sum(layer_values) - layer_values[-1]
-        root_bytes = step.element_bytes if step.mode.frozen else step.weight_bytes
-        gathered_bytes = gathered_values * step.element_bytes + root_values * root_bytes
-        num_layers = len(layer_values)
-        gathering = gather_seconds(gathered_bytes, shard_fabric, nodes=nodes, calls=2 * num_layers)
+        layer_bytes, root_bytes = gathered_bytes(stage_step)
+        gathered = 2 * sum(layer_bytes) - layer_bytes[-1] + root_bytes
+        num_layers = len(layer_bytes)
+        gathering = gather_seconds(gathered, shard_fabric, nodes=nodes, calls=2 * num_layers)
         # Gradients are scattered in the weights' precision.
         scattering = gather_seconds(gradients, shard_fabric, nodes=nodes, calls=num_layers + 1)
         seconds["shard"] = passes * (gathering + scattering)

@@ -1,9 +1,12 @@
 """Memory of one device of FSDP2: shards of weights, gradients and states, and gathered layers."""
 
+import math
 from dataclasses import replace
 
+from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
 
 REDUCE_SCATTER_BYTES = 4  # per value: float32
@@ -30,7 +33,7 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
 def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     """The moments of a step under FSDP2, block by block; `copies` are gathered weights and gradients.
 
-    Weights of layers are gathered in the dtype of matmuls, and so are their gradients. The embeddings and their
+    Weights of layers are gathered as `gathered_bytes` says, and so are their gradients. The embeddings and their
     gradient have their own dtype and stay gathered from forward to the end of backward. Next to the current layer, the
     prefetched layer and the float32 gradients of the layer in reduce-scatter are alive.
     """
@@ -38,10 +41,7 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
         replace(step, gathered=True, accumulating=False)
     )
     model = step.model
-    gathered_values, root_values = gathered_parameters(step)
-    element_bytes = step.element_bytes
-    layer_bytes = [values * element_bytes for values in gathered_values]
-    root_bytes = root_values * (element_bytes if step.mode.frozen else step.weight_bytes)
+    layer_bytes, root_bytes = gathered_bytes(step)
 
     # Gradients: sharded ones of layers and root, the head's gathered one, those of a layer in reduce-scatter.
     trainable_values = [layer.trainable_values for layer in model.layers]
@@ -84,7 +84,24 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     return sharded
 
 
-def gathered_parameters(step: StepShape) -> tuple[list[int], int]:
-    """Parameters of each layer, and of the embeddings, head and last norm."""
-    layer_values = [layer.layer.total_parameters for layer in step.model.layers]
-    return layer_values, step.model.weight_count - sum(layer_values)
+def gathered_bytes(step: StepShape) -> tuple[list[float], float]:
+    """Bytes of the whole weights of each layer, and of the embeddings, head and last norm, as shards gather them.
+
+    Layers are gathered in the dtype of matmuls, quantized matrices as they are stored, and adapters in their dtype.
+    """
+    model, mode = step.model, step.mode
+
+    def bytes_of(layer: TrainedLayer) -> float:
+        quantized_values = 0
+        quantized_bytes = 0
+        for name, shape in layer.layer.shapes:
+            if mode.quantize_kind != "none" and len(shape) == 2 and name not in layer.trained:
+                quantized_values += math.prod(shape)
+                quantized_bytes += storage_bytes(shape, mode.quantize_kind, mode.double_quant)
+        float_values = layer.layer.total_parameters - quantized_values
+        adapter_bytes = layer.adapter_values * mode.adapter_bytes
+        return float(float_values * step.element_bytes + quantized_bytes + adapter_bytes)
+
+    layer_values = sum(layer.layer.total_parameters for layer in model.layers)
+    root_value_bytes = step.element_bytes if mode.frozen else step.weight_bytes
+    return model.by_layer(bytes_of), float((model.weight_count - layer_values) * root_value_bytes)
