@@ -7,31 +7,38 @@ import re
 import shutil
 import socket
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.core.errors import UserError
+from bloomery.parallel.environment import without_host
+from bloomery.parallel.neighbors import rounds
 from bloomery.train.diagnostics.step_health import Stragglers
 from ranks import on_ranks, ranks
 
 
-def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
-    """On every rank: the error of the preflight, or its result. Rank 1 is another than the others."""
+def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ...] = ()) -> str:
+    """On every rank: the error of the preflight, or its result. Rank 1 is another than the others.
+
+    `hosts`: pretended ones, by rank.
+    """
     import torch
 
-    from bloomery.parallel import preflight
+    from bloomery.parallel import exact_products, preflight
     from bloomery.parallel.mesh import Mesh
     from bloomery.plan.types import RunPlan
 
     plan, run_dir = RunPlan.model_validate_json(plan_json), Path(folder)
     mesh = preflight.meet(plan.train)
-    before, preflight.SHARED_SECONDS = (
-        (torch.__version__, Mesh.all_reduce, preflight.read_manifest),
-        0.2,
-    )
+    before = (torch.__version__, Mesh.all_reduce, preflight.read_manifest)
+    preflight.SHARED_SECONDS = 0.2
+    if hosts:
+        os.environ["SLURMD_NODENAME"] = hosts[mesh.rank]
     disk_usage, usage = shutil.disk_usage, shutil.disk_usage(folder)
     # enough for a small model
     preflight.shutil.disk_usage = lambda path: usage._replace(free=900 * 2**20)
@@ -39,7 +46,28 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
     def unreadable(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
+    def little_disk(path: Path) -> object:
+        return usage._replace(free=2**20)
+
+    def broken_driver(device: str, dtype: torch.dtype) -> int:
+        raise RuntimeError("HIP error: unspecified launch failure\nmore of it")
+
+    wrong_rows = exact_products.wrong_rows_of_product
+    matmul = torch.Tensor.__matmul__
+
+    def one_wrong_entry(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = matmul(left, right)
+        if right.ndim == 2 and right.dtype == torch.float32:
+            product[3, 5] += 1
+        return product
+
     try:
+        if mesh.rank == 1 and break_rank_1 == "disk":
+            preflight.shutil.disk_usage = little_disk
+        if mesh.rank == 1 and break_rank_1 == "driver":
+            exact_products.wrong_rows_of_product = broken_driver
+        if mesh.rank == 1 and break_rank_1 == "product":
+            torch.Tensor.__matmul__ = one_wrong_entry
         if mesh.rank == 1 and break_rank_1 == "torch":
             torch.__version__ = "1.0"
         if mesh.rank == 1 and break_rank_1 == "folder":
@@ -57,6 +85,9 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
     finally:
         torch.__version__, Mesh.all_reduce, preflight.read_manifest = before
         preflight.shutil.disk_usage = disk_usage
+        exact_products.wrong_rows_of_product = wrong_rows
+        torch.Tensor.__matmul__ = matmul
+        os.environ.pop("SLURMD_NODENAME", None)
 
 
 @pytest.mark.parametrize(
@@ -67,20 +98,138 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
         ("dataset", "cannot read the prepared dataset"),
         ("plan", "has another plan"),
         ("sum", "received a wrong sum of all ranks"),
+        ("disk", "has 1.0 MiB of disk for temporary files"),
+        ("product", "computes wrong float32 products: 1 of 256 rows"),
+        ("driver", "fails: HIP error: unspecified launch failure\n"),
     ],
 )
 def test_before_the_first_step_the_rank_at_fault_is_named(prepared, tmp_path, broken, said) -> None:
     plan = on_ranks(tiny_plan(prepared), replicate=2)
-    told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), broken)
+    told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), broken, ("n1", "n2"))
     assert told[0] == told[1]
-    assert told[0].startswith("error: rank 1 on ") and said in told[0], told
+    assert "rank 1 on n2 " in told[0].partition("\n")[0] and said in told[0], told
+    assert "rank 0" not in told[0].partition("\n")[0].replace("what rank 0 writes", "")
+    assert told[0].endswith("leave the host out: start the ranks on other hosts than n2")
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_under_slurm_the_line_that_excludes_the_host_is_printed(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    line = without_host("n2")
+    assert "`#SBATCH --exclude=n2`" in line and "`sbatch --exclude=n2`" in line
+    assert "bloomery slurm RECIPE --exclude n2" in line
+
+
+def test_the_only_host_is_not_left_out(prepared, tmp_path) -> None:
+    plan = on_ranks(tiny_plan(prepared), replicate=2)
+    told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), "product", ("n1", "n1"))
+    assert "rank 1 on n1 computes wrong float32 products" in told[0]
+    assert "leave" not in told[0]
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        ["a"] * 2,
+        ["a"] * 5,
+        ["a", "b"],
+        ["a", "b", "c"],
+        ["a"] * 3 + ["b"] * 2 + ["c"],
+        ["a", "b"] * 3,
+        [f"n{rank // 8}" for rank in range(512)],
+    ],
+    ids=lambda hosts: f"{len(hosts)} on {len(set(hosts))}",
+)
+def test_every_pair_inside_a_host_and_every_neighbor_is_tried_once(hosts) -> None:
+    tried = [pair for pairs in rounds(hosts) for pair in pairs]
+    world = len(hosts)
+    inside = {pair for pair in combinations(range(world), 2) if hosts[pair[0]] == hosts[pair[1]]}
+    ring = {tuple(sorted((rank, (rank + 1) % world))) for rank in range(world)}
+    assert len(tried) == len(set(tried)) and set(tried) == inside | ring
+    for pairs in rounds(hosts):
+        partners = [rank for pair in pairs for rank in pair]
+        assert len(partners) == len(set(partners))
+    assert len(rounds(hosts)) <= max(Counter(hosts).values()) + 3
+
+
+def links_with_a_fault(plan_json: str, hosts: list[str], fault: str, faulty_rank: int) -> str:
+    """On every rank: what is said of the links where those of one rank between hosts, or inside, fail."""
+    import torch.distributed as dist
+
+    from bloomery.parallel import links
+    from bloomery.parallel.neighbors import try_neighbors
+    from bloomery.parallel.process_group import join
+    from bloomery.plan.types import RunPlan
+
+    mesh = join(RunPlan.model_validate_json(plan_json).train)
+    send, patience = dist.isend, links.LINK_SECONDS
+
+    class Sent:
+        def wait(self) -> None:
+            pass
+
+    def faulty_send(tensor, partner, tag=0):
+        crosses = hosts[mesh.rank] != hosts[partner]
+        if mesh.rank == faulty_rank and crosses == fault.endswith("between"):
+            if fault.startswith("silent"):
+                return Sent()
+            if fault.startswith("slow"):
+                time.sleep(0.3)
+                return send(tensor, partner, tag=tag)
+            tensor = tensor + 1
+        return send(tensor, partner, tag=tag)
+
+    try:
+        dist.isend, links.LINK_SECONDS = faulty_send, 1.0
+        rates = try_neighbors(mesh, hosts, "cpu")
+        return "\n".join([str(rates), *rates.slow_links()])
+    except UserError as error:
+        return f"{error}\nhost: {error.host}"
+    finally:
+        dist.isend, links.LINK_SECONDS = send, patience
+
+
+@pytest.mark.parametrize(
+    ("fault", "faulty_rank", "problem", "host"),
+    [
+        # Both neighbors of rank 2 miss its numbers: its host, and neither of theirs, is at fault.
+        (
+            "wrong between",
+            2,
+            "rank 2 on n2 and rank 3 on n3 fails, and 1 other: wrong numbers",
+            "n2",
+        ),
+        (
+            "silent between",
+            2,
+            "rank 2 on n2 and rank 3 on n3 fails, and 1 other: no answer",
+            "n2",
+        ),
+        ("wrong inside", 3, "between ranks 2 and 3 on n2 fails: wrong numbers", "n2"),
+    ],
+)
+def test_the_host_whose_links_fail_is_named(prepared, fault, faulty_rank, problem, host) -> None:
+    plan = on_ranks(tiny_plan(prepared), replicate=4)
+    hosts = ["n0", "n1", "n2", "n3"] if fault.endswith("between") else ["n1", "n1", "n2", "n2"]
+    told = ranks(4).call(links_with_a_fault, plan.model_dump_json(), hosts, fault, faulty_rank)
+    assert set(told) == {told[0]}
+    assert problem in told[0] and told[0].endswith(f"\nhost: {host}"), told[0]
+    assert f"start the ranks on other hosts than {host}" in told[0]
+
+
+def test_a_slow_link_between_hosts_is_reported(prepared) -> None:
+    plan = on_ranks(tiny_plan(prepared), replicate=4)
+    hosts = ["n0", "n1", "n2", "n3"]
+    told = ranks(4).call(links_with_a_fault, plan.model_dump_json(), hosts, "slow between", 3)
+    slow = told[0].splitlines()[1:]
+    assert len(slow) == 2 and all("rank 3 on n3" in line for line in slow), told[0]
 
 
 def test_healthy_ranks_agree_in_a_fifth_of_a_second(prepared, tmp_path) -> None:
     plan = on_ranks(tiny_plan(prepared), replicate=2)
     told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), "")
     assert all("2 ranks (2 on " in text and "all-reduce of" in text for text in told)
+    assert all("products are exact; the link between ranks 0 and 1 on " in text for text in told)
     assert min(float(text.split()[-1]) for text in told) < 0.2
 
 

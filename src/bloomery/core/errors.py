@@ -5,14 +5,20 @@ import re
 
 
 class UserError(Exception):
-    """A problem, its place and its fix. The command line prints it and exits with `code`."""
+    """A problem, its place and its fix. The command line prints it and exits with `code`.
 
-    def __init__(self, problem: str, *, where: str = "", fix: str = "", code: int = 1) -> None:
+    `host`: of several hosts, the one at fault, or "n3,n4" where it is one of these; "" where no host would help.
+    """
+
+    def __init__(
+        self, problem: str, *, where: str = "", fix: str = "", code: int = 1, host: str = ""
+    ) -> None:
         super().__init__(problem, where, fix)
         self.problem = problem
         self.where = where
         self.fix = fix
         self.code = code
+        self.host = host
 
     def __str__(self) -> str:
         """As the terminal shows it: `error:`, `where:` and `fix:`, without those that are empty."""

@@ -251,6 +251,8 @@ class RunEnded(Event):
 
     status: str  # done, stopped or failed
     error: str = ""  # of a failed run: what failed
+    # Of a failed run on several hosts: the one at fault, or "n3,n4" where it is one of these.
+    host: str = ""
 
 
 Emit = Callable[[Event], None]

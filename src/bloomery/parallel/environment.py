@@ -1,6 +1,7 @@
 """Which rank this process is, and where the ranks meet: the variables that a launcher sets. Does not import torch."""
 
 import os
+import platform
 from dataclasses import dataclass
 from typing import final
 
@@ -35,3 +36,18 @@ def rank_environment() -> RankEnvironment:
         address=os.environ.get("MASTER_ADDR", ""),
         port=os.environ.get("MASTER_PORT", ""),
     )
+
+
+def node_name() -> str:
+    """This host, as Slurm names it where it started this process."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node() or "localhost"
+
+
+def without_host(host: str) -> str:
+    """The line that starts the same ranks without this host ("n3,n4": without these), by what started this process."""
+    if "SLURM_JOB_ID" in os.environ:
+        return (
+            f"`#SBATCH --exclude={host}` in the job script, or `sbatch --exclude={host}`,"
+            f" or `bloomery slurm RECIPE --exclude {host}`"
+        )
+    return f"start the ranks on other hosts than {host}"

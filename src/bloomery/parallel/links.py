@@ -187,7 +187,7 @@ def _exchange(
         if mesh.device == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    failure = _run_within(LINK_SECONDS, send_and_receive)
+    failure = run_within(LINK_SECONDS, send_and_receive)
     if failure:
         neighbor = waits_for.sender if waits_for.receiver == mesh.rank else waits_for.receiver
         return f"{rank_names[mesh.rank]} got no answer from {rank_names[neighbor]}: {failure}"
@@ -198,7 +198,7 @@ def _exchange(
     return ""
 
 
-def _run_within(seconds: float, work: Callable[[], None]) -> str:
+def run_within(seconds: float, work: Callable[[], None]) -> str:
     """Runs `work` in a thread that may never end. Returns why it did not succeed in `seconds`, "" where it did."""
     errors = list[Exception]()
     current_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

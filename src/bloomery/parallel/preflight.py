@@ -2,36 +2,43 @@
 
 import hashlib
 import json
-import platform
 import secrets
 import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
-from bloomery.parallel import process_group
-from bloomery.parallel.environment import rank_environment
-from bloomery.parallel.links import LinkTrial, try_links
+from bloomery.parallel import links, process_group
+from bloomery.parallel.environment import node_name, rank_environment, without_host
+from bloomery.parallel.exact_products import product_problem
+from bloomery.parallel.links import LinkTrial, run_within, try_links
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.neighbors import LinkRates, try_neighbors
 from bloomery.parallel.process_group import RanksMissing, join
 from bloomery.plan.pipeline import rank_name
 from bloomery.plan.types import RunPlan, TrainPlan
 
+MOST_HOSTS = 4  # that a line lists with their ranks
+LOCAL_DISK_BYTES = 100 * 2**20  # of a host's folder for temporary files: kernels are compiled there
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
 # float32 in the timed all-reduce
 CPU_NUMBERS = 2**18
 GPU_NUMBERS = 2**24
+ALL_REDUCE = "all-reduce before the first step"
+GPU_FIX = "`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1"
 
 
 @final
@@ -39,12 +46,15 @@ GPU_NUMBERS = 2**24
 class Preflight:
     """Result of the checks. `bytes_per_second`: bus bandwidth of the all-reduce, as in nccl-tests; `hosts`: by rank.
 
-    `link`: how the stages of a pipeline reach each other; None without a pipeline.
+    `planned_gbs`: the plan's figure for that bandwidth, in GB/s; None: unknown. `rates`: of the links between the
+    devices. `link`: how the stages of a pipeline reach each other; None without a pipeline.
     """
 
     hosts: tuple[str, ...]
     bytes_per_second: float
     reduced_bytes: int
+    planned_gbs: float | None
+    rates: LinkRates
     free_bytes: int
     seconds: float
     link: LinkTrial | None = None
@@ -52,13 +62,20 @@ class Preflight:
     def __str__(self) -> str:
         ranks_by_host = Counter(self.hosts)
         hosts = ", ".join(f"{count} on {host}" for host, count in ranks_by_host.items())
-        bandwidth = f"{format_bytes(int(self.bytes_per_second))}/s"
+        if len(ranks_by_host) > MOST_HOSTS:
+            hosts = f"on {len(ranks_by_host)} hosts, {_range(ranks_by_host.values())} on each"
+        planned = "" if self.planned_gbs is None else f" (planned with {self.planned_gbs:g})"
         link = "" if self.link is None else f" {self.link};"
         return (
-            f"{len(self.hosts)} ranks ({hosts}) agree;"
-            f" all-reduce of {format_bytes(self.reduced_bytes)} at {bandwidth};{link}"
-            f" {format_bytes(self.free_bytes)} of disk are free"
+            f"{len(self.hosts)} ranks ({hosts}) agree; their products are exact; {self.rates};"
+            f" all-reduce of {format_bytes(self.reduced_bytes)} at {self.bytes_per_second / 1e9:.3g} GB/s{planned};"
+            f"{link} {format_bytes(self.free_bytes)} of disk are free"
         )
+
+
+def _range(counts: Iterable[int]) -> str:
+    least, *_, most = sorted(counts)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 @final
@@ -71,6 +88,8 @@ class RankFacts:
     bloomery: str
     plan: str  # digest
     device: str  # the GPU's id, "" on a CPU
+    wrong_device: str  # what is wrong with its products, "" where they are right
+    local_free_bytes: int  # in the folder for temporary files
     sees_run_folder: bool
     unreadable: str  # why the prepared dataset cannot be read, "" where it can
 
@@ -78,7 +97,7 @@ class RankFacts:
 def meet(plan: TrainPlan) -> Mesh:
     """`join`, with its errors in one sentence. Raises UserError."""
     environment = rank_environment()
-    this_rank = f"rank {environment.rank} on {platform.node()}"
+    this_rank = f"rank {environment.rank} on {node_name()}"
     if plan.ranks > 1 and plan.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"{this_rank} sees no GPU",
@@ -145,15 +164,20 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
         if error is not None:
             raise error
 
-    # 3. The links work, and how fast.
+    # 3. The links work, and how fast: those of the hosts first, over which ranks report what fails between GPUs.
     hosts = tuple(facts.host for facts in facts_by_rank)
+    rates = try_neighbors(mesh, hosts, "cpu")
     reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
+    if _reduces_on_gpus(mesh):
+        rates = try_neighbors(mesh, hosts, "cuda")
     rank_names = [f"{rank_name(rank, plan)} on {host}" for rank, host in enumerate(hosts)]
     link = try_links(mesh, plan.train, rank_names)
     return Preflight(
         hosts=hosts,
         bytes_per_second=bytes_per_second,
         reduced_bytes=reduced_bytes,
+        planned_gbs=None if plan.parallel is None else plan.parallel.bus_gbs,
+        rates=rates,
         free_bytes=shutil.disk_usage(run_dir).free,
         seconds=time.perf_counter() - start,
         link=link,
@@ -163,11 +187,13 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
 def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
     """The facts of this rank."""
     return RankFacts(
-        host=platform.node()[:100],
+        host=node_name()[:100],
         torch=torch.__version__,
         bloomery=__version__,
         plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
         device=_device_id() if plan.train.device == "cuda" else "",
+        wrong_device=product_problem(plan.train),
+        local_free_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         sees_run_folder=_appears(shared_file, token),
         unreadable=_reading_problem(plan.data.prepared),
     )
@@ -198,14 +224,32 @@ def _reading_problem(prepared: Path) -> str:
 
 
 def _named(facts_by_rank: Sequence[RankFacts], ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank} on {facts_by_rank[rank].host}" for rank in ranks[:3])
+    names = [f"rank {rank} on {facts_by_rank[rank].host}" for rank in ranks[:3]]
+    if len(ranks) > 3:
+        names.append(f"{len(ranks) - 3} more")
+    return " and ".join(names)
+
+
+def _at_fault(
+    facts_by_rank: Sequence[RankFacts], ranks: Sequence[int], problem: str, *, where: str, fix: str
+) -> UserError:
+    """The error of these ranks; where others have hosts of their own, with their host and the line to leave it out."""
+    host = ",".join(dict.fromkeys(facts_by_rank[rank].host for rank in ranks))
+    is_every_host = len({facts.host for facts in facts_by_rank}) == host.count(",") + 1
+    if is_every_host:
+        return UserError(problem, where=where, fix=fix)
+    return UserError(
+        problem, where=where, fix=f"{fix}; or leave the host out: {without_host(host)}", host=host
+    )
 
 
 def _check_run_folder(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
     blind_ranks = [rank for rank, facts in enumerate(facts_by_rank) if not facts.sees_run_folder]
     if not blind_ranks:
         return None
-    return UserError(
+    return _at_fault(
+        facts_by_rank,
+        blind_ranks,
         f"{_named(facts_by_rank, blind_ranks)} does not see what rank 0 writes into the run folder",
         where="--run-dir",
         fix="use a folder that all hosts share",
@@ -237,7 +281,9 @@ def _check_versions(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
         if other_ranks:
             other_version = version_by_rank[other_ranks[0]]
             ranks = _named(facts_by_rank, other_ranks)
-            return UserError(
+            return _at_fault(
+                facts_by_rank,
+                other_ranks,
                 f"{ranks} has {name} {other_version}, and the other ranks have {usual_version}",
                 where="the environment of that rank",
                 fix=fix,
@@ -249,10 +295,43 @@ def _check_dataset(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
     blind_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts.unreadable]
     if not blind_ranks:
         return None
-    return UserError(
+    return _at_fault(
+        facts_by_rank,
+        blind_ranks,
         f"{_named(facts_by_rank, blind_ranks)} cannot read the prepared dataset",
         where=facts_by_rank[blind_ranks[0]].unreadable,
         fix="mount that folder on all hosts, with permission to read",
+    )
+
+
+def _check_products(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    wrong_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts.wrong_device]
+    if not wrong_ranks:
+        return None
+    return _at_fault(
+        facts_by_rank,
+        wrong_ranks,
+        f"the device of {_named(facts_by_rank, wrong_ranks)} {facts_by_rank[wrong_ranks[0]].wrong_device}",
+        where="a product with a known result, before the first step",
+        fix="`bloomery doctor --probe` on that host",
+    )
+
+
+def _check_local_disk(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    full_ranks = [
+        rank
+        for rank, facts in enumerate(facts_by_rank)
+        if facts.local_free_bytes < LOCAL_DISK_BYTES
+    ]
+    if not full_ranks:
+        return None
+    free_bytes = facts_by_rank[full_ranks[0]].local_free_bytes
+    return _at_fault(
+        facts_by_rank,
+        full_ranks,
+        f"{_named(facts_by_rank, full_ranks)} has {format_bytes(free_bytes)} of disk for temporary files",
+        where="the folder for temporary files, TMPDIR",
+        fix="free disk space there, or set TMPDIR to another disk",
     )
 
 
@@ -263,7 +342,9 @@ def _check_devices(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
             ranks_by_device.setdefault((facts.host, facts.device), []).append(rank)
     for (_, device), ranks in ranks_by_device.items():
         if len(ranks) > 1:
-            return UserError(
+            return _at_fault(
+                facts_by_rank,
+                ranks,
                 f"{_named(facts_by_rank, ranks)} use the same GPU",
                 where=device,
                 fix="start one process per GPU",
@@ -276,30 +357,51 @@ CHECKS: tuple[Callable[[Sequence[RankFacts]], UserError | None], ...] = (
     _check_versions,
     _check_dataset,
     _check_devices,
+    _check_local_disk,
+    _check_products,
 )
 
 
+def _reduces_on_gpus(mesh: Mesh) -> bool:
+    return mesh.device == "cuda" and not mesh.reduces_on_host
+
+
 def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int, float]:
-    """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError for a wrong sum."""
-    on_gpus = mesh.device == "cuda" and not mesh.reduces_on_host
-    count = GPU_NUMBERS if on_gpus else CPU_NUMBERS
+    """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError without the right sum."""
+    count = GPU_NUMBERS if _reduces_on_gpus(mesh) else CPU_NUMBERS
     expected = mesh.world * (mesh.world + 1) / 2
     best_seconds = float("inf")
     for _ in range(3):
         numbers = torch.full((count,), float(mesh.rank + 1), device=mesh.device)
+        is_right = False
+
+        def reduce_and_compare(numbers: Tensor = numbers) -> None:
+            nonlocal is_right
+            mesh.all_reduce(numbers)
+            is_right = bool((numbers == expected).all())  # waits for the device
+
         mesh.barrier()
         start = time.perf_counter()
-        mesh.all_reduce(numbers)
-        is_right = bool((numbers == expected).all())  # waits for the device
+        failure = run_within(links.LINK_SECONDS, reduce_and_compare)
         best_seconds = min(best_seconds, time.perf_counter() - start)
+        if mesh.any_rank(bool(failure)):
+            # All of them wait for the one that is missing: none can name it.
+            first_failure = next(text for text in mesh.all_gather_str(failure) if text)
+            raise UserError(
+                f"the sum of all ranks did not arrive: {first_failure}",
+                where=ALL_REDUCE,
+                fix=GPU_FIX,
+            )
 
     right_by_rank = mesh.all_gather_floats(is_right)
     wrong_ranks = [rank for rank, (right,) in enumerate(right_by_rank) if not right]
     if wrong_ranks:
-        raise UserError(
+        raise _at_fault(
+            facts_by_rank,
+            wrong_ranks,
             f"{_named(facts_by_rank, wrong_ranks)} received a wrong sum of all ranks",
-            where="all-reduce before the first step",
-            fix="`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1",
+            where=ALL_REDUCE,
+            fix=GPU_FIX,
         )
 
     # A ring sends each byte 2 (n - 1) / n times, whatever its size: the bandwidth of a link.

@@ -13,6 +13,7 @@ from bloomery.plan import stages
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate.fabric import (
     Fabric,
+    bus_gbs,
     communication_seconds,
     exposed_seconds,
     fabric_of,
@@ -508,6 +509,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         link=f"{node_link.name}: {node_link.gbs:g} GB/s ({node_link.reason})",
         network=f"{network.name}: {network.gbs:g} GB/s ({network.reason})" if network else "",
         assumed_network=recipe.parallel.network,
+        bus_gbs=round(bus_gbs(fabric), 1),
         layouts=tuple(planned_layout(candidate) for candidate in candidates),
         chosen=candidates.index(best),
         reason=reason,

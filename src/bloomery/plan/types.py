@@ -305,6 +305,8 @@ class ParallelPlan(PlanPart):
     link: str
     network: str  # empty: one node
     assumed_network: AssumedNetwork = "auto"  # parallel.network
+    # GB/s of a large all-reduce over all devices, per device and direction, as nccl-tests prints it.
+    bus_gbs: float | None = None
     layouts: tuple[LayoutPlan, ...]
     chosen: int
     reason: str

@@ -24,7 +24,7 @@ from bloomery.plan.store import (
 )
 from bloomery.plan.types import RunPlan
 from bloomery.runs.event_hub import EventHub, last_step
-from bloomery.runs.folder import RunFolder
+from bloomery.runs.folder import RunFolder, exclude_hosts
 from bloomery.runs.launchers import Board
 from bloomery.runs.resume_plan import (
     FallbackAfter,
@@ -136,10 +136,17 @@ class Flow:
         if self.requests.stop_requested:
             raise StopRequested
 
-    def end(self, status: str, error: str = "") -> None:
-        """Write RunEnded, once, and metrics.json. A failure of the latter is only logged: the events have it all."""
+    def end(self, status: str, error: str = "", host: str = "") -> None:
+        """Write RunEnded, once, the hosts to leave out, and metrics.json.
+
+        A failure of the latter is only logged: the events have it all.
+        """
         if not self.hub.ended:
-            self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
+            self.hub.emit(
+                RunEnded(step=last_step(self.folder), status=status, error=error, host=host)
+            )
+            if host:
+                exclude_hosts(self.folder, host.split(","))
             try:
                 write_metrics(
                     self.folder.path,
@@ -193,7 +200,7 @@ def _outcome(flow: Flow, work: Callable[[], int]) -> EndedRun:
     except UserError as error:
         # After a usage error, the last RunEnded stays.
         if flow.hub.began or not flow.folder.events.exists():
-            flow.end("failed", error.problem)
+            flow.end("failed", error.problem, error.host)
         raise
     except BaseException as error:
         flow.end("failed", type(error).__name__)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,16 @@ class RunFolder:
     def name(self) -> str:
         """The argument for `bloomery resume`."""
         return name_of(self.path)
+
+
+def exclude_hosts(folder: RunFolder, hosts: Sequence[str]) -> None:
+    """Adds the hosts to those that a job script leaves out. A full disk, or a deleted folder, prevents it quietly."""
+    with suppress(OSError):
+        known_hosts = []
+        if folder.excluded_hosts.is_file():
+            known_hosts = folder.excluded_hosts.read_text(encoding="utf-8").split()
+        all_hosts = dict.fromkeys([*known_hosts, *hosts])
+        write_durably(folder.excluded_hosts, "".join(f"{host}\n" for host in all_hosts))
 
 
 def propose_folder(recipe_name: str) -> Path:

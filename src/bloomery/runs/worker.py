@@ -182,6 +182,7 @@ def main(arguments: Sequence[str]) -> int:
             "where": error.where,
             "fix": error.fix,
             "code": error.code,
+            "host": error.host,
         }
         os.write(options.report, json.dumps(report).encode())
         kinds = (
@@ -268,6 +269,8 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, chec
     if mesh.first_rank and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event
+    for slow_link in () if checked is None else checked.rates.slow_links():
+        emit(Warned(reason=slow_link))
     if mesh.first_rank:
         clear_drafts(folder.checkpoints)
     checkpoint = agreed_checkpoint(

@@ -153,6 +153,13 @@ def reduce_seconds(amount: float, fabric: Fabric) -> float:
     return 2 * gather_seconds(amount, fabric)
 
 
+def bus_gbs(fabric: Fabric) -> float:
+    """GB/s of a large all-reduce over all devices, per device and direction: nccl-tests' bus bandwidth."""
+    amount = 1e12  # so that hops do not count
+    ranks = fabric.devices
+    return 2 * (ranks - 1) / ranks * amount / reduce_seconds(amount, fabric) / 1e9
+
+
 def reduce_between_nodes_seconds(amount: float, fabric: Fabric) -> float:
     """Seconds of an all-reduce between nodes alone, of `amount` bytes per node, sharded over its devices."""
     hop_seconds = (fabric.nodes - 1) * NETWORK_HOP_SECONDS
