@@ -188,6 +188,8 @@ FLAGS = {
         "--queue",
         "--gpu",
         "--exclude",
+        "--image",
+        "--volume",
         "--dry-run",
         "--json",
     },

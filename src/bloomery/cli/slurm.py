@@ -1,4 +1,4 @@
-"""`bloomery slurm RECIPE --site S --nodes N`: plan a run for a cluster, write its job script, submit it. No torch."""
+"""`bloomery slurm RECIPE --site S --nodes N`: plan a run for a cluster, write its job, submit it to Slurm. No torch."""
 
 import shlex
 from typing import TYPE_CHECKING
@@ -10,8 +10,24 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds, parse_duration
 
 if TYPE_CHECKING:
+    from bloomery.hardware.sites import Site
     from bloomery.plan.types import RunPlan
+    from bloomery.recipe.load import LoadedRecipe
+    from bloomery.runs.cloud_jobs import CloudJob
     from bloomery.runs.job_script import JobScript
+
+# What only some kinds of sites take, and what to do instead. Where a kind is missing, the option is refused.
+APPLIES = {
+    "--account": (("slurm",), "leave it out"),
+    "--time": (("slurm",), "leave it out; train.max_time=12h ends the run after a time"),
+    "--queue": (("slurm", "kubernetes"), "leave it out"),
+    "--exclude": (("slurm", "kubernetes"), "leave it out"),
+    "--image": (
+        ("skypilot", "kubernetes"),
+        "leave it out: the job runs in this Python environment",
+    ),
+    "--volume": (("skypilot", "kubernetes"), "leave it out: nodes share the working folder"),
+}
 
 
 @click.command()
@@ -20,7 +36,7 @@ if TYPE_CHECKING:
     "--site",
     metavar="SITE",
     required=True,
-    help="The cluster: frontier, lumi, generic, or a TOML file.",
+    help="Cluster: frontier, lumi, generic, skypilot, kubernetes, FILE.",
 )
 @click.option(
     "--nodes", metavar="N", type=click.IntRange(1, 16384), required=True, help="Train on N nodes."
@@ -35,6 +51,10 @@ if TYPE_CHECKING:
 @click.option("--queue", metavar="Q", help="Partition or quality of service [default: the site's].")
 @click.option("--gpu", metavar="NAME", help="GPUs of a node where SITE does not say: 8xMI300X.")
 @click.option("--exclude", metavar="HOSTS", help="Do not run on these hosts: node17,node[20-23].")
+@click.option(
+    "--image", metavar="IMAGE", help="Container image with Bloomery (SkyPilot, Kubernetes)."
+)
+@click.option("--volume", metavar="NAME", help="Volume of all machines (SkyPilot, Kubernetes).")
 @click.option("--dry-run", is_flag=True, help="Print the script; submit nothing.")
 @json_option
 def command(
@@ -49,6 +69,8 @@ def command(
     queue: str | None,
     gpu: str | None,
     exclude: str | None,
+    image: str | None,
+    volume: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -56,60 +78,52 @@ def command(
 
     Plans for the site's nodes first; a run that does not fit is not submitted. Before its time limit the job saves,
     returns to the queue and goes on, until the run is complete. The script goes to stdout, notes to stderr.
+    For `--site skypilot` and `--site kubernetes` a SkyPilot task and a PyTorchJob are printed; you submit them.
 
     \b
     Example: bloomery slurm recipe.yaml --site frontier --nodes 64 --account ABC123 --dry-run
              bloomery slurm recipe.yaml --site generic --gpu 8xMI300X --nodes 2 --time 12h
+             bloomery slurm recipe.yaml --site skypilot --gpu 8xH100 --nodes 1 > task.yaml
     """
-    from bloomery.hardware.sites import CPU, find_site
-    from bloomery.hardware.specs import named_gpus
     from bloomery.plan.advise import planned_save
-    from bloomery.plan.resolve import local_plan
     from bloomery.runs.job_script import submit, write_job_script
 
-    # The nodes of the site, as the plan sees them.
-    chosen_site = find_site(site)
-    if gpu is not None:
-        (gpu_name,), count = named_gpus((gpu,), None)
-        chosen_site = chosen_site.model_copy(update={"gpu": gpu_name, "gpus_per_node": count})
-    if not chosen_site.gpu:
-        fix = "pass --gpu, such as --gpu 8xMI300X; or a site file with gpu and gpus_per_node"
-        raise UserError(f"the site {site} does not say which GPUs its nodes have", fix=fix, code=2)
-    loaded_recipe, source = chosen_recipe(recipe, overrides, model, data)
-    # Several nodes without GPUs have no plan: that of one of them has its memory, and more time.
-    without_gpus = chosen_site.gpu == CPU
-    plan, _ = local_plan(
-        loaded_recipe,
-        gpu=None if without_gpus else chosen_site.gpu,
-        gpus=chosen_site.gpus_per_node,
-        nodes=1 if without_gpus else nodes,
-    )
-    if not plan.fits:
-        fix = f'bloomery plan {source} --gpu "{chosen_site.gpu}" --gpus {chosen_site.gpus_per_node} --nodes {nodes}'
-        if plan.suggestions:
-            fix = f"add {plan.suggestions[0]}; more: {fix}"
-        needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
-        raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
-
-    # Where the plan knows no speed, a step is taken to last a minute.
     options = {"--site": site, "--nodes": str(nodes), "--account": account, "--time": time_limit}
     options |= {"--queue": queue, "--gpu": gpu, "--exclude": exclude}
-    given = [word for key, value in options.items() if value is not None for word in (key, value)]
+    options |= {"--image": image, "--volume": volume}
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen_site = _chosen_site(given)
+    loaded_recipe, source = chosen_recipe(recipe, overrides, model, data)
+    plan = _fitting_plan(loaded_recipe, source, chosen_site, nodes)
+    words = [word for option in given.items() for word in option]
+    written_by = f"bloomery slurm {source} {shlex.join(words)}"
+    ranks = nodes * chosen_site.gpus_per_node
+    if chosen_site.kind != "slurm":
+        return _print_cloud_job(
+            chosen_site,
+            given,
+            plan,
+            name=loaded_recipe.name,
+            source=source,
+            written_by=written_by,
+            nodes=nodes,
+            as_json=as_json,
+        )
+
     script = write_job_script(
         chosen_site,
         name=loaded_recipe.name,
         arguments=source,
-        command=f"bloomery slurm {source} {shlex.join(given)}",
+        command=written_by,
         nodes=nodes,
         account=account,
         seconds=_seconds(time_limit),
         queue_name=queue,
         excluded_hosts=exclude,
-        step_seconds=60.0 if plan.step_seconds is None else plan.step_seconds.high,
+        step_seconds=_step_seconds(plan),
         save_seconds=planned_save(plan).seconds.high,
         run_seconds=None if plan.seconds is None else plan.seconds.value,
     )
-    ranks = nodes * chosen_site.gpus_per_node
     job = None if dry_run else submit(script.text)
     if as_json:
         print_json(_document(script, plan, nodes=nodes, ranks=ranks, job=job))
@@ -119,6 +133,131 @@ def command(
     for line in _notes(script, plan, nodes=nodes, ranks=ranks, name=name, job=job, source=source):
         echo(line, err=True)
     return 0
+
+
+def _chosen_site(given: dict[str, str]) -> "Site":
+    """The site with what the options say of it. Raises UserError (code 2), also for options that it does not take."""
+    from bloomery.hardware.sites import find_site
+    from bloomery.hardware.specs import named_gpus
+
+    site = find_site(given["--site"])
+    for option, (kinds, fix) in APPLIES.items():
+        if option in given and site.kind not in kinds:
+            problem = f"{option} does not apply to {site.title}"
+            raise UserError(problem, where=option, fix=fix, code=2)
+    edits: dict[str, object] = {}
+    if (gpu := given.get("--gpu")) is not None:
+        (gpu_name,), count = named_gpus((gpu,), None)
+        edits |= {"gpu": gpu_name, "gpus_per_node": count}
+    edits |= {key: given[f"--{key}"] for key in ("image", "volume") if f"--{key}" in given}
+    site = site.model_copy(update=edits)
+    if not site.gpu:
+        fix = "pass --gpu, such as --gpu 8xMI300X; or a site file with gpu and gpus_per_node"
+        problem = f"the site {given['--site']} does not say which GPUs its nodes have"
+        raise UserError(problem, fix=fix, code=2)
+    return site
+
+
+def _fitting_plan(
+    loaded_recipe: "LoadedRecipe", source: str, site: "Site", nodes: int
+) -> "RunPlan":
+    """The plan for the nodes of the site. Raises UserError where it does not fit."""
+    from bloomery.hardware.sites import CPU
+    from bloomery.plan.resolve import local_plan
+
+    # Several nodes without GPUs have no plan: that of one of them has its memory, and more time.
+    without_gpus = site.gpu == CPU
+    plan, _ = local_plan(
+        loaded_recipe,
+        gpu=None if without_gpus else site.gpu,
+        gpus=site.gpus_per_node,
+        nodes=1 if without_gpus else nodes,
+    )
+    if not plan.fits:
+        fix = (
+            f'bloomery plan {source} --gpu "{site.gpu}" --gpus {site.gpus_per_node} --nodes {nodes}'
+        )
+        if plan.suggestions:
+            fix = f"add {plan.suggestions[0]}; more: {fix}"
+        needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
+        raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
+    return plan
+
+
+def _step_seconds(plan: "RunPlan") -> float:
+    """The upper end of the plan's range; a minute where the plan knows no speed."""
+    return 60.0 if plan.step_seconds is None else plan.step_seconds.high
+
+
+def _print_cloud_job(
+    site: "Site",
+    given: dict[str, str],
+    plan: "RunPlan",
+    *,
+    name: str,
+    source: str,
+    written_by: str,
+    nodes: int,
+    as_json: bool,
+) -> int:
+    """A SkyPilot task or a PyTorchJob on stdout, and on stderr how to submit it. Raises UserError (code 2)."""
+    from bloomery.plan.advise import planned_save
+    from bloomery.runs.cloud_jobs import (
+        refuse_recipe_elsewhere,
+        write_pytorch_job,
+        write_skypilot_task,
+    )
+    from bloomery.runs.job_script import seconds_to_save
+
+    refuse_recipe_elsewhere(source)
+    signal_seconds = seconds_to_save(_step_seconds(plan), planned_save(plan).seconds.high)
+    if site.kind == "skypilot":
+        job = write_skypilot_task(
+            site, name=name, arguments=source, command=written_by, nodes=nodes
+        )
+        saves = "at checkpoint.every; a machine that is taken away gets no signal"
+    else:
+        job = write_pytorch_job(
+            site,
+            name=name,
+            arguments=source,
+            command=written_by,
+            nodes=nodes,
+            queue=given.get("--queue"),
+            excluded_hosts=given.get("--exclude"),
+            signal_seconds=signal_seconds,
+        )
+        saves = f"when a pod is asked to end, which has {signal_seconds} s for it; then the pods start again"
+    ranks = nodes * site.gpus_per_node
+    if as_json:
+        print_json(_cloud_document(job, plan, nodes=nodes, ranks=ranks))
+        return 0
+    echo(job.text)
+    for line in [
+        *_plan_notes(plan, nodes=nodes, ranks=ranks),
+        f"{'saves':<10}{saves}",
+        f"{'file':<10}write it to {job.file}: add > {job.file}",
+        f"{'submit':<10}{job.submit}",
+        f"{'follow':<10}{job.follow}",
+        f"{'stop':<10}{job.stop}",
+    ]:
+        echo(line, err=True)
+    return 0
+
+
+def _cloud_document(
+    job: "CloudJob", plan: "RunPlan", *, nodes: int, ranks: int
+) -> dict[str, object]:
+    from bloomery.cli.plan import estimate
+
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "run_seconds": estimate(plan.seconds),
+        "file": job.file,
+        "submit": job.submit.partition("  ")[0],
+        "script": job.text,
+    }
 
 
 def _seconds(time_limit: str | None) -> float | None:
@@ -135,6 +274,23 @@ def _seconds(time_limit: str | None) -> float | None:
     return duration.amount
 
 
+def _plan_notes(
+    plan: "RunPlan", *, nodes: int, ranks: int, script: "JobScript | None" = None
+) -> list[str]:
+    """Memory and time. `script`: of a job with a time limit."""
+    memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB each"
+    notes = [f"{'ranks':<10}{ranks} on {nodes} node{'s' * (nodes > 1)}, {memory}"]
+    if plan.seconds is not None and plan.step_seconds is not None:
+        rate = format_count(plan.trained_tokens_per_step / plan.step_seconds.value)
+        line = f"{'time':<10}about {format_seconds(plan.seconds.value)} at {rate} tokens/s"
+        if script is not None:
+            jobs = plan.seconds.value / (script.seconds - script.signal_seconds)
+            starts = "one job" if jobs <= 1 else f"about {jobs:,.0f} starts of the job"
+            line += f": {starts} of {format_seconds(script.seconds)}"
+        notes.append(line)
+    return notes
+
+
 def _notes(
     script: "JobScript",
     plan: "RunPlan",
@@ -149,16 +305,7 @@ def _notes(
     from bloomery.runs.job_script import TRAINING_STEP, log_file
     from bloomery.runs.launchers import job_run_name
 
-    memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB each"
-    notes = [f"{'ranks':<10}{ranks} on {nodes} node{'s' * (nodes > 1)}, {memory}"]
-    if plan.seconds is not None and plan.step_seconds is not None:
-        jobs = plan.seconds.value / (script.seconds - script.signal_seconds)
-        rate = format_count(plan.trained_tokens_per_step / plan.step_seconds.value)
-        starts = "one job" if jobs <= 1 else f"about {jobs:,.0f} starts of the job"
-        notes.append(
-            f"{'time':<10}about {format_seconds(plan.seconds.value)} at {rate} tokens/s: {starts} of"
-            f" {format_seconds(script.seconds)}"
-        )
+    notes = _plan_notes(plan, nodes=nodes, ranks=ranks, script=script)
     notes.append(
         f"{'saves':<10}{script.signal_seconds} s before each time limit; then the job returns to the queue, where it"
         " first waits for about two minutes until its credential has expired"

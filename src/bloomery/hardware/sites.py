@@ -1,4 +1,4 @@
-"""Clusters with Slurm as data: those of sites.toml, or a file of yours. Does not import torch."""
+"""Clusters with Slurm, SkyPilot and Kubernetes as data: sites.toml, or a file of yours. Does not import torch."""
 
 import tomllib
 from functools import cache
@@ -11,7 +11,20 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded
 from bloomery.hardware.wheels import wheel_table
 
+Kind = Literal["slurm", "skypilot", "kubernetes"]
 CPU = "cpu"  # as the `gpu` of a site whose nodes are like the login node, without GPUs
+
+
+# Keys of a site that only one kind of job reads.
+FOR_SLURM = (
+    "cpus_per_gpu",
+    "needs_account",
+    "task_options",
+    "step_options",
+    "directives",
+    "queues",
+)
+FOR_MACHINES = ("image", "volume")
 
 
 class SiteEntry(BaseModel, frozen=True, extra="forbid"):
@@ -49,15 +62,17 @@ class Queue(SiteEntry):
 
 
 class Site(SiteEntry):
-    """What a job script needs to know about a cluster.
+    """What a job script needs to know about a cluster, or about rented machines (`kind`).
 
     `gpu`: its name in gpus.toml, as one rank sees it (a die of an MI250X), or "cpu"; empty: not said. `cpus_per_gpu`:
     cores of a rank; 0: Slurm's default. `task_options`: of the job, how GPUs are given to ranks. `step_options`: of
     `srun` alone. `directives`: more options of the job. `setup`: shell lines such as modules. `local_disk`: a folder on
     each node's own disk, for caches and the copy of the Python environment; empty: none. `queues`: the default one
-    first.
+    first. `image`, `volume`: of SkyPilot and Kubernetes, the container image with Bloomery and the volume that all
+    machines write to.
     """
 
+    kind: Kind = "slurm"
     title: str = "a cluster with Slurm"
     gpu: str = ""
     gpus_per_node: int = Field(1, ge=1, le=64)
@@ -70,6 +85,8 @@ class Site(SiteEntry):
     local_disk: str = ""
     environment: dict[str, str] = {}
     queues: tuple[Queue, ...] = ()
+    image: str = ""
+    volume: str = ""
 
     def queue(self, name: str | None) -> Queue | None:
         """The queue of that name, or the default one; None for a site that lists none.
@@ -121,7 +138,17 @@ def _read(path: Path) -> Site:
         fix = "correct the line; src/bloomery/hardware/sites.toml has examples"
         raise UserError(f"no TOML: {error}", where=str(path), fix=fix, code=2) from error
     try:
-        return Site.model_validate(table)
+        site = Site.model_validate(table)
+        # A key that another kind of job reads would have no effect.
+        for key in table:
+            if key in (FOR_MACHINES if site.kind == "slurm" else FOR_SLURM):
+                raise UserError(
+                    f"{key} does not apply to kind = {site.kind!r}",
+                    where=f"{path}: {key}",
+                    fix="delete the line, or correct `kind`",
+                    code=2,
+                )
+        return site
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])

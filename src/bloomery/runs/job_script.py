@@ -90,11 +90,11 @@ def write_job_script(
     directives.append(" ".join([per_node, *site.task_options, *cores]))
     directives += site.directives
     if excluded_hosts is not None:
-        directives.append(f"--exclude={_checked_hosts(excluded_hosts)}")
+        directives.append(f"--exclude={checked_hosts(excluded_hosts)}")
     directives.append(f"--time={_clock(limit)} --signal=TERM@{signal_seconds}")
     directives.append(f"--requeue --open-mode=append --output={job_name}-%j.log")
 
-    template = _environment().get_template("job_script.sh.jinja")
+    template = script_templates().get_template("job_script.sh.jinja")
     text = template.render(
         command=command,
         version=__version__,
@@ -114,6 +114,11 @@ def write_job_script(
         arguments=arguments,
         excluded_hosts=f"{excluded_hosts}," if excluded_hosts else "",
         excluded_hosts_file=RunFolder(Path()).excluded_hosts.name,
+        checkpoints='runs/*-slurm-"$SLURM_JOB_ID".*/checkpoints/step-*',
+        folder="runs",
+        tries=".tries-$SLURM_JOB_ID",
+        restarted="requeued",
+        failed="$code",
     )
     return JobScript(text, int(limit), signal_seconds, queue)
 
@@ -123,7 +128,7 @@ def seconds_to_save(step_seconds: float, save_seconds: float) -> int:
     return 60 * math.ceil((2 * step_seconds + save_seconds + ENDING_SECONDS) / 60)
 
 
-def _checked_hosts(hosts: str) -> str:
+def checked_hosts(hosts: str) -> str:
     """A list of hosts for Slurm's `--exclude`. Raises UserError (code 2) for a text that is none."""
     if not re.fullmatch(f"{HOST}(,{HOST})*", hosts):
         fix = "pass names with commas and no spaces, such as node17,node[20-23]"
@@ -212,7 +217,7 @@ def named(recipe_name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe_name).strip("-.")[:80] or "bloomery"
 
 
-def _environment() -> Environment:
+def script_templates() -> Environment:
     # The text is a shell script, not markup: values are quoted for the shell where they are made.
     return Environment(
         loader=PackageLoader("bloomery.runs", ""),
