@@ -14,6 +14,7 @@ A line for each file of `src/bloomery`, from top to bottom: a package imports on
 PACKAGES = {
     "cli": "the command line: one file for a command or a topic",
     "": "what `import bloomery` offers",
+    "studio": "a page in the browser that shows runs and starts commands",
     "serve": "an OpenAI-compatible server",
     "runs": "a run as a folder and as processes; evaluation and generation of models",
     "bench": "what a machine reaches with a recipe, measured",

@@ -177,6 +177,7 @@ FLAGS = {
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
+    "studio": {"--host", "--port", "--token", "--no-open"},
     "report": {"--out"},
     "slurm": {
         "--model",

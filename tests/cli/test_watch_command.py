@@ -17,14 +17,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
-from runs_for_tests import made_up_run, step_done
-
 from bloomery.cli.runs import command as runs_command
 from bloomery.cli.runs import watch_command
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.runs.folder import host_name, start_mark, worked_on
+from runs_for_tests import made_up_run, step_done
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy
 WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]

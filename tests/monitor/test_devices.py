@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
-from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json, to_json
 from bloomery.monitor.sinks import CommandSink, LogFile, TrackerSink, write_metrics
 from bloomery.monitor.summary import device_figures, summary_of
 from bloomery.monitor.words import device_lines
+from runs_for_tests import made_up_run, step_done
 
 
 def sampled(device=0, time=0.0, seconds=5.0, **figures):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from runs_for_tests import step_done
 
 from bloomery.monitor import diagnosis
 from bloomery.monitor.diagnosis import Diagnoser
@@ -18,6 +17,7 @@ from bloomery.monitor.events import (
     Warned,
 )
 from bloomery.monitor.history import PlanFacts, history_of
+from runs_for_tests import step_done
 
 GPU = PlanFacts(
     device="cuda",

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import (
     DeviceStats,
@@ -27,6 +26,7 @@ from bloomery.monitor.lines import PlainView, header, showing
 from bloomery.monitor.screen import Screen, WatchedRun, frame
 from bloomery.monitor.summary import RunFacts, RunSummary, sparkline, summary_of
 from bloomery.monitor.words import devices_of
+from runs_for_tests import made_up_run, step_done
 
 
 def lines_of(events, every=10, **facts):

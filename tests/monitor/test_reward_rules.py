@@ -1,11 +1,11 @@
 """Each trouble of a run with rewards has its rule; a healthy run has none of them. Curves are made up, or recorded."""
 
 import pytest
-from runs_for_tests import step_done
 
 from bloomery.monitor.diagnosis import Diagnoser, why_not_learning
 from bloomery.monitor.events import Recovered, RunStarted
 from bloomery.monitor.history import PlanFacts, history_of
+from runs_for_tests import step_done
 
 FACTS = PlanFacts(
     fresh=False,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from runs_for_tests import step_done
 
 from bloomery.monitor.events import EvalDone, Phase, RunEnded, RunStarted, Saved
 from bloomery.monitor.lines import PlainView
@@ -11,6 +10,7 @@ from bloomery.monitor.screen import Screen, WatchedRun, frame
 from bloomery.monitor.sinks import metrics_of
 from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.monitor.words import progress_text
+from runs_for_tests import step_done
 
 UPDATE = 0.5
 ROLLOUT = 4.0

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from rich.cells import cell_len
-from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import (
     DeviceStats,
@@ -21,6 +20,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.monitor.screen import Screen, WatchedRun, frame, plot, settled_top
 from bloomery.monitor.summary import RunFacts
+from runs_for_tests import made_up_run, step_done
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
 

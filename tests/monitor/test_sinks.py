@@ -7,7 +7,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.text import HIDDEN, redact_secrets
 from bloomery.monitor.events import (
@@ -29,6 +28,7 @@ from bloomery.monitor.sinks import (
     write_metrics,
 )
 from bloomery.recipe.schema import IF_INSTALLED
+from runs_for_tests import made_up_run, step_done
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
 LEAKS = {

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.errors import UserError
 from bloomery.monitor import sinks as tracking
 from bloomery.monitor.events import Resumed, RunEnded
 from bloomery.monitor.sinks import TrackerSink, _wandb_mode, require_libraries
+from runs_for_tests import made_up_run, step_done
 
 CANARY = "hf_abcdefghijklmnopqrstuvwxyz012345"
 RECORD = """

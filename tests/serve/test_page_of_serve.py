@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import PROGRAM, Browser
 from server_for_tests import LIMITS, Running, running
 
+from browser import PROGRAM, Browser
 from models_for_tests import make_model
 
 pytestmark = [

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("bloomery.cli.runs:stop_command", "Save a running run, then stop it."),
     "save": ("bloomery.cli.runs:save_command", "Save a checkpoint of a running run."),
     "watch": ("bloomery.cli.runs:watch_command", "Show a run on the terminal, live or finished."),
+    "studio": ("bloomery.cli.studio:command", "Show runs in the browser, and act on them."),
     "eval": ("bloomery.cli.eval:command", "Evaluate: loss, perplexity, tasks; compare two models."),
     "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
@@ -29,7 +29,6 @@ from bloomery.cli.common import echo, json_option, literal, print_json, run_argu
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.units import format_bytes
-from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -37,16 +36,13 @@ from bloomery.monitor.events import (
     RunEnded,
     Saved,
     StepDone,
-    Tail,
     Warned,
     follow,
     read_events,
 )
-from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
+from bloomery.monitor.screen import Screen, frame, picture
 from bloomery.monitor.sinks import metrics_of
-from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
-from bloomery.plan.explained import run_facts
-from bloomery.plan.store import read_plan
+from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
 from bloomery.runs.folder import (
@@ -61,8 +57,9 @@ from bloomery.runs.folder import (
     worked_on,
 )
 from bloomery.runs.launchers import message_in
+from bloomery.runs.reader import RunReader
 from bloomery.runs.signals import SAVE_SIGNAL
-from bloomery.train.model_folder import NOT_SAVED, best_on_disk, saved_steps, step_folder
+from bloomery.train.model_folder import NOT_SAVED, saved_steps, step_folder
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
 
 
@@ -465,22 +462,20 @@ def watch_command(run: str, print_once: bool, as_json: bool) -> None:
 
 
 class _RunView:
-    """A run in its present state, read from its folder."""
+    """A run in its present state, on the terminal."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._run = WatchedRun()
-        self._tail = Tail(folder / "events.jsonl")
+        self._reader = RunReader(folder)
         self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        self._facts: RunFacts | None = None
-        self.name = name_of(folder.absolute())  # as an argument of commands
+        self.name = self._reader.name
 
     def print(self) -> None:
-        status, facts = self._read()
+        reader = self._reader
+        status = reader.read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._ascii_only)
-        for line in frame(self._run, facts, screen, state=status, now=time.time()):
+        for line in frame(reader.run, reader.facts, screen, state=status, now=time.time()):
             echo(line)
-        tail = self._tail
+        tail = reader.tail
         if tail.unknown_lines > 1:  # a kill truncates one line
             lines = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
             echo(f"\n{lines} are damaged or of another version")
@@ -495,24 +490,27 @@ class _RunView:
 
     def follow(self) -> None:
         """Redraws the view until the process of the run ends."""
+        reader = self._reader
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while worked_on(self._folder):
-                status, facts = self._read()
+            while worked_on(reader.folder):
+                status = reader.read()
                 screen = Screen(console.size.width, console.size.height, self._ascii_only)
-                view = picture(self._run, facts, screen, state=status, now=time.time())
+                view = picture(reader.run, reader.facts, screen, state=status, now=time.time())
                 live.update(view, refresh=True)
                 time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
         """The JSON of the run: the keys of metrics.json and the present state."""
-        status, facts = self._read()
-        run = self._run
-        summary = self._run.summary
+        reader = self._reader
+        status = reader.read()
+        run = reader.run
+        facts = reader.facts
+        summary = run.summary
         running = status == "running"
         return {
             "run": facts.name,
-            "folder": str(self._folder),
+            "folder": str(reader.folder),
             **metrics_of(summary),
             "status": status,
             "phase": summary.phase.name if summary.phase is not None and running else None,
@@ -528,34 +526,5 @@ class _RunView:
                 {"step": event.step, "time": event.time, "text": text}
                 for event, text in run.incidents
             ],
-            "unreadable_lines": self._tail.unknown_lines,
+            "unreadable_lines": reader.tail.unknown_lines,
         }
-
-    def _read(self) -> tuple[str, RunFacts]:
-        """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
-        # The lock is asked before the events are read, so that the last events of a run are not missed.
-        folder = self._folder
-        summary = self._run.summary
-        is_running = worked_on(folder)
-        for event in self._tail.read():
-            self._run.add(event)
-        summary.best_saved = None if is_running else best_on_disk(folder / "checkpoints")
-
-        if not is_running:
-            status = "killed" if summary.ended is None else summary.ended.status
-        elif summary.stopping:
-            status = "stopping"
-        elif (folder / "pause").exists():
-            status = "paused"
-        else:
-            status = "running"
-
-        # The plan does not change: it is read once.
-        if self._facts is None:
-            try:
-                plan = read_plan(folder / "plan.json")
-                machine = read_machine(folder / "machine.json")
-                self._facts = replace(run_facts(plan, machine), name=folder.name)
-            except (UserError, OSError):  # no plan yet, or one of another version
-                return status, RunFacts(name=folder.name)
-        return status, self._facts

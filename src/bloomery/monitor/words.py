@@ -21,7 +21,7 @@ from bloomery.monitor.events import (
     StepHealth,
     Warned,
 )
-from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary
+from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary, RunSummary
 
 BEST_CHECKPOINT = "checkpoint (best)"
 _PHASES = {
@@ -61,6 +61,21 @@ def incident_text(event: Event) -> str | None:
         case Phase(name="stopping"):
             return "stop requested: saving a checkpoint after this step"
     return None
+
+
+def status_text(status: str, summary: RunSummary) -> str:
+    """The status of a run with its reason, for a list of runs."""
+    at_step = f"at step {summary.step:,}"
+    match status:
+        case "killed" if summary.step:
+            return f"killed {at_step}, resumes from its last checkpoint"
+        case "killed":
+            return "killed before its first step"
+        case "stopped":
+            return f"stopped {at_step}, resumes exactly"
+        case "failed" if summary.ended is not None:
+            return f"failed {at_step}: {summary.ended.error.partition(chr(10))[0]}"
+    return status
 
 
 def checked_text(event: StepChecked) -> str:

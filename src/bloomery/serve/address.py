@@ -14,17 +14,23 @@ def token_for(host: str, environment: Mapping[str, str]) -> str | None:
     """The token that clients must send. Raises UserError for an open address without one."""
     token = environment.get(TOKEN)
     if host not in LOCAL and not token:
-        raise UserError(
-            f"{host} can be reached from other machines",
-            where="--host",
-            code=2,
-            fix=f"set {TOKEN}, which clients send as their API key: export {TOKEN}=$(openssl rand -hex 16)",
-        )
-    if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
-        problem = f"{TOKEN} is too short, or not plain ASCII"
-        fix = "use 8 characters or more"
-        raise UserError(problem, where="the environment", fix=fix, code=2)
+        fix = f"set {TOKEN}, which clients send as their API key: export {TOKEN}=$(openssl rand -hex 16)"
+        raise unguarded(host, fix)
+    if token is not None:
+        refuse_weak(token, TOKEN, "the environment")
     return token
+
+
+def unguarded(host: str, fix: str) -> UserError:
+    problem = f"{host} can be reached from other machines"
+    return UserError(problem, where="--host", code=2, fix=fix)
+
+
+def refuse_weak(token: str, name: str, where: str) -> None:
+    """Raises UserError for a token that is too short, or that no header can have."""
+    if len(token) < 8 or not token.isascii() or not token.isprintable():
+        problem = f"{name} is too short, or not plain ASCII"
+        raise UserError(problem, where=where, fix="use 8 characters or more", code=2)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0  # for a client to send a whole head
@@ -82,6 +83,10 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         if self.cycle is not previous_cycle:
             self._head_arrived()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._head_arrived()  # the websocket takes over the connection, and may stay silent
+        super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         previous_cycle = self.cycle

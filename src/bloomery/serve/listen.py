@@ -9,13 +9,12 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from bloomery.serve.address import LOCAL, taken
-from bloomery.serve.app import Server
 from bloomery.serve.connections import (
     ACCEPTED_AT_ONCE,
     Waiting,
@@ -23,9 +22,10 @@ from bloomery.serve.connections import (
     protocol_of,
     quiet_accept,
 )
-from bloomery.serve.engine import Engine
 from bloomery.serve.limits import Limits
-from bloomery.serve.served import Served
+
+if TYPE_CHECKING:
+    from bloomery.serve.served import Served
 
 GRACE = 5  # seconds for answers to end
 # How long the event loop waits for the engine's thread after each call that let go of Python's lock; at the default of
@@ -39,20 +39,18 @@ def uvicorn_config(app: ASGIApp, limits: Limits, **settings: Any) -> uvicorn.Con
     return uvicorn.Config(
         app,
         http=protocol_of(waiting),
-        ws="none",
         log_level="error",
         access_log=False,
-        lifespan="off",
         timeout_graceful_shutdown=GRACE,
         timeout_keep_alive=10,
         server_header=False,
         backlog=ACCEPTED_AT_ONCE,
-        **settings,
+        **{"ws": "none", "lifespan": "off", **settings},
     )
 
 
 def serve(
-    models: Sequence[Served],
+    models: "Sequence[Served]",
     limits: Limits,
     listener: socket.socket,
     *,
@@ -65,49 +63,82 @@ def serve(
     """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser; `defaults`:
     sampling settings of requests that leave these out. Raises UserError where the listener cannot listen any more.
     """
-    port = listener.getsockname()[1]
-    try:
-        listener.listen()  # another process may have begun to, while models were loaded
-    except OSError as error:
-        raise taken(error, host, port) from error
+    from bloomery.serve.app import Server
+    from bloomery.serve.engine import Engine
+
+    listen(listener, host)  # another process may have begun to, while models were loaded
     sys.setswitchinterval(SWITCH_SECONDS)
     with Engine(models, limits) as engine:
-        hosts = ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
         endpoints = Server(engine, token=token, defaults=defaults)
 
-        class Uvicorn(uvicorn.Server):
-            @contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # they are handled below: uvicorn would raise them again at its end
+        def close() -> None:
+            endpoints.close()
+            engine.close()  # answers end, so that connections do
 
-        server = Uvicorn(uvicorn_config(endpoints.app(hosts), limits))
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        config = uvicorn_config(endpoints.app(hosts_of(host)), limits)
+        url = url_of(host, listener)
+        answer(config, listener, url, on_ready=on_ready, on_stop=close, show=show)
 
-        async def run() -> None:
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(quiet_accept())
 
-            def stop() -> None:
-                if not server.should_exit:
-                    _leave_after(GRACE + 1.0)
-                server.force_exit = server.should_exit  # a second signal does not wait
-                server.should_exit = True
-                endpoints.close()
-                engine.close()  # answers end, so that connections do
+def hosts_of(host: str) -> tuple[str, ...]:
+    """The names that requests to a local server may use; empty where it is open to other machines."""
+    return ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
 
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop)
-            serving = asyncio.create_task(server.serve([listener]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            if server.started:
-                listener.listen(1024)  # asyncio asked for as few as it accepts at once
-                on_ready(url)
-                if show:
-                    _open_page(url)
-            await serving
 
-        asyncio.run(run())
+def url_of(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
+
+
+def listen(listener: socket.socket, host: str) -> None:
+    """Raises UserError where another process listens at the address by now."""
+    try:
+        listener.listen()
+    except OSError as error:
+        raise taken(error, host, listener.getsockname()[1]) from error
+
+
+def answer(
+    config: uvicorn.Config,
+    listener: socket.socket,
+    url: str,
+    *,
+    on_ready: Callable[[str], None],
+    on_stop: Callable[[], None],
+    show: bool,
+) -> None:
+    """Runs the server until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser."""
+
+    class Uvicorn(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they are handled below: uvicorn would raise them again at its end
+
+    server = Uvicorn(config)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(quiet_accept())
+
+        def stop() -> None:
+            if not server.should_exit:
+                _leave_after(GRACE + 1.0)
+            server.force_exit = server.should_exit  # a second signal does not wait
+            server.should_exit = True
+            on_stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            listener.listen(1024)  # asyncio asked for as few as it accepts at once
+            on_ready(url)
+            if show:
+                _open_page(url)
+        await serving
+
+    asyncio.run(run())
 
 
 def _leave_after(seconds: float) -> None:

@@ -1,0 +1,65 @@
+"""The pages of studio as one application, and the server that answers with it until Ctrl+C."""
+
+import socket
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from nicegui import ui
+
+from bloomery.serve.limits import Limits
+from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
+from bloomery.studio.commands import Commands
+from bloomery.studio.guard import Guard
+from bloomery.studio.run_page import run_page
+from bloomery.studio.runs_page import runs_page
+from bloomery.studio.watching import Watching
+
+LIMITS = Limits(
+    slots=16, queue=128
+)  # of connections: a browser holds one per page, and some for its files
+
+
+def add_pages(watching: Watching, commands: Commands) -> None:
+    """Registers every page with NiceGUI, which has one application per process."""
+
+    async def runs() -> None:
+        await runs_page(watching)
+
+    async def one_run(name: str) -> None:
+        await run_page(watching, commands, name)
+
+    ui.page("/")(runs)
+    ui.page("/run/{name}")(one_run)
+
+
+def serve_studio(
+    listener: socket.socket,
+    *,
+    host: str,
+    token: str,
+    on_ready: Callable[[str], None],
+    show: bool,
+) -> None:
+    """Answers requests until SIGINT or SIGTERM. Raises UserError where the address is taken by now."""
+    listen(listener, host)
+    add_pages(Watching(), Commands())
+    application = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    ui.run_with(
+        application,
+        title="Bloomery",
+        dark=None,
+        language="en-US",
+        reconnect_timeout=30.0,
+        show_welcome_message=False,
+    )
+    url = url_of(host, listener)
+    guard = Guard(application, token, hosts_of(host), listener.getsockname()[1])
+    config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
+    answer(
+        config,
+        listener,
+        f"{url}?token={token}",
+        on_ready=on_ready,
+        on_stop=lambda: None,
+        show=show,
+    )

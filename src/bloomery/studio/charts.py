@@ -1,0 +1,256 @@
+"""Charts of studio: ECharts, which NiceGUI ships, with the points that have changed alone on the wire."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from bloomery.monitor.events import Event, RunEnded, Saved, Warned
+from bloomery.studio.curves import Point, RunCurves
+
+COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
+PLANNED = "#8a8f98"
+_TEXT = "#8a8f98"  # legible on light and on dark
+_GRID = "rgba(138, 143, 152, 0.25)"
+# Replaces the end of some series of a chart: [[index, first changed point, points from there], ...].
+SCRIPT = """<script>
+window.studioTails = (id, tails) => {
+  const chart = getElement(id)?.chart;
+  if (!chart) return;
+  const series = chart.getOption().series.map(() => ({}));
+  const old = chart.getOption().series;
+  for (const [index, from, points] of tails) series[index] = {data: old[index].data.slice(0, from).concat(points)};
+  chart.setOption({series});
+};
+</script>"""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line, such as the plan's figure."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """A vertical line at a step."""
+
+    step: int
+    text: str
+
+
+@final
+class LineChart:
+    """Mutable: curves of a run by step, the whole run always in view; a zoom loads more points of its part."""
+
+    def __init__(
+        self,
+        title: str,
+        names: Sequence[str],
+        *,
+        unit: str = "",
+        levels: Sequence[Level] = (),
+        has_dots: bool = False,
+    ) -> None:
+        """`has_dots`: `show` may get `extra` points."""
+        self.title = title
+        self._has_dots = has_dots
+        self.names = tuple(names)
+        self._points: dict[str, list[Point]] = {name: [] for name in self.names}
+        self._extra: dict[str, list[Point]] = {}
+        self._marks: tuple[ChartMark, ...] = ()
+        self._zoom: tuple[int, int] | None = None
+        self._levels = tuple(levels)
+        heading = f"{title}, {unit}" if unit else title
+        with ui.column().classes("w-full gap-0") as self._box:
+            ui.label(heading).classes("text-sm font-medium")
+            self.element = ui.echart(self._options()).classes("w-full h-56")
+            self.element.props(f'role=img aria-label="{_attribute(title)} by step"')
+        self.element.on("chart:datazoom", self._on_zoom, throttle=0.2)
+        self._curves: RunCurves | None = None
+
+    def delete(self) -> None:
+        self._box.delete()
+
+    def show(
+        self,
+        curves: RunCurves,
+        *,
+        extra: dict[str, list[Point]] | None = None,
+        marks: Sequence[ChartMark] = (),
+    ) -> None:
+        """Draws what has changed. `extra`: points that are drawn as dots, such as evaluations."""
+        self._curves = curves
+        points = {name: self._visible(curves, name) for name in self.names}
+        dots = extra or {}
+        shown_marks = tuple(marks)[-40:]
+        series = [*points.items(), *dots.items()]
+        known = [*self._points.items(), *self._extra.items()]
+        tails: list[tuple[int, int, list[Point]]] = []
+        is_redrawn = shown_marks != self._marks or [n for n, _ in series] != [n for n, _ in known]
+        for index, ((_, new), (_, old)) in enumerate(zip(series, known, strict=False)):
+            same = _common(old, new)
+            if same == len(old) == len(new):
+                continue
+            # Points in the middle have changed: the width of the buckets has doubled, or the run went back.
+            is_redrawn = is_redrawn or same < len(old) - 2
+            tails.append((index, same, new[same:]))
+        self._points = points
+        self._extra = dots
+        self._marks = shown_marks
+        options = self.element.options
+        options["series"] = self._series()
+        if is_redrawn:
+            self.element.update()
+        elif tails:
+            ui.run_javascript(f"studioTails({self.element.id}, {json.dumps(tails)})")
+
+    def _visible(self, curves: RunCurves, name: str) -> list[Point]:
+        points = curves.points(name)
+        if self._zoom is None:
+            return points
+        first, last = self._zoom
+        detail = curves.points(name, first, last)
+        before = [point for point in points if point[0] < first]
+        return [*before, *detail, *(point for point in points if point[0] > last)]
+
+    def _on_zoom(self, event: GenericEventArguments) -> None:
+        arguments = event.args if isinstance(event.args, dict) else {}
+        batch = arguments.get("batch") or [arguments]
+        bounds = batch[0] if isinstance(batch[0], dict) else {}
+        curves = self._curves
+        steps = [points[-1][0] for points in self._points.values() if points]
+        if curves is None or not steps:
+            return
+        last_step = max(steps)
+        first = _bound(bounds.get("startValue"), bounds.get("start"), last_step, 0)
+        last = _bound(bounds.get("endValue"), bounds.get("end"), last_step, int(last_step))
+        self._zoom = None if first <= 0 and last >= last_step else (first, last)
+        self.show(curves, extra=self._extra, marks=self._marks)
+
+    def _series(self) -> list[dict[str, Any]]:
+        series: list[dict[str, Any]] = []
+        for index, (name, points) in enumerate(self._points.items()):
+            line: dict[str, Any] = {
+                "name": name,
+                "type": "line",
+                "showSymbol": False,
+                "data": points,
+                "lineStyle": {"width": 1.4},
+                "itemStyle": {"color": COLORS[index % len(COLORS)]},
+                "emphasis": {"disabled": True},
+            }
+            if index == 0:
+                line["markLine"] = self._mark_lines()
+            series.append(line)
+        for index, (name, points) in enumerate(self._extra.items()):
+            series.append(
+                {
+                    "name": name,
+                    "type": "line",
+                    "showSymbol": True,
+                    "symbolSize": 6,
+                    "data": points,
+                    "itemStyle": {"color": COLORS[(index + len(self._points)) % len(COLORS)]},
+                }
+            )
+        return series
+
+    def _mark_lines(self) -> dict[str, Any]:
+        lines: list[dict[str, Any]] = [
+            {
+                "name": level.name,
+                "yAxis": level.value,
+                "lineStyle": {"color": PLANNED, "type": "dashed"},
+                "label": {"formatter": "{b}", "position": "insideStartTop", "color": _TEXT},
+            }
+            for level in self._levels
+        ]
+        lines += [
+            {
+                "name": mark.text,
+                "xAxis": mark.step,
+                "lineStyle": {"color": _TEXT, "type": "dotted"},
+                "label": {"show": False},
+            }
+            for mark in self._marks
+        ]
+        return {
+            "symbol": "none",
+            "animation": False,
+            "data": lines,
+            "tooltip": {"formatter": "{b}"},
+        }
+
+    def _options(self) -> dict[str, Any]:
+        axis: dict[str, Any] = {
+            "axisLabel": {"color": _TEXT, "hideOverlap": True},
+            "splitLine": {"lineStyle": {"color": _GRID}},
+            "axisLine": {"lineStyle": {"color": _GRID}},
+        }
+        levels = [level.value for level in self._levels]
+        vertical: dict[str, Any] = {**axis, "type": "value", "scale": True}
+        if levels:  # a line of the plan above every measured value stays in view
+            vertical |= {"min": 0, ":max": f"value => Math.max(value.max, {max(levels)}) * 1.08"}
+            vertical["axisLabel"] = {**axis["axisLabel"], ":formatter": "v => +v.toPrecision(3)"}
+        return {
+            "animation": False,
+            "grid": {"left": 8, "right": 16, "top": 30, "bottom": 8, "containLabel": True},
+            "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax", "minInterval": 1},
+            "yAxis": vertical,
+            "tooltip": {"trigger": "axis", "confine": True},
+            "legend": {
+                "type": "scroll",
+                "top": 0,
+                "left": 0,
+                "right": 60,
+                "textStyle": {"color": _TEXT},
+                "show": len(self.names) > 1 or self._has_dots,
+            },
+            "toolbox": {
+                "right": 8,
+                "top": 0,
+                "itemSize": 13,
+                "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {}},
+                "iconStyle": {"borderColor": _TEXT},
+            },
+            "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
+            "series": self._series(),
+        }
+
+
+def marks_of(incidents: Sequence[tuple[Event, str]]) -> list[ChartMark]:
+    """Events that explain a curve: not the checkpoints, which are many, and not the end."""
+    return [
+        ChartMark(event.step, text[:120])
+        for event, text in incidents
+        if not isinstance(event, Saved | RunEnded)
+        and not (isinstance(event, Warned) and not event.step)
+    ]
+
+
+def _common(old: list[Point], new: list[Point]) -> int:
+    """How many first points are equal."""
+    if old == new[: len(old)]:
+        return len(old)
+    return next(
+        (index for index, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+        min(len(old), len(new)),
+    )
+
+
+def _bound(value: object, percent: object, last_step: float, default: int) -> int:
+    if isinstance(value, int | float):
+        return int(value)
+    if isinstance(percent, int | float):
+        return round(percent / 100 * last_step)
+    return default
+
+
+def _attribute(text: str) -> str:
+    return text.replace('"', "'")

@@ -1,0 +1,72 @@
+"""Commands that pages start: each a process of its own, which lives on when studio ends. Does not import torch."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import IO, final
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless, redact_secrets
+
+TOKEN = "BLOOMERY_STUDIO_TOKEN"
+_OUTPUT_BYTES = 20_000  # that a page shows
+
+
+@final
+@dataclass
+class Command:
+    """Mutable: `bloomery` with these arguments. `subject`: the run or file that it is about."""
+
+    arguments: tuple[str, ...]
+    subject: str
+    process: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+
+    @property
+    def line(self) -> str:
+        return " ".join(("bloomery", *self.arguments))
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+    def text(self) -> str:
+        """The end of what it has printed."""
+        size = os.fstat(self.output.fileno()).st_size
+        start = max(0, size - _OUTPUT_BYTES)
+        content = os.pread(self.output.fileno(), _OUTPUT_BYTES, start)
+        return redact_secrets(harmless(content.decode("utf-8", errors="replace"))).strip()
+
+
+@final
+@dataclass
+class Commands:
+    """Mutable: the commands of this studio, the newest last."""
+
+    started: list[Command] = field(default_factory=list)
+
+    def start(self, *arguments: str, subject: str) -> Command:
+        """Raises UserError where a command about the same subject still runs."""
+        current = self.of(subject)
+        if current is not None and current.code is None:
+            raise UserError(f"`{current.line}` still runs", where=subject, fix="wait until it ends")
+        # A file without a name: a pipe would end the command when studio ends.
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bloomery", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl+C in the terminal of studio does not reach it
+            env={name: value for name, value in os.environ.items() if name != TOKEN},
+        )
+        command = Command(arguments, subject, process, output)
+        self.started = [*self.started, command][-200:]
+        return command
+
+    def of(self, subject: str) -> Command | None:
+        """The newest command about it."""
+        return next((each for each in reversed(self.started) if each.subject == subject), None)

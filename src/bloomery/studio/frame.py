@@ -1,0 +1,95 @@
+"""What all pages of studio share: title, navigation, colors, and errors in words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from nicegui import ui
+
+from bloomery.core.errors import UserError
+from bloomery.studio.charts import SCRIPT
+from bloomery.studio.commands import Command
+
+STATUS_COLORS = {
+    "running": "positive",
+    "paused": "warning",
+    "stopping": "warning",
+    "done": "primary",
+    "stopped": "grey-7",
+    "failed": "negative",
+    "killed": "negative",
+    "unreadable": "negative",
+    "deleted": "negative",
+}
+_STYLE = """
+:root { --nicegui-default-padding: 0.75rem; --nicegui-default-gap: 0.75rem; }
+body { font-size: 15px; }
+.studio-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 13px; }
+.studio-figure { min-width: 8.5rem; }
+a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
+a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
+:focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
+"""
+
+
+class Place(NamedTuple):
+    path: str
+    name: str
+
+
+PLACES = (Place("/", "Runs"),)
+
+
+@contextmanager
+def page(title: str, path: str) -> Iterator[None]:
+    """The frame of a page; inside the block its content."""
+    ui.page_title(f"{title} · Bloomery")
+    ui.add_css(_STYLE)
+    ui.add_head_html(SCRIPT)
+    ui.colors(primary="#2a6db0", positive="#26794f", negative="#b3313f", warning="#9a6500")
+    dark = ui.dark_mode(None)  # as the system
+
+    def change_colors() -> None:
+        dark.value = not dark.value
+
+    with ui.header().classes("items-center px-4 py-1 gap-2").props("elevated"):
+        ui.label("Bloomery").classes("text-lg font-semibold")
+        with ui.element("nav").classes("flex gap-1").props('aria-label="Pages"'):
+            for place in PLACES:
+                link = ui.link(place.name, place.path).classes("studio-link")
+                if place.path == path:
+                    link.props("aria-current=page")
+        ui.space()
+        ui.button(icon="contrast", on_click=change_colors).props(
+            'flat dense color=white aria-label="Switch between light and dark"'
+        )
+    with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
+        yield
+
+
+def notify(error: UserError) -> None:
+    """An error as the command line words it."""
+    ui.notify(
+        "\n".join(filter(None, (error.problem, error.where, error.fix and f"fix: {error.fix}"))),
+        type="negative",
+        multi_line=True,
+        timeout=15_000,
+        close_button="Close",
+        classes="whitespace-pre-wrap",
+    )
+
+
+def status_badge(status: str) -> ui.badge:
+    return (
+        ui.badge(status).props(f"color={STATUS_COLORS.get(status, 'grey-7')}").classes("px-2 py-1")
+    )
+
+
+def show_command(command: Command | None) -> None:
+    """A command with what it has printed; nothing where there is none."""
+    if command is None:
+        return
+    code = command.code
+    state = "runs" if code is None else "done" if code == 0 else f"exit code {code}"
+    with ui.expansion(f"{command.line}: {state}", value=code not in (None, 0)).classes("w-full"):
+        ui.label(command.text() or "nothing printed yet").classes("studio-text")

@@ -1,0 +1,107 @@
+"""Who may talk to studio: requests with the token, to this host, from its own pages. Does not import torch."""
+
+import hmac
+from http.cookies import CookieError, SimpleCookie
+from typing import final
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# NiceGUI compiles templates in the browser, hence 'unsafe-eval'; nothing loads from another host.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; object-src 'none'; frame-ancestors 'self'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@final
+class Guard:
+    """Refuses requests without the token, for another host, or from a page of another origin.
+
+    The printed address has the token: it becomes a cookie, and leaves the address. A program sends it as
+    `Authorization: Bearer TOKEN`. `hosts`: the only ones that requests may name; empty: any.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: tuple[str, ...], port: int) -> None:
+        self.app = app
+        self.token = token
+        self.hosts = frozenset(hosts)
+        self.cookie = f"bloomery_studio_{port}"  # browsers share cookies between ports
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        response = self._refusal(scope)
+        if response is None:
+            await self.app(scope, receive, _with_headers(send))
+        elif scope["type"] == "http":
+            await response(scope, receive, _with_headers(send))
+        else:  # before it is accepted, a closed websocket is answered with 403
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self.hosts and _without_port(host) not in self.hosts:
+            return PlainTextResponse(f"studio is not {host[:80]!r}", 403)
+        origin = headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return PlainTextResponse("requests from pages of another origin are refused", 403)
+
+        # The token in the address, once; then the cookie.
+        parameters = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
+        given = [value for name, value in parameters if name == "token"]
+        if given and scope["type"] == "http" and scope["method"] == "GET":
+            if not self._is_token(given[0]):
+                return _closed("wrong token")
+            rest = urlencode([(name, value) for name, value in parameters if name != "token"])
+            # One slash at the beginning: two would name another host.
+            path = "/" + scope["path"].lstrip("/\\")
+            answer = RedirectResponse(f"{path}?{rest}" if rest else path, 303)
+            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+            return answer
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(bearer) or self._is_token(_cookie(headers, self.cookie)):
+            return None
+        return _closed("the token is missing")
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode("utf-8", errors="replace"), self.token.encode())
+
+
+def _closed(problem: str) -> Response:
+    return PlainTextResponse(f"{problem}: open the address that `bloomery studio` printed\n", 401)
+
+
+def _without_port(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return name if port.isdecimal() and not host.endswith("]") else host
+
+
+def _cookie(headers: Headers, name: str) -> str:
+    jar = SimpleCookie()
+    try:
+        jar.load(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    return jar[name].value if name in jar else ""
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers[name] = value
+        await send(message)
+
+    return sending

@@ -1,0 +1,138 @@
+"""The page with all runs: a table to filter, sort and open."""
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import ui
+
+from bloomery.core.units import format_seconds
+from bloomery.studio.frame import STATUS_COLORS, page
+from bloomery.studio.watching import RunRow, Watching
+
+UPDATE_SECONDS = 2.0
+_COLUMNS = (
+    # key, heading, is a number
+    ("name", "Run", False),
+    ("status", "Status", False),
+    ("model", "Model", False),
+    ("method", "Method", False),
+    ("progress", "Progress", True),
+    ("loss", "Loss", True),
+    ("speed", "Tokens/s", True),
+    ("memory_gib", "GiB", True),
+    ("temperature", "°C", True),
+    ("power", "W", True),
+    ("began", "Started", True),
+    ("seconds", "Duration", True),
+)
+# Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
+_NAME_CELL = """
+<q-td :props="props"><a :href="props.row.address" class="text-primary font-medium">{{ props.value }}</a></q-td>
+"""
+_STATUS_CELL = """
+<q-td :props="props">
+  <q-badge :color="props.row.color">{{ props.row.status }}</q-badge>
+  <span v-if="props.row.reason !== props.row.status" class="q-ml-sm">{{ props.row.reason }}</span>
+</q-td>
+"""
+_PROGRESS_CELL = """
+<q-td :props="props" style="min-width: 9rem">
+  <div>{{ props.row.shown.progress }}</div>
+  <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" aria-hidden="true" />
+</q-td>
+"""
+_TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
+# On a narrow screen a run is a card.
+_CARD = """
+<div class="q-pa-xs col-12">
+  <q-card flat bordered class="q-pa-sm">
+    <a :href="props.row.address" class="text-primary text-weight-medium">{{ props.row.name }}</a>
+    <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
+    <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
+    <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs" />
+    <div class="text-caption">
+      <span v-for="col in props.cols.filter((c) => !['name', 'status'].includes(c.name) && props.row.shown[c.name])"
+        class="q-mr-md"><span style="opacity: 0.7">{{ col.label }}</span> {{ props.row.shown[col.name] }}</span>
+    </div>
+  </q-card>
+</div>
+"""
+
+
+def row_of_table(row: RunRow) -> dict[str, Any]:
+    """Values to sort by, and `shown`: the text of each cell."""
+
+    def number(value: float | None, spec: str) -> str:
+        return "" if value is None else f"{value:{spec}}"
+
+    speed = number(row.speed, ",.0f")
+    if row.planned_speed and row.speed:
+        speed += f" ({row.speed / row.planned_speed:.0%} of plan)"
+    steps = f"{row.step:,}" + (f" / {row.steps:,}" if row.steps else "")
+    shown = {
+        "model": row.model,
+        "method": row.method,
+        "progress": steps if row.progress is None else f"{row.progress:.0%} · {steps}",
+        "loss": number(row.loss, ".3f"),
+        "speed": speed,
+        "memory_gib": number(row.memory_gib, ".1f"),
+        "temperature": number(row.temperature, ".0f"),
+        "power": number(row.power, ",.0f"),
+        "began": ""
+        if row.began is None
+        else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.began)),
+        "seconds": format_seconds(row.seconds) if row.seconds else "",
+    }
+    values = {key: getattr(row, key) for key, _, _ in _COLUMNS}
+    return {
+        **values,
+        "reason": row.reason,
+        "color": STATUS_COLORS.get(row.status, "grey-7"),
+        "address": address_of(row.name),
+        "shown": shown,
+    }
+
+
+def address_of(name: str) -> str:
+    """The page of a run."""
+    return f"/run/{quote(name, safe='')}"
+
+
+async def runs_page(watching: Watching) -> None:
+    rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
+    with page("Runs", "/"):
+        with ui.row().classes("w-full items-center"):
+            ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
+            ui.space()
+            search = ui.input(placeholder="Filter").props(
+                'dense outlined clearable aria-label="Filter runs"'
+            )
+        columns = [
+            {
+                "name": key,
+                "label": heading,
+                "field": key,
+                "sortable": True,
+                "align": "right" if is_number else "left",
+            }
+            for key, heading, is_number in _COLUMNS
+        ]
+        table = ui.table(columns=columns, rows=rows, row_key="name", pagination=0).classes("w-full")
+        table.props('flat bordered dense :grid="$q.screen.lt.md" hide-pagination binary-state-sort')
+        table.bind_filter_from(search, "value", lambda text: text or "")
+        table.add_slot("body-cell-name", _NAME_CELL)
+        table.add_slot("body-cell-status", _STATUS_CELL)
+        table.add_slot("body-cell-progress", _PROGRESS_CELL)
+        for key in ("loss", "speed", "memory_gib", "temperature", "power", "began", "seconds"):
+            table.add_slot(f"body-cell-{key}", _TEXT_CELL)
+        table.add_slot("item", _CARD)
+        table.add_slot("no-data", "No runs in runs/ yet: start one with <code>bloomery demo</code>")
+
+        async def update() -> None:
+            new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
+            if new_rows != table.rows:
+                table.rows = new_rows
+
+        ui.timer(UPDATE_SECONDS, update)

@@ -1,0 +1,223 @@
+"""What all pages of studio show: the runs of a folder, and the open ones with their curves. Does not import torch."""
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.core.text import harmless, redact_secrets
+from bloomery.monitor.events import Decode, Event, decode_json, read_ends
+from bloomery.monitor.summary import RunSummary, summary_of
+from bloomery.monitor.words import status_text
+from bloomery.plan.store import read_plan
+from bloomery.plan.types import RunPlan
+from bloomery.runs.folder import all_runs, is_run, worked_on
+from bloomery.runs.reader import LIVE, RunReader, status_of
+from bloomery.studio.curves import RunCurves
+
+END_BYTES = 2**16  # of each end of a long event file, for the list of runs
+KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
+MOST_OPEN = 24
+
+
+def fast_decode() -> Decode:
+    """The JSON parser of orjson, which NiceGUI brings; what it refuses, Python's own decides."""
+    try:
+        import orjson
+    except ImportError:
+        return decode_json
+
+    def decode(line: bytes) -> Any:
+        try:
+            return orjson.loads(line)
+        except ValueError:
+            return decode_json(line)
+
+    return decode
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run in the list of runs; None: unknown. `speed` and `planned_speed`: tokens per second. `progress`: 0 to 1."""
+
+    name: str
+    status: str
+    reason: str
+    model: str = ""
+    method: str = ""
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    speed: float | None = None
+    planned_speed: float | None = None
+    memory_gib: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+    began: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def progress(self) -> float | None:
+        return min(self.step / self.steps, 1.0) if self.steps else None
+
+
+def method_of(plan: RunPlan) -> str:
+    """The objective, with the adapter and the quantization: "sft, lora, nf4"."""
+    parts = [plan.objective.kind, plan.adapter.kind, plan.quantize.kind]
+    return ", ".join(part for part in parts if part != "none")
+
+
+def model_of(plan: RunPlan) -> str:
+    """The model that the run began with, else its architecture."""
+    source = plan.model.source
+    return plan.model.config.family if source is None else harmless(Path(str(source)).name)
+
+
+def planned_speed(plan: RunPlan | None) -> float | None:
+    """Tokens per second of the plan; None where the device is unknown."""
+    if plan is None or plan.step_seconds is None:
+        return None
+    return plan.trained_tokens_per_step / plan.step_seconds.value
+
+
+def row_of(folder: Path, decode: Decode) -> RunRow:
+    """From the plan and the two ends of the events: a long run costs as little as a short one."""
+    name = harmless(folder.name)
+    is_running = worked_on(folder)
+    try:
+        summary = summary_of(read_ends(folder / "events.jsonl", END_BYTES, decode))
+    except (UserError, OSError) as error:
+        reason = error.problem if isinstance(error, UserError) else str(error)
+        return RunRow(name, "unreadable", harmless(reason))
+    status = status_of(folder, summary, is_running=is_running)
+    plan = None
+    with suppress(UserError, OSError):  # no plan yet, or one of another version
+        plan = read_plan(folder / "plan.json")
+    gpus = [device.latest for device in summary.devices.all if device.latest.device >= 0]
+    return RunRow(
+        name=name,
+        status=status,
+        reason=redact_secrets(harmless(status_text(status, summary))),
+        model="" if plan is None else model_of(plan),
+        method="" if plan is None else method_of(plan),
+        step=summary.step,
+        steps=summary.steps or (None if plan is None else plan.train.steps),
+        loss=summary.smoothed,
+        speed=summary.tokens_per_second,
+        planned_speed=planned_speed(plan),
+        memory_gib=summary.last.memory_gib or None if summary.last else None,
+        temperature=max((gpu.temperature for gpu in gpus if gpu.temperature), default=None),
+        power=sum(gpu.power for gpu in gpus if gpu.power) or None,
+        began=summary.began,
+        seconds=_seconds(folder, summary, is_live=status in LIVE),
+    )
+
+
+def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:
+    """The wall time of the run; of a run that has ended metrics.json knows it, stops in the middle left out."""
+    if is_live:
+        return summary.clock.until(time.time())
+    try:
+        seconds = json.loads(read_whole(folder / "metrics.json")).get("seconds")
+    except (OSError, UserError, ValueError, AttributeError, RecursionError):
+        seconds = None
+    return float(seconds) if isinstance(seconds, int | float) else summary.clock.seconds
+
+
+@final
+class OpenRun:
+    """A run that a page shows: read once, whatever the number of pages."""
+
+    def __init__(self, folder: Path, decode: Decode) -> None:
+        self.reader = RunReader(folder, decode)
+        self.curves = RunCurves()
+        self.status = ""
+        self.problem = ""  # why its events cannot be read
+        self.used = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def summary(self) -> RunSummary:
+        return self.reader.run.summary
+
+    def update(self) -> None:
+        """Reads what is new since the last call."""
+        with self._lock:
+            self.used = time.monotonic()
+            if not is_run(self.reader.folder):
+                self.status = "deleted"
+                self.problem = "the run folder is gone"
+                return
+            try:
+                self.status = self.reader.read(self.curves.add)
+                self.problem = ""
+            except (UserError, OSError) as error:
+                self.status = "unreadable"
+                self.problem = error.problem if isinstance(error, UserError) else str(error)
+
+
+@final
+@dataclass
+class Watching:
+    """Mutable: every run of `runs/`, as rows, and the runs that pages have opened."""
+
+    decode: Decode = field(default_factory=fast_decode)
+    _rows: dict[Path, tuple[tuple[object, ...], RunRow]] = field(default_factory=dict)
+    _open: dict[str, OpenRun] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def rows(self) -> list[RunRow]:
+        """The newest run first. A run whose files have not changed is not read again."""
+        with self._lock:
+            rows: dict[Path, tuple[tuple[object, ...], RunRow]] = {}
+            for folder in reversed(all_runs()):
+                state = _state_of(folder)
+                known = self._rows.get(folder)
+                if known is not None and known[0] == state and known[1].status not in LIVE:
+                    rows[folder] = known
+                else:
+                    rows[folder] = state, row_of(folder, self.decode)
+            self._rows = rows
+        return [row for _, row in rows.values()]
+
+    def run(self, name: str) -> OpenRun:
+        """The run with this name. Raises UserError where `runs/` has none."""
+        folder = Path("runs") / name
+        if name in ("", ".", "..") or "/" in name or "\0" in name or not is_run(folder):
+            fix = "choose one of the list"
+            raise UserError(f"no run {harmless(name)[:80]!r}", where="runs/", fix=fix)
+        with self._lock:
+            now = time.monotonic()
+            self._open = {
+                key: run
+                for key, run in sorted(self._open.items(), key=lambda item: -item[1].used)[
+                    :MOST_OPEN
+                ]
+                if key == name or now - run.used < KEPT_SECONDS
+            }
+            return self._open.setdefault(name, OpenRun(folder, self.decode))
+
+
+def _state_of(folder: Path) -> tuple[object, ...]:
+    """Changes with the events, the plan and the lock of a run."""
+    state: list[object] = []
+    for name in ("events.jsonl", "plan.json", "lock"):
+        try:
+            stat = (folder / name).stat()
+            state.append((stat.st_size, stat.st_mtime_ns))
+        except OSError:
+            state.append(None)
+    return tuple(state)
+
+
+def incidents_of(run: OpenRun) -> list[tuple[Event, str]]:
+    """What happened, in words, the newest first."""
+    return [
+        (event, redact_secrets(harmless(text)))
+        for event, text in reversed(run.reader.run.incidents)
+    ]

@@ -1,0 +1,73 @@
+"""Run folders without training, and studio as users start it or without a network."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bloomery.monitor.events import EventLog, RunEnded
+from runs_for_tests import made_up_run
+
+TOKEN = "a-token-of-tests"
+
+
+def make_run(name: str, *, end: RunEnded | None = None, events=None) -> Path:
+    """A run folder under runs/ in the working folder, with the events of a made-up run and no plan."""
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\n", encoding="utf-8")
+    with EventLog(folder / "events.jsonl") as log:
+        for event in made_up_run() if events is None else events:
+            log(event)
+        if end is not None:
+            log(end)
+    return folder
+
+
+def with_user(visit: Callable[..., Awaitable[None]]) -> None:
+    """Runs `visit(user)` with NiceGUI's simulated browser and studio's pages."""
+    from nicegui.testing import user_simulation
+
+    from bloomery.studio.application import add_pages
+    from bloomery.studio.commands import Commands
+    from bloomery.studio.watching import Watching
+
+    async def run() -> None:
+        async with user_simulation() as user:
+            add_pages(Watching(), Commands())
+            await visit(user)
+
+    # NiceGUI's simulation forgets the modules whose pages it showed, with the packages above them.
+    modules = {name: sys.modules[name] for name in sys.modules if name.startswith("bloomery")}
+    try:
+        asyncio.run(run())
+    finally:
+        sys.modules.update(modules)
+
+
+@contextmanager
+def studio_process(folder: Path, *options: str) -> Iterator[str]:
+    """`bloomery studio` in `folder`, on a port of its own; yields its URL without the token."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", "studio", "--port=0", "--no-open", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "BLOOMERY_STUDIO_TOKEN": TOKEN},
+    )
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.search(r"(http://\S+/)\?token=", line):
+                yield match[1]
+                return
+        raise AssertionError("".join(lines))
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)

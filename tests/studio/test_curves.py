@@ -1,0 +1,82 @@
+"""Curves against the values that they are made of."""
+
+import random
+from itertools import groupby
+
+import pytest
+
+from bloomery.monitor.events import DeviceStats, Resumed
+from bloomery.studio.curves import MOST_BUCKETS, Curve, RunCurves
+from runs_for_tests import step_done
+
+
+def curve_of(values: list[float], first: int = 1) -> Curve:
+    curve = Curve()
+    for step, value in enumerate(values, first):
+        curve.add(step, value)
+    return curve
+
+
+@pytest.mark.parametrize("count", [1, 2, 599, 600, 601, 5000])
+def test_every_bucket_keeps_its_lowest_and_its_highest_value(count: int) -> None:
+    generator = random.Random(count)
+    values = [float(generator.randrange(10_000)) for _ in range(count)]
+
+    points = curve_of(values).points()
+
+    # The oracle: buckets of the smallest power of two that leaves at most MOST_BUCKETS.
+    width = next(2**power for power in range(20) if -(-count // 2**power) <= MOST_BUCKETS)
+    numbered = enumerate(values, 1)
+    extremes = [
+        value
+        for _, bucket in groupby(numbered, key=lambda pair: pair[0] // width)
+        for members in [[value for _, value in bucket]]
+        for value in (min(members), max(members))
+    ]
+    assert len(points) <= 2 * (MOST_BUCKETS + 1)
+    assert sorted({value for _, value in points}) == sorted(set(extremes))
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+    assert all(values[int(step) - 1] == value for step, value in points)
+
+
+def test_a_spike_of_one_step_stays_in_a_long_run() -> None:
+    values = [2.0] * 100_000
+    values[77_777] = 50.0
+    assert [77_778, 50.0] in curve_of(values).points()
+
+
+def test_new_steps_change_only_the_last_bucket_until_the_width_doubles() -> None:
+    curve = curve_of([float(step % 7) for step in range(1, 2001)])
+    before = curve.points()
+    curve.add(2001, 3.0)
+    assert curve.points()[: len(before) - 2] == before[:-2]
+
+
+def test_a_zoom_has_every_value_of_its_part() -> None:
+    values = [float(step % 11) for step in range(1, 50_001)]
+    points = curve_of(values).points(1000, 1400)
+    assert points == [[step, values[step - 1]] for step in range(1000, 1401)]
+
+
+def test_a_resume_discards_the_steps_that_are_repeated() -> None:
+    curves = RunCurves()
+    for step in range(1, 11):
+        curves.add(step_done(step, loss=float(step)))
+    curves.add(Resumed(step=6, path="checkpoints/step-00000006"))
+    curves.add(step_done(7, loss=70.0))
+    assert curves.points("loss") == [*([step, float(step)] for step in range(1, 7)), [7, 70.0]]
+
+
+def test_a_skipped_step_and_an_unknown_sensor_have_no_point() -> None:
+    curves = RunCurves()
+    curves.add(step_done(1, loss=None))
+    curves.add(DeviceStats(step=1, device=0, temperature=None, power=90.0))
+    assert "loss" not in curves.by_name
+    assert "temperature of GPU 0" not in curves.by_name
+    assert curves.points("power of GPU 0") == [[1, 90.0]]
+
+
+def test_a_sample_of_an_earlier_step_is_left_out() -> None:
+    curve = curve_of([1.0, 2.0, 3.0])
+    curve.add(2, 9.0)
+    assert curve.points() == [[1, 1.0], [2, 2.0], [3, 3.0]]

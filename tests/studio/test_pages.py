@@ -1,0 +1,79 @@
+"""Pages as NiceGUI's simulated user sees them: no browser, no network."""
+
+from pathlib import Path
+
+import pytest
+from studio_for_tests import make_run, with_user
+
+from bloomery.monitor.events import RunEnded, Warned
+from runs_for_tests import made_up_run
+
+pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
+    make_run("demo", end=RunEnded(step=40, status="stopped"))
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/")
+        table = next(iter(user.find(ui.table).elements))
+        assert [row["name"] for row in table.rows] == ["demo"]
+        assert table.rows[0]["reason"] == "stopped at step 40, resumes exactly"
+
+        await user.open("/run/demo")
+        await user.should_see("stopped")
+        await user.should_see("the loss was not finite; its update was skipped")
+        await user.should_see("Resume")
+        charts = list(user.find(ui.echart).elements)
+        series = {
+            line["name"]: line["data"] for chart in charts for line in chart.options["series"]
+        }
+        assert [step for step, _ in series["loss"]] == [step for step in range(1, 41) if step != 7]
+        assert [step for step, _ in series["validation"]] == [10, 20, 30, 40]
+        assert "memory" in series and "gradient norm" in series
+
+    with_user(visit)
+
+
+def test_markup_and_escapes_in_names_and_events_are_text() -> None:
+    name = "<img src=x onerror=alert(1)>"
+    reason = "\x1b[31m<script>alert(2)</script>"
+    make_run(name, events=[*made_up_run(), Warned(step=40, reason=reason)])
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/")
+        table = next(iter(user.find(ui.table).elements))
+        assert table.rows[0]["address"] == "/run/%3Cimg%20src%3Dx%20onerror%3Dalert%281%29%3E"
+        await user.open(table.rows[0]["address"])
+        labels = [element.text for element in user.find(ui.label).elements]
+        assert name in labels
+        assert "[31m<script>alert(2)</script>" in labels  # as text, without the escape character
+
+    with_user(visit)
+
+
+def test_a_run_that_does_not_exist_is_an_answer() -> None:
+    async def visit(user) -> None:
+        await user.open("/run/absent")
+        await user.should_see("error: no run 'absent'")
+
+    with_user(visit)
+
+
+def test_an_empty_folder_has_an_empty_list() -> None:
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/")
+        assert next(iter(user.find(ui.table).elements)).rows == []
+
+    with_user(visit)

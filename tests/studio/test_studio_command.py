@@ -1,0 +1,121 @@
+"""`bloomery studio` as a process: its address, its refusals, the commands that outlive it, and the page in Chromium."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from studio_for_tests import TOKEN, make_run, studio_process
+
+from bloomery.cli import cli
+from bloomery.core.errors import UserError
+from bloomery.monitor.events import RunEnded
+from bloomery.serve.address import bound
+from bloomery.studio.commands import Commands
+from browser import PROGRAM, Browser
+
+needs_nicegui = pytest.mark.skipif(
+    find_spec("nicegui") is None, reason="the extra `studio` is not installed"
+)
+
+
+def refused(*arguments: str) -> UserError:
+    result = CliRunner().invoke(cli, ["studio", "--no-open", *arguments])
+    assert isinstance(result.exception, UserError)
+    return result.exception
+
+
+def test_an_open_address_needs_a_token_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOOMERY_STUDIO_TOKEN", raising=False)
+    error = refused("--host", "0.0.0.0")
+    assert error.code == 2
+    assert "--token" in error.fix
+    assert "too short" in refused("--token", "short").problem
+    assert "ASCII" in refused("--token", "schlüssel").problem
+
+
+@needs_nicegui
+def test_a_port_that_is_taken_is_named_with_another() -> None:
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        error = refused("--port", str(port))
+    assert (error.code, error.where) == (2, f"127.0.0.1:{port}")
+    assert f"--port {port + 1}" in error.fix
+
+
+def test_the_command_line_does_not_import_nicegui() -> None:
+    program = "import sys, bloomery.cli, bloomery.cli.studio, bloomery.serve.listen; print(sorted(sys.modules))"
+    modules = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert "'click'" in modules
+    assert "'nicegui'" not in modules and "'torch'" not in modules and "'fastapi'" not in modules
+
+
+def test_a_command_outlives_the_studio_that_started_it(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from bloomery.studio.commands import Commands\n"
+        "command = Commands().start('recipes', 'copy', 'go-coder-tiny', 'copy.yaml', subject='x')\n"
+        "print(command.process.pid, os.getsid(command.process.pid), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    studio = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert studio.returncode == -signal.SIGKILL
+    pid, session = studio.stdout.split()
+    assert pid == session  # no signal of the terminal reaches it
+    end = time.monotonic() + 60
+    while not (tmp_path / "copy.yaml").exists():  # written long after studio was killed
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_of_two_pages_that_press_a_button_at_once_one_is_told_to_wait(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BLOOMERY_STUDIO_TOKEN", TOKEN)
+    commands = Commands()
+    first = commands.start("resume", "runs/absent", subject="absent")
+    with pytest.raises(UserError, match="still runs"):
+        commands.start("resume", "runs/absent", subject="absent")
+    assert first.process.wait(60) == 2
+    assert "no run" in first.text()
+    assert commands.of("absent") is first
+    assert TOKEN not in first.text()
+
+
+@needs_nicegui
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
+def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run("<b>bold", end=RunEnded(step=40, status="stopped"))
+    with studio_process(tmp_path) as url, Browser(tmp_path / "profile") as browser:
+        for path in ("", "run/demo", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                urllib.request.urlopen(url + path)
+            assert refusal.value.code == 401
+
+        browser.look(width=1400)
+        browser.open(f"{url}?token={TOKEN}")
+        browser.until("document.querySelectorAll('tbody tr').length === 1")
+        assert browser.value("location.search") == ""
+        assert browser.value("document.cookie") == ""  # HttpOnly
+        assert browser.value("document.querySelector('tbody td b')") is None
+        browser.value("document.querySelector('tbody a').click()")
+        browser.until("document.querySelectorAll('canvas').length >= 5")
+        assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
+        browser.until("document.body.innerText.includes('stopped')")
+        assert browser.problems == []

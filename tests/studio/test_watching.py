@@ -1,0 +1,143 @@
+"""What pages show of run folders, whole and damaged, and what long ones cost."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from studio_for_tests import make_run
+
+from bloomery.core.errors import UserError
+from bloomery.monitor.events import EventLog, RunEnded, Tail, read_ends, read_events
+from bloomery.monitor.summary import summary_of
+from bloomery.studio.watching import END_BYTES, Watching, fast_decode
+from runs_for_tests import made_up_run, step_done
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def long_run(name: str, steps: int = 3000) -> Path:
+    return make_run(name, events=[*made_up_run(), *(step_done(step) for step in range(41, steps))])
+
+
+def test_the_ends_of_a_long_run_give_the_figures_of_the_whole() -> None:
+    path = long_run("long") / "events.jsonl"
+    assert path.stat().st_size > 4 * END_BYTES
+    whole = summary_of(read_events(path))
+    ends = summary_of(read_ends(path, END_BYTES))
+    assert ends.step == whole.step == 2999
+    assert ends.began == whole.began
+    assert ends.smoothed == pytest.approx(whole.smoothed, abs=1e-6)
+    assert ends.tokens_per_second == whole.tokens_per_second
+    assert ends.last == whole.last
+
+
+def test_the_ends_of_a_short_run_are_its_events() -> None:
+    path = make_run("short") / "events.jsonl"
+    assert list(read_ends(path, END_BYTES)) == list(read_events(path))
+    assert list(read_ends(Path("absent"), END_BYTES)) == []
+
+
+def test_both_parsers_read_the_same_events() -> None:
+    path = make_run("demo") / "events.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"event": "StepDone", "loss": NaN}\n\xff\xfe\n{"half')
+    assert list(Tail(path, decode=fast_decode()).read()) == list(Tail(path).read())
+
+
+def test_a_line_of_known_fields_and_a_wrong_type_is_still_refused() -> None:
+    folder = make_run("demo", events=[step_done(1), step_done(2)])
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    entry = json.loads(lines[1])
+    del entry["crc32"]
+    for wrong in ({"loss": "low"}, {"metrics": {"a": "b"}}, {"step": None}):
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({**entry, **wrong}) + "\n")
+    tail = Tail(folder / "events.jsonl")
+    assert [event.step for event in tail.read()] == [1, 2]
+    assert tail.unknown_lines == 3
+
+
+def test_the_list_has_a_reason_for_each_status() -> None:
+    make_run("a-done", end=RunEnded(step=40, status="done"))
+    make_run("b-stopped", end=RunEnded(step=40, status="stopped"))
+    make_run("c-failed", end=RunEnded(step=40, status="failed", error="out of memory\nat line 3"))
+    make_run("d-killed", events=[*made_up_run()][:-1])
+    reasons = {row.name: (row.status, row.reason) for row in Watching().rows()}
+    assert reasons == {
+        "a-done": ("done", "done"),
+        "b-stopped": ("stopped", "stopped at step 40, resumes exactly"),
+        "c-failed": ("failed", "failed at step 40: out of memory"),
+        "d-killed": ("killed", "killed at step 40, resumes from its last checkpoint"),
+    }
+
+
+def test_an_unchanged_run_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run("old", end=RunEnded(step=40, status="done"))
+    folder = make_run("new", end=RunEnded(step=40, status="stopped"))
+    watching = Watching()
+    watching.rows()
+    read = list[str]()
+    from bloomery.studio import watching as module
+
+    row_of = module.row_of
+    monkeypatch.setattr(
+        module, "row_of", lambda folder, decode: read.append(folder.name) or row_of(folder, decode)
+    )
+    with EventLog(folder / "events.jsonl") as log:
+        log(step_done(41))
+    rows = {row.name: row.step for row in watching.rows()}
+    assert read == ["new"]
+    assert rows == {"old": 40, "new": 41}
+
+
+def test_damaged_runs_stay_in_the_list_and_hide_no_other() -> None:
+    make_run("whole", end=RunEnded(step=40, status="done"))
+    (make_run("of-another-version") / "events.jsonl").write_text(
+        '{"event": "RunStarted", "schema": 99, "version": "9.9"}\n'
+    )
+    (make_run("noise") / "events.jsonl").write_bytes(bytes(range(256)) * 4000)
+    plan = make_run("bad-plan", end=RunEnded(step=40, status="done")) / "plan.json"
+    plan.write_text("{" * 100_000)
+    folder = make_run("a-link")
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").symlink_to("/etc/passwd")
+    statuses = {row.name: row.status for row in Watching().rows()}
+    assert statuses == {
+        "whole": "done",
+        "of-another-version": "unreadable",
+        "noise": "killed",
+        "bad-plan": "done",
+        "a-link": "unreadable",
+    }
+
+
+def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:
+    folder = make_run("demo", events=[step_done(1), step_done(2)])
+    watching = Watching()
+    opened = watching.run("demo")
+    opened.update()
+    assert opened.curves.points("loss") == [[1, 2.0], [2, 2.0]]
+    with EventLog(folder / "events.jsonl") as log:
+        log(step_done(3, loss=1.5))
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "StepDone", "step": 4, "lo')  # a half-written event
+    opened.update()
+    assert opened.curves.points("loss")[-1] == [3, 1.5]
+    assert opened.reader.tail.read_lines == 3
+    assert watching.run("demo") is opened
+
+    shutil.rmtree(folder)
+    opened.update()
+    assert (opened.status, opened.problem) == ("deleted", "the run folder is gone")
+    assert opened.curves.points("loss")[-1] == [3, 1.5]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../demo", "a/b", "/etc", "nul\0", "absent"])
+def test_a_name_reaches_no_other_folder(name: str) -> None:
+    make_run("demo")
+    with pytest.raises(UserError, match="no run"):
+        Watching().run(name)
