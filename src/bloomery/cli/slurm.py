@@ -36,7 +36,7 @@ APPLIES = {
     "--site",
     metavar="SITE",
     required=True,
-    help="Cluster: frontier, lumi, generic, skypilot, kubernetes, FILE.",
+    help="Site: frontier, lumi, generic, skypilot, kubernetes, FILE.",
 )
 @click.option(
     "--nodes", metavar="N", type=click.IntRange(1, 16384), required=True, help="Train on N nodes."
