@@ -71,6 +71,7 @@ def script(
     """As for a site without modules and GPUs."""
     job = write_job_script(
         Site(gpu="cpu", gpus_per_node=ranks),
+        site_name="generic",
         name="frontier",
         arguments=arguments,
         command="bloomery slurm",

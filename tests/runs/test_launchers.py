@@ -685,6 +685,8 @@ def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
     assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
     done = bloomery.run(*bloomery.go_on)
     assert done.returncode == 0, done.stderr
+    log = (bloomery.run_dir / "log.txt").read_text()
+    assert "[rank 1] binding: rank 1 on" in log and "binding: 2 ranks without a GPU" in log
     assert_as_undisturbed(bloomery)
 
 

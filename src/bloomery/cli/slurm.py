@@ -7,6 +7,7 @@ import click
 
 from bloomery.cli.common import chosen_recipe, echo, json_option, print_json, recipe_or_model
 from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
 from bloomery.core.units import GIB, format_count, format_seconds, parse_duration
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def command(
 
     script = write_job_script(
         chosen_site,
+        site_name=_lasting_name(site),
         name=loaded_recipe.name,
         arguments=source,
         command=written_by,
@@ -156,6 +158,12 @@ def _chosen_site(given: dict[str, str]) -> "Site":
         problem = f"the site {given['--site']} does not say which GPUs its nodes have"
         raise UserError(problem, fix=fix, code=2)
     return site
+
+
+def _lasting_name(site: str) -> str:
+    """The site as the ranks of the job can name it, which may run in another folder."""
+    path = expanded(site)
+    return str(path.absolute()) if path.is_file() else site
 
 
 def _fitting_plan(

@@ -1,5 +1,6 @@
 """Clusters with Slurm, SkyPilot and Kubernetes as data: sites.toml, or a file of yours. Does not import torch."""
 
+import os
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -9,9 +10,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded
-from bloomery.hardware.wheels import wheel_table
+from bloomery.hardware.wheels import detect_site, wheel_table
 
 Kind = Literal["slurm", "skypilot", "kubernetes"]
+SITE_VARIABLE = "BLOOMERY_SITE"  # a job script names its site to the ranks: a name, or a TOML file
 CPU = "cpu"  # as the `gpu` of a site whose nodes are like the login node, without GPUs
 
 
@@ -61,6 +63,13 @@ class Queue(SiteEntry):
         return fitting[0]
 
 
+class GpuCpus(SiteEntry):
+    """The CPUs next to a GPU: `bus` is the middle part of its PCI address, d1 of 0000:d1:00.0; `cpus` "0-7,64-71"."""
+
+    bus: str = Field(pattern=r"^[0-9a-f]{2}$")
+    cpus: str = Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
+
+
 class Site(SiteEntry):
     """What a job script needs to know about a cluster, or about rented machines (`kind`).
 
@@ -68,7 +77,8 @@ class Site(SiteEntry):
     cores of a rank; 0: Slurm's default. `task_options`: of the job, how GPUs are given to ranks. `step_options`: of
     `srun` alone. `directives`: more options of the job. `setup`: shell lines such as modules. `local_disk`: a folder on
     each node's own disk, for caches and the copy of the Python environment; empty: none. `queues`: the default one
-    first. `image`, `volume`: of SkyPilot and Kubernetes, the container image with Bloomery and the volume that all
+    first. `binding`: the CPUs next to each GPU, where they are fewer than those of its NUMA node; ranks compare theirs
+    with it. `image`, `volume`: of SkyPilot and Kubernetes, the container image with Bloomery and the volume that all
     machines write to.
     """
 
@@ -85,6 +95,7 @@ class Site(SiteEntry):
     local_disk: str = ""
     environment: dict[str, str] = {}
     queues: tuple[Queue, ...] = ()
+    binding: tuple[GpuCpus, ...] = ()
     image: str = ""
     volume: str = ""
 
@@ -117,6 +128,15 @@ def find_site(name: str) -> Site:
     # The modules of a site are those of its PyTorch build, which the doctor prints, too.
     modules = wheel_table().sites.get(name, {}).get("before", [])
     return Site.model_validate({"setup": modules} | _packaged()[name])
+
+
+def site_here() -> Site | None:
+    """The site on which this process runs: that of its job script, or the one that its host is known for."""
+    name = os.environ.get(SITE_VARIABLE) or detect_site()
+    try:
+        return find_site(name) if name else None
+    except UserError:  # a file that was deleted, or a cluster whose jobs we do not write
+        return None
 
 
 def site_names() -> tuple[str, ...]:

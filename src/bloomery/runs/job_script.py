@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
-from bloomery.hardware.sites import Queue, Site
+from bloomery.hardware.sites import SITE_VARIABLE, Queue, Site
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.launchers import job_run_name
 
@@ -43,6 +43,7 @@ class JobScript:
 def write_job_script(
     site: Site,
     *,
+    site_name: str,
     name: str,
     arguments: str,
     command: str,
@@ -58,8 +59,8 @@ def write_job_script(
     """The script that trains `arguments` (as for `bloomery train`) on `nodes` nodes of the site.
 
     `seconds`: the time limit that the user asked for; None: the queue's, or the run's where that is shorter.
-    `command`: what wrote the script. `excluded_hosts`: "node17,node[20-23]", as Slurm takes them. `step_seconds` and
-    `save_seconds`: the upper ends of the plan's ranges.
+    `site_name`: as `find_site` takes it. `command`: what wrote the script. `excluded_hosts`: "node17,node[20-23]", as
+    Slurm takes them. `step_seconds` and `save_seconds`: the upper ends of the plan's ranges.
 
     Raises UserError (code 2) for what the site would refuse, and for a time in which no checkpoint can be saved.
     """
@@ -103,7 +104,11 @@ def write_job_script(
         one_rank=nodes * site.gpus_per_node == 1,
         directives=directives,
         setup=site.setup,
-        environment={key: shlex.quote(value) for key, value in site.environment.items()},
+        # Each rank compares its CPUs with the site's table.
+        environment={
+            key: shlex.quote(value)
+            for key, value in (site.environment | {SITE_VARIABLE: site_name}).items()
+        },
         local_disk=site.local_disk,
         copy_environment=bool(site.local_disk) and nodes >= COPY_FROM_NODES,
         python=shlex.quote(sys.executable),

@@ -246,6 +246,7 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, check: bool) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
+        from bloomery.parallel.placement import check_binding
         from bloomery.parallel.preflight import check_ranks, meet
         from bloomery.plan.store import read_plan
         from bloomery.train.length import Timer
@@ -269,6 +270,12 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, chec
     if mesh.first_rank and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event
+    binding = check_binding(mesh)
+    if mesh.first_rank and binding is not None:
+        for line in binding.lines:
+            print(f"binding: {line}", flush=True)
+        if binding.warning:
+            emit(Warned(reason=binding.warning))
     for slow_link in () if checked is None else checked.rates.slow_links():
         emit(Warned(reason=slow_link))
     if mesh.first_rank:
