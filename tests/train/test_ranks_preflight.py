@@ -16,9 +16,10 @@ import pytest
 from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.core.errors import UserError
+from bloomery.monitor.events import Warned
 from bloomery.parallel.environment import without_host
 from bloomery.parallel.neighbors import rounds
-from bloomery.train.diagnostics.step_health import Stragglers
+from bloomery.train.diagnostics.stragglers import Straggler, Stragglers, worked_seconds
 from ranks import on_ranks, ranks
 
 
@@ -419,15 +420,87 @@ def test_a_straggler_is_named_once_within_a_hundred_steps() -> None:
     stragglers, named = Stragglers(), []
     for step in range(100):
         slow = 1.5 if step % 2 else 1.0
-        named += [
-            (step, rank, times) for rank, times in stragglers.note([1.0, slow, 1.0, 1.1]).items()
-        ]
-    assert named == [(99, 1, 1.5)]
+        named += [(step, straggler) for straggler in stragglers.note([1.0, slow, 1.0, 1.1])]
+    assert named == [(99, Straggler((1,), "", 1.5))]
     # The second of two stages has more layers, and one of its ranks is slow.
     uneven, named = Stragglers(stages=2), []
     for _ in range(100):
-        named += uneven.note([1.0, 1.0, 1.0, 2.0, 2.0, 3.0]).items()
-    assert named == [(5, 1.5)]
+        named += uneven.note([1.0, 1.0, 1.0, 2.0, 2.0, 3.0])
+    assert named == [Straggler((5,), "", 1.5)]
     noisy = Stragglers()
     draw = random.Random(0)
     assert not any(noisy.note([draw.uniform(0.9, 1.2) for _ in range(4)]) for _ in range(1000))
+
+
+def test_a_slow_host_is_told_from_a_slow_rank() -> None:
+    hosts = ["n0"] * 4 + ["n1"] * 4
+    # All four ranks of n1 compute slowly, each a little late or early: one warning names the host.
+    stragglers, draw, named = Stragglers(hosts=hosts), random.Random(0), []
+    for _ in range(200):
+        named += stragglers.note(
+            [draw.uniform(0.95, 1.05) * (1.6 if host == "n1" else 1.0) for host in hosts]
+        )
+    ((ranks_of_n1, host, times),) = [(each.ranks, each.host, each.times) for each in named]
+    assert (ranks_of_n1, host) == ((4, 5, 6, 7), "n1") and 1.5 < times < 1.7
+    # Two of the four are slow: these are named by themselves.
+    stragglers, named = Stragglers(hosts=hosts), []
+    for _ in range(200):
+        named += stragglers.note([1.0] * 4 + [1.0, 1.6, 1.0, 1.6])
+    assert named == [Straggler((5,), "", 1.6), Straggler((7,), "", 1.6)]
+    # On one host alone there is no slow host.
+    stragglers, named = Stragglers(hosts=["n0"] * 3), []
+    for _ in range(100):
+        named += stragglers.note([1.0, 1.0, 1.6])
+    assert named == [Straggler((2,), "", 1.6)]
+
+
+def test_on_gpus_the_rank_that_waits_least_in_collectives_has_worked_longest() -> None:
+    # Every step takes 1.0 s on all ranks: three of them wait 0.4 s of it for the last one.
+    worked = worked_seconds([1.0] * 4, [0.5, 0.5, 0.5, 0.1])
+    assert worked == pytest.approx([0.6, 0.6, 0.6, 1.0])
+    assert worked_seconds([1.0, 2.0], [0.0, 0.0]) == [1.0, 2.0]
+
+
+def warnings_of_a_slow_host(plan_json: str, folder: str, hosts: list[str], slow: list[int]) -> str:
+    """On every rank: what a run warns of whose ranks `slow` need 0.2 s more for each step."""
+    from bloomery.parallel.process_group import join
+    from bloomery.plan.types import RunPlan
+    from bloomery.train import loop
+    from bloomery.train.diagnostics import stragglers
+
+    plan, events = RunPlan.model_validate_json(plan_json), []
+    mesh = replace(join(plan.train), hosts=tuple(hosts))
+    step, slow_steps = loop.train_step, stragglers.SLOW_STEPS
+
+    def slow_step(*words, **settings):
+        time.sleep(0.2)
+        return step(*words, **settings)
+
+    try:
+        stragglers.SLOW_STEPS = 8
+        if mesh.rank in slow:
+            loop.train_step = slow_step
+        loop.run(plan, run_dir=Path(folder), emit=events.append, stop=lambda: False, mesh=mesh)
+    finally:
+        loop.train_step, stragglers.SLOW_STEPS = step, slow_steps
+    return "\n".join(event.reason for event in events if isinstance(event, Warned))
+
+
+@pytest.mark.parametrize(
+    ("slow", "named"),
+    [
+        ([2, 3], "host n2, with 2 ranks from 2 to 3, takes"),
+        pytest.param([2], "rank 2 on n2 takes", marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_names_its_slow_host_or_rank(prepared, tmp_path, slow, named) -> None:
+    small = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 12})
+    plan = on_ranks(small, replicate=4)
+    hosts = ["n1", "n1", "n2", "n2"]
+    told = ranks(4).call(
+        warnings_of_a_slow_host, plan.model_dump_json(), str(tmp_path), hosts, slow
+    )
+    # On a crowded machine one of the others may be slow, too.
+    waiting = [line for line in told[0].splitlines() if "the others wait" in line and "n2" in line]
+    assert len(waiting) == 1 and waiting[0].startswith(named), told[0]
+    assert waiting[0].endswith("to leave it out: start the ranks on other hosts than n2")

@@ -11,12 +11,11 @@ from bloomery.data.batch import Batch
 from bloomery.monitor.events import StepDone, StepHealth
 from bloomery.train.diagnostics.step_health import (
     EARLY,
-    SLOW_STEPS,
     HealthCheck,
-    Stragglers,
     label_facts,
     pair_excess,
 )
+from bloomery.train.diagnostics.stragglers import SLOW_STEPS, Stragglers
 from bloomery.train.objectives import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
@@ -123,8 +122,8 @@ def test_a_rank_is_slow_next_to_those_of_its_stage():
     for _ in range(2 * SLOW_STEPS):
         named.append(stragglers.note([1.0, 1.1, 0.9, 2.0, 3.0, 2.1]))
         slowest.append(stragglers.slowest_stage())
-    found = [ranks for ranks in named if ranks]
-    assert [ranks.keys() for ranks in found] == [{4}] and found[0][4] == pytest.approx(3 / 2.1)
+    (found,) = [stragglers for stragglers in named if stragglers]
+    assert [each.ranks for each in found] == [(4,)] and found[0].times == pytest.approx(3 / 2.1)
     assert [stage for stage in slowest if stage] == [(1, pytest.approx(2.1))]
     assert slowest.index((1, pytest.approx(2.1))) == SLOW_STEPS - 1
 
@@ -132,7 +131,7 @@ def test_a_rank_is_slow_next_to_those_of_its_stage():
 def test_stages_that_take_turns_at_being_slow_are_even():
     stragglers = Stragglers(stages=2)
     for step in range(300):
-        assert stragglers.note([1.0, 1.4] if step % 2 else [1.4, 1.0]) == {}
+        assert stragglers.note([1.0, 1.4] if step % 2 else [1.4, 1.0]) == []
         assert stragglers.slowest_stage() is None
     single = Stragglers()
     for _ in range(300):

@@ -59,6 +59,8 @@ class Mesh:
     groups: PipelineGroups | None = field(default=None, compare=False)
     # Whether the stages of a pipeline send from GPU to GPU; else through the host's memory. The preflight decides.
     sends_from_device: bool = False
+    # By rank, once the preflight has asked them: empty before.
+    hosts: tuple[str, ...] = ()
     # Times FSDP2's collectives and those of the host's numbers.
     clock: CommunicationClock = field(default_factory=CommunicationClock, compare=False, repr=False)
 

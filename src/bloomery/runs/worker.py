@@ -265,8 +265,10 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, chec
     if deadline is not None:
         deadline.arm()
     checked = check_ranks(mesh, plan, folder.path)
-    if checked is not None and checked.link is not None:
-        mesh = replace(mesh, sends_from_device=checked.link.transport == "device")
+    if checked is not None:
+        mesh = replace(mesh, hosts=checked.hosts)
+        if checked.link is not None:
+            mesh = replace(mesh, sends_from_device=checked.link.transport == "device")
     if mesh.first_rank and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event

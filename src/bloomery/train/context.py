@@ -1,7 +1,6 @@
 """The state of a running training job, and its set-up before the first step."""
 
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
+from bloomery.parallel.environment import node_name, without_host
 from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.lengths import in_epochs
@@ -35,9 +35,9 @@ from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
     ParameterUpdate,
-    Stragglers,
     check_attention,
 )
+from bloomery.train.diagnostics.stragglers import Stragglers, worked_seconds
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer, fraction_done, is_time_up
 from bloomery.train.model_folder import restore_best
@@ -156,18 +156,27 @@ class RunContext:
         axis_names = list(axes(plan))
 
         # A rank that waits for others has computed less: stragglers are found by compute time alone. Between GPUs a
-        # stage waits for its neighbors on the device.
+        # stage waits for its neighbors on the device, and so does a replica or a shard.
         axis_seconds = {axis: clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names}
         waited_seconds = clock.waited_seconds
         if plan.device == "cuda":
             waited_seconds += axis_seconds.get("pipeline", 0.0)
         compute_seconds = max(0.0, seconds - waited_seconds)
+        device_wait_seconds = 0.0
+        if plan.device == "cuda":
+            device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
         figures_by_rank = self.mesh.all_gather_floats(
-            peak_memory_gib(plan.device), compute_seconds, *axis_seconds.values()
+            peak_memory_gib(plan.device),
+            compute_seconds,
+            device_wait_seconds,
+            *axis_seconds.values(),
         )
-        memory_by_rank, compute_seconds_by_rank, *axis_seconds_by_rank = zip(
-            *figures_by_rank, strict=True
-        )
+        (
+            memory_by_rank,
+            compute_seconds_by_rank,
+            device_wait_seconds_by_rank,
+            *axis_seconds_by_rank,
+        ) = zip(*figures_by_rank, strict=True)
         # Communication of the rank that waited least: the others waited for slower ones, too.
         least_axis_seconds = [min(seconds_by_rank) for seconds_by_rank in axis_seconds_by_rank]
         self.emit(
@@ -190,7 +199,9 @@ class RunContext:
             )
         )
         if self.mesh.world > 1:
-            self.warn_of_slow_ranks(compute_seconds_by_rank)
+            self.warn_of_slow_ranks(
+                worked_seconds(compute_seconds_by_rank, device_wait_seconds_by_rank)
+            )
 
         # Each stage of a pipeline has measured its own parameters.
         health_check = self.state.model_and_optimizer.health_check
@@ -218,9 +229,15 @@ class RunContext:
 
     def warn_of_slow_ranks(self, compute_seconds_by_rank: Sequence[float]) -> None:
         """Name, once, each rank that is slower than others with the same layers, and an uneven cut into stages."""
-        for rank, ratio in self.stragglers.note(compute_seconds_by_rank).items():
-            host = self.mesh.all_gather_str(platform.node())[rank]
-            reason = f"rank {rank} on {host} takes {ratio:.1f} times as long for a step as most: the others wait"
+        for straggler in self.stragglers.note(compute_seconds_by_rank):
+            first_rank, *_, last_rank = (*straggler.ranks, straggler.ranks[-1])
+            host = self.mesh.hosts[first_rank] if self.mesh.hosts else node_name()
+            name = f"rank {first_rank} on {host}"
+            if straggler.host:
+                name = f"host {host}, with {len(straggler.ranks)} ranks from {first_rank} to {last_rank},"
+            reason = f"{name} takes {straggler.times:.1f} times as long for a step as most: the others wait"
+            if len(set(self.mesh.hosts)) > 1:
+                reason += f"; to leave it out: {without_host(host)}"
             self.emit(Warned(step=self.step, reason=reason))
         slowest = self.stragglers.slowest_stage()
         if slowest is not None:
@@ -330,7 +347,7 @@ def open_context(
         # A checkpoint whose evaluation was interrupted is saved again with its result.
         saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
-        stragglers=Stragglers(mesh.stages),
+        stragglers=Stragglers(mesh.stages, mesh.hosts),
         timer=timer,
     )
     announce(context, build_seconds=build_seconds)

@@ -1,14 +1,12 @@
 """Health of a run's attention kernel before the first step, and of each step.
 
 The kernel: a build for another GPU, or an override of the GPU's architecture, may compute wrong numbers instead of
-crashing. A step: update sizes, unchanged parameters, labels that are not the next tokens, slow ranks.
+crashing. A step: update sizes, unchanged parameters, labels that are not the next tokens.
 """
 
 import math
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,78 +239,6 @@ def core_wait_seconds() -> float | None:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
-
-
-# Ranks that all others wait for
-
-TIMES = 1.3  # of the median, or of the fastest stage of a pipeline
-STEPS = 100
-SLOW_STEPS = 50
-
-
-@final
-class Stragglers:
-    """Finds the ranks that are slow in many of the last steps, and the stages of a pipeline: each is named once.
-
-    A rank is slow next to the ranks of its stage, which have the same layers. A stage is slow next to the fastest one.
-    """
-
-    def __init__(self, stages: int = 1) -> None:
-        self._stages = stages
-        # Of each of the last steps, by rank: its seconds relative to the median of the ranks of its stage.
-        self._slowness = deque[tuple[float, ...]](maxlen=STEPS)
-        self._named_ranks = set[int]()
-        # Of each of the last steps, by stage: the median of its ranks' seconds relative to that of the fastest stage.
-        self._stage_slowness = deque[tuple[float, ...]](maxlen=STEPS)
-        self._named_stages = False
-
-    def note(self, seconds: Sequence[float]) -> dict[int, float]:
-        """`seconds` of one step that each rank worked, without waiting for others.
-
-        The ranks to name now, and how many times the median of their stage their work takes.
-        """
-        per_stage = len(seconds) // self._stages
-        seconds_by_stage = [
-            seconds[stage * per_stage : (stage + 1) * per_stage] for stage in range(self._stages)
-        ]
-        medians = [statistics.median_low(of_stage) for of_stage in seconds_by_stage]
-        self._slowness.append(
-            tuple(
-                rank_seconds / median_seconds if median_seconds else 1.0
-                for of_stage, median_seconds in zip(seconds_by_stage, medians, strict=True)
-                for rank_seconds in of_stage
-            )
-        )
-        fastest = min(medians)
-        self._stage_slowness.append(
-            tuple(median_seconds / fastest if fastest > 0 else 1.0 for median_seconds in medians)
-        )
-
-        stragglers = dict[int, float]()
-        for rank in range(len(seconds)):
-            slow_steps = [step[rank] for step in self._slowness if step[rank] > TIMES]
-            if len(slow_steps) >= SLOW_STEPS and rank not in self._named_ranks:
-                self._named_ranks.add(rank)
-                stragglers[rank] = statistics.median(slow_steps)
-        return stragglers
-
-    def slowest_stage(self) -> tuple[int, float] | None:
-        """The stage for which others wait in most steps, and how many times as long as the fastest one it works.
-
-        None where the stages work for about as long, and after it was named once.
-        """
-        if self._named_stages or not self._stage_slowness:
-            return None
-        slowness = [
-            statistics.median(of_steps) for of_steps in zip(*self._stage_slowness, strict=True)
-        ]
-        slowest = max(range(self._stages), key=slowness.__getitem__)
-        slow_steps = [step[slowest] for step in self._stage_slowness if step[slowest] > TIMES]
-        # Two stages may take turns: the same one must be slow in two of three steps.
-        if len(slow_steps) < SLOW_STEPS or 3 * len(slow_steps) < 2 * len(self._stage_slowness):
-            return None
-        self._named_stages = True
-        return slowest, statistics.median(slow_steps)
 
 
 TOKENS = 128
