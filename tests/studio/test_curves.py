@@ -33,8 +33,9 @@ def test_every_bucket_keeps_its_lowest_and_its_highest_value(count: int) -> None
         for members in [[value for _, value in bucket]]
         for value in (min(members), max(members))
     ]
-    assert len(points) <= 2 * (MOST_BUCKETS + 1)
-    assert sorted({value for _, value in points}) == sorted(set(extremes))
+    assert len(points) <= 2 * (MOST_BUCKETS + 1) + 1
+    assert sorted({value for _, value in points}) == sorted({*extremes, values[-1]})
+    assert points[-1] == [count, values[-1]]
     assert [step for step, _ in points] == sorted(step for step, _ in points)
     assert all(values[int(step) - 1] == value for step, value in points)
 
@@ -49,7 +50,7 @@ def test_new_steps_change_only_the_last_bucket_until_the_width_doubles() -> None
     curve = curve_of([float(step % 7) for step in range(1, 2001)])
     before = curve.points()
     curve.add(2001, 3.0)
-    assert curve.points()[: len(before) - 2] == before[:-2]
+    assert curve.points()[: len(before) - 3] == before[:-3]
 
 
 def test_a_zoom_has_every_value_of_its_part() -> None:

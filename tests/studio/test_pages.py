@@ -1,5 +1,6 @@
 """Pages as NiceGUI's simulated user sees them: no browser, no network."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,24 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+async def opened_list(user):
+    """The table of the list of runs, once its rows are there."""
+    from nicegui import ui
+
+    await user.open("/")
+    table = next(iter(user.find(ui.table).elements))
+    while "loading" in table.props:
+        await asyncio.sleep(0.01)
+    return table
+
+
 def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
     make_run("demo", end=RunEnded(step=40, status="stopped"))
 
     async def visit(user) -> None:
         from nicegui import ui
 
-        await user.open("/")
-        table = next(iter(user.find(ui.table).elements))
+        table = await opened_list(user)
         assert [row["name"] for row in table.rows] == ["demo"]
         assert table.rows[0]["reason"] == "stopped at step 40, resumes exactly"
 
@@ -50,8 +61,7 @@ def test_markup_and_escapes_in_names_and_events_are_text() -> None:
     async def visit(user) -> None:
         from nicegui import ui
 
-        await user.open("/")
-        table = next(iter(user.find(ui.table).elements))
+        table = await opened_list(user)
         assert table.rows[0]["address"] == "/run/%3Cimg%20src%3Dx%20onerror%3Dalert%281%29%3E"
         await user.open(table.rows[0]["address"])
         labels = [element.text for element in user.find(ui.label).elements]
@@ -71,9 +81,6 @@ def test_a_run_that_does_not_exist_is_an_answer() -> None:
 
 def test_an_empty_folder_has_an_empty_list() -> None:
     async def visit(user) -> None:
-        from nicegui import ui
-
-        await user.open("/")
-        assert next(iter(user.find(ui.table).elements)).rows == []
+        assert (await opened_list(user)).rows == []
 
     with_user(visit)

@@ -303,8 +303,17 @@ def as_shown(event: E) -> E:
     return _reworded(event, harmless)
 
 
+_TEXTS = {
+    kind: tuple(name for name, types in _ACCEPTED[kind].items() if str in types)
+    for kind in _ACCEPTED
+}
+
+
 def _reworded(event: E, change: Callable[[str], str]) -> E:
-    texts = {name: text for name, text in vars(event).items() if isinstance(text, str)}
+    names = _TEXTS[type(event)]
+    if not names:  # steps, by far the most events
+        return event
+    texts = {name: text for name in names if isinstance(text := getattr(event, name), str)}
     clean: dict[str, Any] = {name: change(text) for name, text in texts.items()}
     return event if clean == texts else replace(event, **clean)
 

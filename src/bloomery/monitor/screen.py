@@ -173,6 +173,7 @@ class WatchedRun:
     incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     saved: Saved | None = None
+    keeps_curves: bool = True  # whether there is a chart of these, not of another's
     _open: bool = False  # it has steps and no RunEnded after them
 
     def add(self, event: Event) -> None:
@@ -186,17 +187,8 @@ class WatchedRun:
         match event:
             case StepDone():
                 self._open = True
-                figures = (
-                    event.loss,
-                    event.metrics.get("reward"),
-                    event.learning_rate,
-                    event.tokens_per_second,
-                )
-                for points, value in zip(self._curves, figures, strict=True):
-                    if value is not None:
-                        points.append((float(event.step), value))
-                    if len(points) > _POINTS:
-                        del points[1::2]
+                if self.keeps_curves:
+                    self._add_points(event)
             case Resumed() | Recovered():  # later steps are discarded
                 for points in self._curves:
                     points[:] = [point for point in points if point[0] <= event.step]
@@ -214,6 +206,18 @@ class WatchedRun:
         text = incident_text(event)
         if text is not None and not isinstance(event, Saved):
             self.incidents.append((event, text))
+
+    def _add_points(self, event: StepDone) -> None:
+        step = float(event.step)
+        self.rates.append((step, event.learning_rate))
+        self.speeds.append((step, event.tokens_per_second))
+        if event.loss is not None:
+            self.curve.append((step, event.loss))
+        if (reward := event.metrics.get("reward")) is not None:
+            self.rewards.append((step, reward))
+        if len(self.rates) > _POINTS:  # no curve has more
+            for points in self._curves:
+                del points[1::2]
 
     @property
     def _curves(self) -> tuple[list[Point], ...]:

@@ -25,10 +25,12 @@ LIVE = ("running", "paused", "stopping")  # while a process works on the run
 class RunReader:
     """A run in its present state. `read` reads what is new."""
 
-    def __init__(self, folder: Path, decode: Decode = decode_json) -> None:
+    def __init__(
+        self, folder: Path, decode: Decode = decode_json, *, keeps_curves: bool = True
+    ) -> None:
         self.folder = folder
         self.name = name_of(folder.absolute())  # as an argument of commands
-        self.run = WatchedRun()
+        self.run = WatchedRun(keeps_curves=keeps_curves)
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self.plan: RunPlan | None = None
         self._facts: RunFacts | None = None

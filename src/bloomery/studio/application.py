@@ -18,6 +18,8 @@ LIMITS = Limits(
     slots=16, queue=128
 )  # of connections: a browser holds one per page, and some for its files
 
+PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
+
 
 def add_pages(watching: Watching, commands: Commands) -> None:
     """Registers every page with NiceGUI, which has one application per process."""
@@ -28,8 +30,8 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def one_run(name: str) -> None:
         await run_page(watching, commands, name)
 
-    ui.page("/")(runs)
-    ui.page("/run/{name}")(one_run)
+    ui.page("/", response_timeout=PAGE_SECONDS)(runs)
+    ui.page("/run/{name}", response_timeout=PAGE_SECONDS)(one_run)
 
 
 def serve_studio(

@@ -98,7 +98,7 @@ class LineChart:
             if same == len(old) == len(new):
                 continue
             # Points in the middle have changed: the width of the buckets has doubled, or the run went back.
-            is_redrawn = is_redrawn or same < len(old) - 2
+            is_redrawn = is_redrawn or same < len(old) - 3
             tails.append((index, same, new[same:]))
         self._points = points
         self._extra = dots
@@ -200,7 +200,7 @@ class LineChart:
             vertical["axisLabel"] = {**axis["axisLabel"], ":formatter": "v => +v.toPrecision(3)"}
         return {
             "animation": False,
-            "grid": {"left": 8, "right": 16, "top": 30, "bottom": 8, "containLabel": True},
+            "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
             "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax", "minInterval": 1},
             "yAxis": vertical,
             "tooltip": {"trigger": "axis", "confine": True},

@@ -33,7 +33,7 @@ class Curve:
         del self.steps[num_kept:], self.values[num_kept:]
 
     def points(self, first: int = 0, last: int | None = None) -> list[Point]:
-        """The lowest and the highest value of each bucket between two steps, in the order of their steps.
+        """The lowest and the highest value of each bucket between two steps, in the order of their steps, and the last.
 
         The width of a bucket is the power of two with which at most MOST_BUCKETS hold all steps: new steps change the
         last bucket alone until the width doubles.
@@ -58,7 +58,9 @@ class Curve:
             highest = begin + int(np.argmax(values[begin:after]))
             points += [
                 [int(steps[index]), float(f"{values[index]:.6g}")]
-                for index in sorted({lowest, highest})
+                for index in sorted(
+                    {lowest, highest, *([after - 1] if after == len(steps) else [])}
+                )
             ]
         return points
 
@@ -66,10 +68,9 @@ class Curve:
 @final
 @dataclass
 class RunCurves:
-    """Mutable: the curves of a run by name, from its events in the order of the file. `version` counts changes."""
+    """Mutable: the curves of a run by name, from its events in the order of the file."""
 
     by_name: dict[str, Curve] = field(default_factory=dict)
-    version: int = 0
 
     def add(self, event: Event) -> None:
         match event:
@@ -88,12 +89,14 @@ class RunCurves:
             case Resumed() | Recovered():  # steps after it are repeated
                 for curve in self.by_name.values():
                     curve.cut(event.step)
-                self.version += 1
 
     def _append(self, name: str, step: int, value: float | None) -> None:
-        if value is not None:
-            self.by_name.setdefault(name, Curve()).add(step, value)
-            self.version += 1
+        if value is None:
+            return
+        curve = self.by_name.get(name)
+        if curve is None:
+            curve = self.by_name[name] = Curve()
+        curve.add(step, value)
 
     def points(self, name: str, first: int = 0, last: int | None = None) -> list[Point]:
         curve = self.by_name.get(name)

@@ -17,7 +17,7 @@ from bloomery.studio.charts import Level, LineChart, marks_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.curves import Point
 from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command
-from bloomery.studio.watching import OpenRun, Watching, incidents_of, planned_speed
+from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, incidents_of, planned_speed
 
 UPDATE_SECONDS = 1.0
 _LOG_BYTES = 20_000
@@ -32,7 +32,8 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
             ui.label(f"error: {error.problem}").classes("text-lg")
             ui.link("All runs", "/")
         return
-    await asyncio.to_thread(opened.update)
+    reading = asyncio.create_task(asyncio.to_thread(opened.update))
+    await asyncio.wait({reading}, timeout=FIRST_SECONDS)
     with page(harmless(name), ""):
         view = RunView(opened, commands)
         ui.timer(UPDATE_SECONDS, view.update)
@@ -57,7 +58,7 @@ class RunView:
             self._save = self._button("Save now", "save", "save")
             self._stop = self._button("Save and stop", "stop", "stop")
             self._resume = self._button("Resume", "resume", "play_arrow")
-        self._problem = ui.label().classes("text-negative")
+        self._problem = ui.label().classes("studio-text").props("role=status")
         self._command = ui.column().classes("w-full gap-0")
         self._progress = ui.linear_progress(0, show_value=False, size="6px").props(
             "aria-hidden=true"
@@ -71,7 +72,8 @@ class RunView:
         with ui.element("section").classes("w-full"):
             self._file("Log", "log.txt")
             self._file("Recipe", "recipe.yaml")
-        self._draw()
+        with opened.lock:
+            self._draw()
 
     def _button(self, text: str, command: str, icon: str) -> ui.button:
         return ui.button(text, icon=icon, on_click=lambda: self._start(command)).props(
@@ -116,11 +118,13 @@ class RunView:
         return redact_secrets(harmless(content.decode("utf-8", errors="replace")))
 
     async def update(self) -> None:
-        await asyncio.to_thread(self.opened.update)
+        if not self.opened.is_reading:
+            await asyncio.to_thread(self.opened.update)
         command = self.commands.of(self.name)
         if command is not None and command.code != self._command_code:
             self._show_command()
-        self._draw()
+        with self.opened.lock:
+            self._draw()
 
     def _draw(self) -> None:
         """What has changed since the last time."""
@@ -128,8 +132,11 @@ class RunView:
         status = opened.status
         self._badge.text = status
         self._badge.props(f"color={STATUS_COLORS.get(status, 'grey-7')}")
-        self._problem.text = harmless(opened.problem)
-        self._problem.visible = bool(opened.problem)
+        reading = (
+            f"reading events: step {opened.summary.step:,} so far" if opened.is_reading else ""
+        )
+        self._problem.text = harmless(opened.problem or reading)
+        self._problem.visible = bool(self._problem.text)
         is_live = status in LIVE
         self._save.enabled = self._stop.enabled = status in ("running", "paused")
         self._save.visible = self._stop.visible = is_live

@@ -101,7 +101,8 @@ def address_of(name: str) -> str:
 
 
 async def runs_page(watching: Watching) -> None:
-    rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
+    # A first look at hundreds of runs may take a second: the page does not wait for it.
+    rows = [row_of_table(row) for row in watching.known_rows()]
     with page("Runs", "/"):
         with ui.row().classes("w-full items-center"):
             ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
@@ -122,6 +123,8 @@ async def runs_page(watching: Watching) -> None:
         table = ui.table(columns=columns, rows=rows, row_key="name", pagination=0).classes("w-full")
         table.props('flat bordered dense :grid="$q.screen.lt.md" hide-pagination binary-state-sort')
         table.bind_filter_from(search, "value", lambda text: text or "")
+        if not rows:
+            table.props("loading")
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
@@ -134,5 +137,6 @@ async def runs_page(watching: Watching) -> None:
             new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
             if new_rows != table.rows:
                 table.rows = new_rows
+            table.props(remove="loading")
 
         ui.timer(UPDATE_SECONDS, update)

@@ -23,6 +23,8 @@ from bloomery.studio.curves import RunCurves
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
 MOST_OPEN = 24
+EVENTS_AT_ONCE = 2000  # that are read before a page may look
+FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
 
 
 def fast_decode() -> Decode:
@@ -131,34 +133,57 @@ def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:
 
 @final
 class OpenRun:
-    """A run that a page shows: read once, whatever the number of pages."""
+    """A run that pages show: read once, whatever their number. Hold `lock` to look at what has been read."""
 
     def __init__(self, folder: Path, decode: Decode) -> None:
-        self.reader = RunReader(folder, decode)
+        self.reader = RunReader(folder, decode, keeps_curves=False)
         self.curves = RunCurves()
-        self.status = ""
+        self.status = "reading"
         self.problem = ""  # why its events cannot be read
         self.used = time.monotonic()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._num_events = 0
 
     @property
     def summary(self) -> RunSummary:
         return self.reader.run.summary
 
+    @property
+    def is_reading(self) -> bool:
+        return self._reading.locked()
+
     def update(self) -> None:
-        """Reads what is new since the last call."""
-        with self._lock:
-            self.used = time.monotonic()
-            if not is_run(self.reader.folder):
-                self.status = "deleted"
-                self.problem = "the run folder is gone"
-                return
-            try:
-                self.status = self.reader.read(self.curves.add)
-                self.problem = ""
-            except (UserError, OSError) as error:
-                self.status = "unreadable"
-                self.problem = error.problem if isinstance(error, UserError) else str(error)
+        """Reads what is new since the last call; returns at once while another thread does."""
+        self.used = time.monotonic()
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            with self.lock:
+                self._update()
+        finally:
+            self._reading.release()
+
+    def _update(self) -> None:
+        if not is_run(self.reader.folder):
+            self.status = "deleted"
+            self.problem = "the run folder is gone"
+            return
+        try:
+            self.status = self.reader.read(self._add)
+            self.problem = ""
+        except (UserError, OSError) as error:
+            self.status = "unreadable"
+            self.problem = error.problem if isinstance(error, UserError) else str(error)
+
+    def _add(self, event: Event) -> None:
+        self.curves.add(event)
+        self._num_events += 1
+        # Pages show the beginning of a long file while the rest is read.
+        if self._num_events % EVENTS_AT_ONCE == 0:
+            self.lock.release()
+            time.sleep(0.001)
+            self.lock.acquire()
 
 
 @final
@@ -183,7 +208,11 @@ class Watching:
                 else:
                     rows[folder] = state, row_of(folder, self.decode)
             self._rows = rows
-        return [row for _, row in rows.values()]
+        return self.known_rows()
+
+    def known_rows(self) -> list[RunRow]:
+        """The rows of the last call of `rows`, without a look at any file."""
+        return [row for _, row in self._rows.values()]
 
     def run(self, name: str) -> OpenRun:
         """The run with this name. Raises UserError where `runs/` has none."""
