@@ -85,21 +85,12 @@ def test_every_site_names_a_gpu_of_the_table_and_its_cores() -> None:
             assert site.gpus_per_node * site.cpus_per_gpu == 56
 
 
-def test_the_script_of_frontier_follows_olcfs_rules(folder) -> None:
+def test_two_steps_and_a_save_fit_between_the_signal_and_the_limit(folder) -> None:
     result = slurm("--site", "frontier", "--nodes", "64", "--account", "ABC123")
     assert result.exit_code == 0
     options = directives(result.stdout)
-    assert options["--nodes"] == "64" and options["--ntasks-per-node"] == "8"  # a rank per die
-    assert options["--gpus-per-task"] == "1" and options["--gpu-bind"] == "closest"
-    assert options["--cpus-per-task"] == "7" and options["--account"] == "ABC123"
-    assert options["--partition"] == "batch" and options["--time"] == "02:00:00"
-    assert options["--constraint"] == "nvme" and options["--network"] == "disable_rdzv_get"
     assert "--requeue" in options
-    assert result.stdout.index("rocm/7.1.1") < result.stdout.index("rccl-net-plugin")
-    assert "torchrun" not in result.stdout
-    # the environment reaches each node's own disk before the ranks start
-    assert result.stdout.index("sbcast") < result.stdout.index("-m bloomery train large.yaml")
-    # two steps and a save, each as long as the plan's range has it, fit between the signal and the limit
+    # each as long as the plan's range has it
     signalled = int(options["--signal"].removeprefix("TERM@"))
     plan = json.loads(
         CliRunner()

@@ -314,10 +314,12 @@ def _notes(
     from bloomery.runs.launchers import job_run_name
 
     notes = _plan_notes(plan, nodes=nodes, ranks=ranks, script=script)
-    notes.append(
-        f"{'saves':<10}{script.signal_seconds} s before each time limit; then the job returns to the queue, where it"
-        " first waits for about two minutes until its credential has expired"
-    )
+    saves = f"{script.signal_seconds} s before each time limit; then the job returns to the queue, where it first"
+    saves += " waits for about two minutes until its credential has expired"
+    if script.queue is not None and not script.queue.requeue:
+        saves = f"{script.signal_seconds} s before the time limit, where the job ends: the queue"
+        saves += f" {script.queue.name} allows no chain of jobs"
+    notes.append(f"{'saves':<10}{saves}")
     if plan.dataset is None:
         notes.append(
             f"{'dataset':<10}not prepared yet: `bloomery prepare {source}` first, or all nodes wait for one"

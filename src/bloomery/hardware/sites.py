@@ -41,10 +41,14 @@ class QueueLimit(SiteEntry):
 
 
 class Queue(SiteEntry):
-    """A partition or quality of service. `limits`: by size, the smallest first; empty: unknown."""
+    """A partition or quality of service. `limits`: by size, the smallest first; empty: unknown.
+
+    `requeue`: whether a job may return to it, which some forbid in queues for debugging.
+    """
 
     name: str
     option: Literal["partition", "qos"] = "partition"
+    requeue: bool = True
     limits: tuple[QueueLimit, ...] = ()
 
     def hours(self, nodes: int) -> float | None:

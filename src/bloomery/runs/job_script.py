@@ -93,7 +93,9 @@ def write_job_script(
     if excluded_hosts is not None:
         directives.append(f"--exclude={checked_hosts(excluded_hosts)}")
     directives.append(f"--time={_clock(limit)} --signal=TERM@{signal_seconds}")
-    directives.append(f"--requeue --open-mode=append --output={job_name}-%j.log")
+    requeue = queue is None or queue.requeue
+    returns = "--requeue" if requeue else "--no-requeue"
+    directives.append(f"{returns} --open-mode=append --output={job_name}-%j.log")
 
     template = script_templates().get_template("job_script.sh.jinja")
     text = template.render(
@@ -101,6 +103,7 @@ def write_job_script(
         version=__version__,
         run=job_run_name(name, f"slurm-0.{TRAINING_STEP}").removesuffix(f"0.{TRAINING_STEP}")
         + f"$SLURM_JOB_ID.{TRAINING_STEP}",
+        requeue=requeue,
         one_rank=nodes * site.gpus_per_node == 1,
         directives=directives,
         setup=site.setup,
