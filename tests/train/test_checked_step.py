@@ -1,6 +1,7 @@
 """The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from bloomery.bench import step_probes
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.hardware.machine import Probe, read_machine
+from bloomery.hardware.probes import ProbeSpec, probe
 from bloomery.monitor.events import Phase, StepChecked, Warned
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
@@ -219,6 +221,19 @@ def test_a_probe_names_the_part_and_the_way_out(sides):
     )
     assert result["facts"]["fix"] == "train.attention=blockwise"
     assert Probe.model_validate(result | {"name": "step-float32"}).outcome == "wrong"
+
+
+@pytest.mark.soak
+def test_probes_in_their_child_process():
+    """The child of a doctor on a GPU, here with the CPU in its place."""
+    kinds = ("float32", "bfloat16", "compiled")
+    specs = [
+        ProbeSpec(name=f"step-{kind}", module=step_probes.__name__, seconds=200) for kind in kinds
+    ]
+    job = {"device": "cpu", "dtype": "float32", "arch": "", "recipe": "go-coder-tiny"}
+    results = probe(specs, job, environment=dict(os.environ))
+    assert [result.outcome for result in results] == ["ok", "ok", "ok"], results
+    assert [result.facts["precision"] for result in results] == ["float32", "bfloat16", "float32"]
 
 
 def test_a_gpu_is_probed_in_each_precision_and_a_cpu_not_at_all():
