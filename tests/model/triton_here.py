@@ -3,13 +3,20 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 VERSION = "3.8.0"
+# As `python SCRIPT ...` does, and forked from a process that has imported torch.
+RUN_SCRIPT = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -36,18 +43,11 @@ def in_interpreter(name: str, *arguments: object) -> list[dict]:
 
 def script(name: str, *arguments: object, **variables: str) -> list[dict]:
     """What a script of this folder prints, a line of JSON each, in a process that can import Triton."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            Path(__file__).with_name(name),
-            *map(str, arguments),
-        ],
+    path = Path(__file__).with_name(name)
+    done = preloaded.run(
+        [sys.executable, "-c", RUN_SCRIPT, str(path), *map(str, arguments)],
         env=environment(**variables),
-        capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
