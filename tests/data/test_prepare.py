@@ -472,7 +472,7 @@ def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
         (200, 30, "5%", range(20, 21)),  # the share alone would be 11 rows
         (50, 30, "1%", range(10, 11)),  # a fifth
         (2, 30, "1%", range(1, 2)),
-        (2000, 30, "5%", range(80, 121)),  # enough: the share itself
+        (1000, 30, "5%", range(35, 66)),  # enough: the share itself
         (200, 9000, "1%", range(2, 5)),  # two rows have 16 KiB of text
         (40, 30, "0", range(1)),
     ],

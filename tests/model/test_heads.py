@@ -189,9 +189,9 @@ def test_whole_model_compilation_keeps_shapes() -> None:
 
 
 @needs_compiler
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("softcap", [2.0, None])
 @pytest.mark.parametrize("chunk", [7, 1000])
-@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_compiled_pointwise_parts(softcap: float | None, chunk: int) -> None:
     hidden, output, labels, weights = example()
     results = []

@@ -80,7 +80,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", some(MODELS, {"a head of its own"}))
 @pytest.mark.parametrize("cut", CUTS)
 def test_they_agree_on_every_cut_and_schedule(cut, model):

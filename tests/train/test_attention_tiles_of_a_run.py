@@ -143,6 +143,7 @@ def test_one_rank_of_each_architecture_chooses(plan, folder, archs, chosen):
     assert list(json.loads((folder / FILE).read_text())) == list(dict.fromkeys(archs))
 
 
+@pytest.mark.soak
 def test_a_resume_has_the_bits_of_an_undisturbed_run(prepared, tmp_path):
     """In Triton's interpreter: other tiles do change bits, and a resume keeps those of its run."""
     script = Path(__file__).with_name("interpreted_runs.py")

@@ -30,32 +30,35 @@ def recipe(tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("ppo"))
 
 
-# By name: the edits, and whether the case is in every run of the tests.
+# By name: the edits, and the step of the stop that every run of the tests tries; 0: none.
 CASES = {
-    "every weight": (FULL, True),
+    "every weight": (FULL, 2),
     "lora, whitened, two steps a pass": (
         [*LORA, "objective.whiten_rewards=true", "objective.steps_per_generation=2"],
-        True,
+        3,
     ),
-    "one pass": ([*FULL, "objective.num_iterations=1"], False),
-    "bfloat16, averaged": ([*FULL, "train.precision=bfloat16", "train.ema_decay=0.9"], True),
+    "one pass": ([*FULL, "objective.num_iterations=1"], 0),
+    "bfloat16, averaged": ([*FULL, "train.precision=bfloat16", "train.ema_decay=0.9"], 2),
     "fused into backward": (
         [*FULL, "optimizer.fused_backward=true", "train.micro_batch_size=16"],
-        False,
+        0,
     ),
-    "nf4, float16": ([*LORA, "quantize.kind=nf4", "train.precision=float16"], False),
-    "bfloat16-pure": ([*FULL, "train.precision=bfloat16-pure"], False),
+    "nf4, float16": ([*LORA, "quantize.kind=nf4", "train.precision=float16"], 0),
+    "bfloat16-pure": ([*FULL, "train.precision=bfloat16-pure"], 0),
     "peft": (
         [*FULL, "adapter={kind: peft, method: adalora, init_r: 4, target_r: 2}"],
-        False,
+        0,
     ),
 }
 
 
-@pytest.mark.parametrize("stop_after", [2, 3])
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if CASES[case][1] else [pytest.mark.soak]) for case in CASES],
+    ("case", "stop_after"),
+    [
+        pytest.param(case, stop_after, marks=[] if stop_after == quick else [pytest.mark.soak])
+        for case, (_, quick) in CASES.items()
+        for stop_after in (2, 3)
+    ],
 )
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case, stop_after):
     """Also where the stop is in the middle of a rollout, and the value head has been trained."""
@@ -145,7 +148,10 @@ def test_the_value_head_is_no_part_of_the_model(recipe, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] is None
 
 
-@pytest.mark.parametrize("edits", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "edits",
+    [pytest.param(FULL, id="full", marks=pytest.mark.soak), pytest.param(LORA, id="lora")],
+)
 def test_micro_batches_do_not_change_the_training(recipe, tmp_path, edits):
     runs = [
         train(plan_of(recipe, *edits, f"train.micro_batch_size={size}"), tmp_path / str(size))
@@ -157,7 +163,7 @@ def test_micro_batches_do_not_change_the_training(recipe, tmp_path, edits):
 @pytest.mark.parametrize(
     ("layout", "edits"),
     [
-        pytest.param({"replicate": 2}, FULL, id="copies"),
+        pytest.param({"replicate": 2}, FULL, id="copies", marks=pytest.mark.soak),
         pytest.param({"shard": 2}, FULL, id="shards"),
         pytest.param({"shard": 2}, LORA, id="shards of lora", marks=pytest.mark.soak),
         pytest.param({"replicate": 2, "shard": 2}, FULL, id="both", marks=pytest.mark.soak),

@@ -25,8 +25,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stop_after", [2, 3])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stop_after", [2, 3])
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case, stop_after):
     """Also where the stop is in the middle of a rollout: completions, losses and metrics bit for bit."""
     plan = plan_of(recipe, *CASES[case])

@@ -37,7 +37,7 @@ def alone(recipe, tmp_path_factory):
     return first_rollout(folder)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.soak), 8])
 def test_completions_do_not_depend_on_the_number_of_slots(
     recipe, alone, tmp_path, slots, monkeypatch
 ):
@@ -140,6 +140,7 @@ def train_until(
     return [*events, outcome]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [{}, {"replicate": 2}, {"shard": 2}], ids=str)
 @pytest.mark.parametrize("calls", [3, 5])
 def test_a_stop_in_a_rollout_makes_it_again(recipe, tmp_path, mesh, calls):
