@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import preloaded
 import pytest
+
+import preloaded
 
 VERSION = "3.8.0"
 # As `python SCRIPT ...` does, and forked from a process that has imported torch.
