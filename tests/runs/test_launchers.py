@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -27,15 +26,15 @@ from runs_of_bloomery import (
     write_workshop,
 )
 
+import preloaded
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.monitor.events import Event, Recovered, Resumed, StepDone, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
-from bloomery.runs.assembly import Assembly
 from bloomery.runs.devices import chosen_devices
-from bloomery.runs.folder import RunFolder, locked, new_run, start_mark
+from bloomery.runs.folder import RunFolder, locked, new_run
 from bloomery.runs.follow import follow
 from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import start
@@ -325,7 +324,7 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
     folder.path.mkdir()
     first, second = Board(folder, launched(0)), Board(folder, launched(1))
     heard = []
-    with locked(folder):
+    with locked(folder), closing(second), closing(first):
         Board(folder, launched(0)).conclude(1)  # of an earlier start with the same variables
         first.open()
         waiting = threading.Thread(target=lambda: heard.append(second.wait(lambda: False)))
@@ -337,24 +336,31 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
         assert heard[0].attempt == 0 and heard[0].code is None and heard[0].port > 0
         assert not second.over()
         second.leave(1, supervisor.StageResult("train", 4, {"problem": "out of memory"}, ("last",)))
+        wait_for(lambda: first.end_of(1) is not None)
         assert first.end_of(1)["report"] == {"problem": "out of memory"}
         first.begin(resumed=True)  # again, with safer settings
         again = second.wait(lambda: False)
         assert again is not None and (again.attempt, again.resumed) == (1, True)
         assert first.end_of(1) is None
+        assert not second.saves()
+        first.save()
+        wait_for(second.saves)
         first.conclude(1)
-    last = second.wait(lambda: False)
+        last = second.wait(lambda: False)
     assert last is not None and last.code == 1
 
 
-def by_hand(rank: int, world: int = 2, port: int = 29511):
-    given = {
+def by_hand_variables(rank: int, world: int = 2, port: int = 29511) -> dict[str, str]:
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    launch = current_launch(given)
+
+
+def by_hand(rank: int, world: int = 2, port: int = 29511):
+    launch = current_launch(by_hand_variables(rank, world, port))
     assert launch is not None
     return launch
 
@@ -369,78 +375,61 @@ def locked_run(tmp_path):
         yield folder
 
 
-def another(folder: RunFolder, launch, process: subprocess.Popen) -> Assembly:
-    """That process as a member of the launch."""
-    found = Assembly(
-        folder.path,
-        rank=launch.rank,
-        world=launch.world,
-        launch=launch.meeting,
-        variables=launch.variables,
-    )
-    found._own = replace(
-        found._own, pid=process.pid, started=start_mark(process.pid).rpartition(" ")[2]
-    )
-    return found
-
-
-@pytest.fixture
-def sleeper():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield process
-        process.kill()
-
-
 @pytest.mark.parametrize(
-    ("ours", "theirs", "problem"),
+    ("launches", "problem"),
     [
-        (by_hand(0), by_hand(0), "two processes have rank 0: process "),
-        (by_hand(1), by_hand(1), "two processes have rank 1: process "),
+        ((by_hand(0), by_hand(0)), "two processes have rank 0: process "),
+        ((by_hand(0), by_hand(1), by_hand(1)), "two processes have rank 1: process "),
         (
-            by_hand(0),
-            by_hand(1, world=3),
+            (by_hand(0), by_hand(1, world=3)),
             "rank 0 was started as one of 2 ranks, and rank 1 as one of 3",
         ),
         (
-            by_hand(1, world=3),
-            by_hand(0),
-            "rank 0 was started as one of 2 ranks, and rank 1 as one of 3",
+            (by_hand(0, world=3), by_hand(1)),
+            "rank 0 was started as one of 3 ranks, and rank 1 as one of 2",
         ),
-        (by_hand(0), by_hand(1), None),
-        (by_hand(0), by_hand(0, port=29512), None),  # another launch, which cannot lock the folder
     ],
 )
-def test_processes_of_a_launch_see_its_mistakes(
-    locked_run, sleeper, monkeypatch, ours, theirs, problem
-) -> None:
-    monkeypatch.setattr("bloomery.runs.assembly.LOOK_SECONDS", 0.0)
-    assembly, other = Board(locked_run, ours).assembly, another(locked_run, theirs, sleeper)
-    assert assembly.mistake() is None
-    told = [other.mistake(), assembly.mistake()]
-    assert [told[0] and told[0].problem, told[1] and told[1].problem] == [
-        told[0] and told[0].problem
-    ] * 2
-    assert (told[0] is None) == (problem is None)
-    if problem is None or told[0] is None:
-        return
-    assert told[0].problem.startswith(problem) and told[0].where and told[0].fix
-    # The other has said it and is gone; this one looks later.
-    sleeper.kill()
-    sleeper.wait()
-    # a start after that: nobody else is there
-    assert Board(locked_run, ours).assembly.mistake() is None
+def test_processes_of_a_launch_see_its_mistakes(locked_run, launches, problem) -> None:
+    with ExitStack() as stack:
+        boards = [stack.enter_context(closing(Board(locked_run, each))) for each in launches]
+        boards[0].open()
+        for board in boards[1:]:
+            board._client.start()
+        wait_for(lambda: all(board._client.state.mistake for board in boards[1:]))
+        told = [boards[0].mistake(), *(board._client.state.error() for board in boards[1:])]
+        # Rank 0 ends with it. Who only reads the files after that still knows better than "rank 0 failed".
+        boards[0].conclude(1)
+        boards[0].close()
+        wait_for(lambda: boards[-1]._client.state.version != "")
+        told.append(boards[-1]._client.state.error())
+    sentences = {(error.problem, error.where, error.fix, error.code) for error in told}
+    ((said, where, fix, code),) = sentences
+    assert said.startswith(problem) and where and fix and code == 2
 
 
-def test_a_second_rank_0_reads_what_a_first_that_is_gone_has_seen(
-    locked_run, sleeper, monkeypatch
-) -> None:
-    board = Board(locked_run, by_hand(0))
-    first = another(locked_run, by_hand(0), sleeper)
-    assert board.assembly.mistake() is None
-    assert first.mistake() is not None
-    monkeypatch.setattr("bloomery.runs.launchers.worked_on", lambda _: False)
-    with pytest.raises(UserError, match="two processes have rank 0"):
-        board.refuse_second_start()
+def test_a_right_launch_and_another_one_have_no_mistake(locked_run) -> None:
+    """The other launch cannot lock the folder."""
+    launches = [by_hand(0), by_hand(1), by_hand(1, port=29512)]
+    with ExitStack() as stack:
+        first, second, other = (
+            stack.enter_context(closing(Board(locked_run, each))) for each in launches
+        )
+        first.open()
+        assert first.absent() == "1 of 2 ranks, such as rank 1"
+        for board in (second, other):
+            board._client.start()
+        wait_for(lambda: first.absent() == "" and other._client.state.looked)
+        assert first.mistake() is None and second.mistake() is None and other.mistake() is None
+
+
+def test_a_second_rank_0_is_told_what_is_wrong(locked_run) -> None:
+    with closing(Board(locked_run, by_hand(0))) as first:
+        first.open()
+        second = Board(locked_run, by_hand(0))
+        with closing(second), pytest.raises(UserError, match="two processes have rank 0"):
+            second.refuse_second_start()
+        wait_for(lambda: first.mistake() is not None)
 
 
 def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
@@ -474,32 +463,51 @@ def test_a_later_rank_points_to_the_error_of_rank_0(locked_run, monkeypatch, cap
     assert "ended      by rank 0, which failed" in told and str(locked_run.log) in told
 
 
-def test_rank_0_names_the_ranks_that_have_not_come(locked_run, sleeper, monkeypatch) -> None:
+def test_rank_0_names_the_ranks_that_have_not_come(locked_run, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "QUIET_SECONDS", 0.0)
-    board = Board(locked_run, by_hand(0, world=3))
     heard = list[Event]()
-    absence = supervisor._Absence(board, heard.append)
-    assert board.assembly.mistake() is None
-    another(locked_run, by_hand(1, world=3), sleeper).mistake()
-    absence.look()
-    absence.look()
-    (warning,) = heard
-    assert (
-        isinstance(warning, Warned)
-        and "training waits for 1 of 3 ranks, such as rank 2" in warning.reason
-    )
-    another(locked_run, by_hand(2, world=3), sleeper).mistake()
-    assert board.assembly.absent() == ""
+    with (
+        closing(Board(locked_run, by_hand(0, world=3))) as board,
+        closing(Board(locked_run, by_hand(1, world=3))) as second,
+    ):
+        board.open()
+        second._client.start()
+        wait_for(lambda: "rank 1" not in board.absent())
+        absence = supervisor._Absence(board, heard.append)
+        absence.look()
+        absence.look()
+        (warning,) = heard
+        assert (
+            isinstance(warning, Warned)
+            and "training waits for 1 of 3 ranks, such as rank 2" in warning.reason
+        )
+        board.met()
+        assert board.absent() == ""
 
 
-def test_a_killed_process_is_no_second_one(locked_run, sleeper, monkeypatch) -> None:
+def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run) -> None:
     """A launcher starts its ranks again in the same folder."""
-    monkeypatch.setattr("bloomery.runs.assembly.LOOK_SECONDS", 0.0)
-    before = another(locked_run, by_hand(1), sleeper)
-    assert before.mistake() is None and list((locked_run.path / "ranks/present").iterdir())
-    sleeper.kill()
-    sleeper.wait()
-    assert Board(locked_run, by_hand(1)).assembly.mistake() is None
+    rank_1 = (
+        "import json, os, sys, time; from pathlib import Path;"
+        "from bloomery.runs.folder import RunFolder;"
+        "from bloomery.runs.launchers import Board, current_launch;"
+        "board = Board(RunFolder(Path(sys.argv[1])), current_launch(json.loads(sys.argv[2])));"
+        "board._client.start(); time.sleep(60)"
+    )
+    given = by_hand_variables(1)
+    with closing(Board(locked_run, by_hand(0))) as board:
+        board.open()
+        for _ in range(2):
+            board.begin(resumed=False)
+            words = [sys.executable, "-c", rank_1, str(locked_run.path), json.dumps(given)]
+            with preloaded.Popen(words) as process:
+                wait_for(lambda: board.absent() == "")
+                assert board.end_of(1) is None
+                process.kill()
+                process.wait()
+                wait_for(lambda: board.end_of(1) is not None)
+                assert board.end_of(1)["code"] == -signal.SIGKILL
+        assert board.mistake() is None
 
 
 def ended_ranks(bloomery: Bloomery, *environments: dict[str, str]) -> list[tuple[int, str]]:
@@ -586,10 +594,11 @@ def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
     waiting.start()
     time.sleep(0.5)
     assert not heard
-    first.open()
-    first.message = None
-    first.conclude(1)  # the run folder is not locked any more
-    waiting.join(10)
+    with closing(first):
+        first.open()
+        first.message = None
+        first.conclude(1)  # the run folder is not locked any more
+        waiting.join(10)
     assert heard and heard[0].code == 1
 
 
@@ -604,12 +613,12 @@ def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, mon
 def test_a_rank_that_cannot_start_tells_rank_0(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    first = Board(folder, launched(0))
-    with locked(folder):
+    with locked(folder), closing(Board(folder, launched(0))) as first:
         first.open()
         first.begin(resumed=False)
         with pytest.raises(UserError) as told:  # the plan cannot be read there
             follow(launched(1), folder.path, "cpu")
+        wait_for(lambda: first.end_of(1) is not None)
         ended = first.end_of(1)
     assert ended is not None and ended["code"] == 1
     assert ended["report"]["problem"] == told.value.problem and "plan.json" in str(told.value)

@@ -12,7 +12,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from io import BufferedReader
 from itertools import islice
@@ -195,6 +195,18 @@ def state_folder() -> Path:
     return (
         Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"
     )
+
+
+def private_folder(path: Path) -> bool:
+    """Creates the folder where it is missing; whether only this user can read and write it. Follows no link.
+
+    Raises OSError where it cannot be created.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own and not status.st_mode & 0o077
 
 
 def cache_folder() -> Path:

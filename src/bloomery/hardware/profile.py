@@ -2,15 +2,14 @@
 
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from bloomery.core import Choice
+from bloomery.core.files import private_folder
 from bloomery.hardware.machine import (
     CUDA_ORDER,
     MASKS,
@@ -576,15 +575,8 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     usable = dict[Path, Path]()
     try:
         for root in roots:
-            with suppress(FileExistsError):
-                root.mkdir(mode=0o700)
-            status = root.lstat()  # does not follow links of other users
-            private = (
-                stat.S_ISDIR(status.st_mode)
-                and status.st_uid == os.getuid()
-                and not status.st_mode & 0o077
-            )
-            usable[root] = root if private else Path(tempfile.mkdtemp(prefix="bloomery-"))
+            is_private = private_folder(root)
+            usable[root] = root if is_private else Path(tempfile.mkdtemp(prefix="bloomery-"))
     except OSError:
         return variables
     return variables | {name: str(usable[path.parent] / path.name) for name, path in caches.items()}

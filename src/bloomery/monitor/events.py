@@ -324,6 +324,7 @@ def to_json(event: Event) -> str:
 
 
 LONGEST_LINE = 2**20  # bytes; a longer line is no event
+CHUNK_BYTES = 2**20  # of a read
 _STAMP = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\Z')
 _STAMP_BYTES = len(', "crc32": "00000000"}')
 # Fields and types of lines that were accepted: a million lines of a run have a few of them.
@@ -480,11 +481,13 @@ class Tail:
             try:
                 with os.fdopen(open_regular(self._path), "rb") as file:
                     file.seek(self._position)
-                    size = 2**20 if self._end is None else min(2**20, self._end - self._position)
+                    size = (
+                        CHUNK_BYTES
+                        if self._end is None
+                        else min(CHUNK_BYTES, self._end - self._position)
+                    )
                     chunk = file.read(size)
             except FileNotFoundError:
-                break
-            if not chunk:
                 break
             self._position += len(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -492,6 +495,9 @@ class Tail:
                 lines = [*lines, self._rest]
                 self._rest = b""
             yield from self._events(lines)
+            # The end of the file: to open it again, only to see that, would cost a shared file system a call.
+            if len(chunk) < CHUNK_BYTES:
+                break
         if is_complete:
             last_line = self._rest
             self._rest = b""

@@ -185,7 +185,7 @@ def run_to_end(flow: Flow, work: Callable[[], int]) -> EndedRun:
     finally:
         if flow.board is not None:
             flow.board.conclude(code)
-            flow.board.assembly.end()
+            flow.board.close()
 
 
 def _outcome(flow: Flow, work: Callable[[], int]) -> EndedRun:

@@ -53,20 +53,27 @@ def second_rank_0_explained(launch: Launch | None, path: Path) -> Iterator[None]
         yield
     except UserError:
         if launch is not None:
-            Board(RunFolder(expanded(path).absolute()), launch).refuse_second_start()
+            with closing(Board(RunFolder(expanded(path).absolute()), launch)) as board:
+                board.refuse_second_start()
         raise
 
 
 def follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError.
 
-    The processes of a launch may be on several hosts, so they talk through files in the run folder: the board. Rank 0
-    writes its messages there, and each later rank waits for them here: "train now" for each attempt (another one after
-    a crash that rank 0 recovers from), and at last the exit code of the run: only that message has a `code`. A later
-    rank leaves on the board how its attempt ended; rank 0 reads that while it supervises its own.
+    The processes of a launch talk through the board. Rank 0 gives its messages there, and each later rank waits for
+    them here: "train now" for each attempt (another one after a crash that rank 0 recovers from), and at last the exit
+    code of the run: only that message has a `code`. A later rank leaves on the board how its attempt ended; rank 0
+    reads that while it supervises its own.
     """
     folder = RunFolder(expanded(path).absolute())
-    board = Board(folder, launch)
+    with closing(Board(folder, launch)) as board:
+        return _follow(board, folder, devices)
+
+
+def _follow(board: Board, folder: RunFolder, devices: str | None) -> EndedRun:
+    """`follow` on an open board."""
+    launch = board.launch
     with stop_requests() as requests:
         while True:
             # A stop ends the wait for the first attempt. After it this rank waits for the exit code of rank 0: all

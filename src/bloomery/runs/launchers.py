@@ -1,7 +1,7 @@
 """Ranks that torchrun, accelerate, srun or mpirun started: who this process is, and what the ranks agree on. No torch.
 
-Each started process supervises one rank. Rank 0 prepares, plans and writes the run folder; in its folder `ranks`
-it writes when the others may start and how the training ended, and each of them writes how its rank ended.
+Each started process supervises one rank. Rank 0 prepares, plans and writes the run folder; it tells the others when
+they may start and how the training ended, and each of them tells how its rank ended (`Board`).
 """
 
 import json
@@ -19,8 +19,14 @@ from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
-from bloomery.runs.assembly import LOOK_SECONDS, Assembly
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
+from bloomery.runs.rank_messages import (
+    FILES_SECONDS,
+    Member,
+    MessageClient,
+    MessageServer,
+    State,
+)
 
 # In this order: who set the variables, and those of rank, number of ranks, rank on this host, ranks on this host.
 VARIABLES = (
@@ -42,6 +48,7 @@ MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Keeps this name: a job that is started again after an update finds by it that the run is its own (`began_by_job`).
 MESSAGE_FILE = "word.json"
+SERVER_FILE = "server.json"  # where rank 0 listens for the others
 FIRST_MESSAGE_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
 POLL_SECONDS = 0.2
@@ -264,7 +271,10 @@ class Ended(Protocol):
 @final
 @dataclass(frozen=True)
 class Message:
-    """The message of rank 0 to the others: train now (again: `attempt`), or the exit code."""
+    """The message of rank 0 to the others: train now (again: `attempt`), or the exit code.
+
+    `saving`: the ranks have agreed to save and to stop.
+    """
 
     start: str
     job: str
@@ -273,53 +283,72 @@ class Message:
     address: str
     port: int
     code: int | None = None
+    saving: bool = False
 
 
 @final
 class Board:
-    """The folder `ranks` of a run, through which the processes of one launch talk to each other."""
+    """What the processes of one launch tell each other, through messages; the folder `ranks` of the run keeps it.
+
+    Where no connection comes about, the files of that folder are read instead, every few seconds.
+    """
 
     def __init__(self, folder: RunFolder, launch: Launch) -> None:
         self._folder = folder
         self.launch = launch
         self.path = folder.path / "ranks"
-        self.assembly = Assembly(
-            folder.path,
-            rank=launch.rank,
-            world=launch.world,
-            launch=launch.meeting,
-            variables=launch.variables,
-        )
         self.message: Message | None = None
         self.met_rank_0 = False  # as another rank: whether rank 0 has been seen at work
-        self._checked_at = 0.0
-        self._is_over = False
+        own = Member(launch.rank, launch.world, os.getpid(), host_name(), launch.meeting)
+        self._server = MessageServer(own, launch.variables)
+        self._client = MessageClient(own, self.path / SERVER_FILE, self._state_of_files)
+        self._ends = dict[int, dict[str, Any]]()  # as rank 0: those that were read in files
+        self._look_at = 0.0
+        self._all_met = False
 
     def open(self) -> None:
         """As rank 0, which holds the lock: messages of earlier starts no longer count.
 
-        Raises UserError for a mistake of the launch that can be seen already.
+        Raises UserError where this host cannot listen.
         """
         with suppress(OSError):
             (self.path / MESSAGE_FILE).unlink(missing_ok=True)
-        if (mistake := self.assembly.mistake()) is not None:
-            raise mistake
+        self._server.start(self.path / SERVER_FILE, None if self.launch.alone else self._address)
+
+    def close(self) -> None:
+        """Everything that was told is sent; nothing more is heard."""
+        self._client.close()
+        self._server.close()
 
     def refuse_second_start(self) -> None:
         """As a rank 0 that could not lock the run folder.
 
         Raises UserError where another rank 0 of this launch holds the lock.
         """
+        self._client.start()
         deadline = time.monotonic() + SECOND_START_SECONDS
-        # The other rank 0 may see the mistake first, and end: what it has seen is still to be read.
-        last_look = deadline
-        while time.monotonic() < min(deadline, last_look):
-            if (mistake := self.assembly.mistake()) is not None:
+        while time.monotonic() < deadline:
+            if (mistake := self._client.state.error()) is not None:
                 raise mistake
-            if not worked_on(self._folder.path):
-                last_look = min(last_look, time.monotonic() + 2 * LOOK_SECONDS)
             time.sleep(POLL_SECONDS)
-        self.assembly.end()
+
+    def mistake(self) -> UserError | None:
+        """The mistake of the launch, such as two processes with one rank; None once all ranks have met."""
+        return self._server.mistake() if self.launch.rank == 0 else self._client.state.error()
+
+    def met(self) -> None:
+        """As rank 0: training has begun on all ranks."""
+        self._server.met()
+        self._all_met = True
+
+    def absent(self) -> str:
+        """As rank 0: the ranks that have not come, in words; "" where all have, or training has begun."""
+        world = self.launch.world
+        present = self._server.present_ranks()
+        absent_ranks = [rank for rank in range(world) if rank not in present]
+        if self._all_met or not absent_ranks:
+            return ""
+        return f"{len(absent_ranks):,} of {world:,} ranks, such as rank {absent_ranks[0]}"
 
     @property
     def _address(self) -> str:
@@ -342,10 +371,21 @@ class Board:
         self.path.mkdir(exist_ok=True)
         for end_file in self.path.glob("end-*.json"):
             end_file.unlink(missing_ok=True)
+        self._ends = {}
         launch = self.launch
         address = self._address
         port = launch.port if launch.port is not None and not attempt else free_port()
-        self._write(Message(launch.start, launch.job, attempt, resumed, address, port))
+        self.message = Message(launch.start, launch.job, attempt, resumed, address, port)
+        self._write()
+        self._publish()
+
+    def save(self) -> None:
+        """As rank 0: the ranks have agreed to save and to stop."""
+        if self.message is not None and not self.message.saving:
+            self.message = replace(self.message, saving=True)
+            self._publish()
+            with suppress(OSError):  # a full disk: the save reports that
+                self._write()
 
     def conclude(self, code: int) -> None:
         """As rank 0, writes the last message: the exit code with which every rank ends."""
@@ -353,25 +393,38 @@ class Board:
             self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
         )
         if last_message.code is None:
-            # A full disk, or a deleted folder: the others see that the lock is gone.
+            self.message = replace(last_message, code=code)
+            self._publish()
+            # A full disk, or a deleted folder: a rank without a connection sees that the lock is gone.
             with suppress(OSError):
                 self.path.mkdir(exist_ok=True)
-                self._write(replace(last_message, code=code))
+                self._write()
 
-    def _write(self, message: Message) -> None:
-        write_durably(self.path / MESSAGE_FILE, json.dumps(asdict(message)))
-        self.message = message
+    def _publish(self) -> None:
+        assert self.message is not None
+        self._server.publish(asdict(self.message), self.message.attempt)
 
-    def _current(self) -> Message | None:
+    def _write(self) -> None:
+        assert self.message is not None
+        write_durably(self.path / MESSAGE_FILE, json.dumps(asdict(self.message)))
+
+    def _state_of_files(self) -> State:
+        """As another rank without a connection."""
         message = message_in(self._folder)
-        return message if message is not None and message.start == self.launch.start else None
-
-    def _message_version(self) -> tuple[int, int] | None:
-        """Another one for each message that is written; None where there is none."""
+        version = ""
         with suppress(OSError):
             status = (self.path / MESSAGE_FILE).stat()
-            return status.st_ino, status.st_mtime_ns
-        return None
+            version = f"{status.st_ino} {status.st_mtime_ns}"
+        return State(
+            message=None if message is None else asdict(message),
+            version=version,
+            works=worked_on(self._folder.path),
+        )
+
+    def _message_of(self, state: State) -> Message | None:
+        """None without one of this start."""
+        message = None if state.message is None else Message(**state.message)
+        return message if message is not None and message.start == self.launch.start else None
 
     def wait(
         self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None
@@ -381,19 +434,22 @@ class Board:
         `say` gets a sentence where rank 0 does not come. None when it has ended without a message, or `stopped()`
         became true. Raises UserError for a mistake of the launch.
         """
+        self._client.start()
         previous_attempt = -1 if self.message is None else self.message.attempt
         patience = FIRST_MESSAGE_SECONDS if self.message is None else GONE_SECONDS
         began = time.monotonic()
         deadline = began + patience
         has_said = False
         since_ended: float | None = None
-        first_version = self._message_version()
+        first_version: str | None = None
         while not stopped() and time.monotonic() < deadline:
-            if (mistake := self.assembly.mistake()) is not None:
+            state = self._client.state
+            if (mistake := state.error()) is not None:
                 raise mistake
-            message = self._current()
-            works = worked_on(self._folder.path)
-            if works:
+            if first_version is None and state.looked:
+                first_version = state.version
+            message = self._message_of(state)
+            if state.works:
                 self.met_rank_0 = True
                 deadline = time.monotonic() + GONE_SECONDS
             elif not self.met_rank_0 and not has_said and time.monotonic() - began > QUIET_SECONDS:
@@ -404,46 +460,74 @@ class Board:
             if message is not None and message.code is not None:
                 since_ended = since_ended or time.monotonic()
                 # Of this start, or of one before that had the same variables: rank 0 is then about to begin.
-                is_new = self._message_version() != first_version
+                is_new = state.version != first_version
                 is_late = time.monotonic() - since_ended > GONE_SECONDS
-                if self.message is not None or works or is_new or is_late:
+                if self.message is not None or state.works or is_new or is_late:
                     self.message = message
                     return message
-            elif message is not None and message.attempt > previous_attempt and works:
+            elif message is not None and message.attempt > previous_attempt and state.works:
                 self.message = message
                 return message
             time.sleep(POLL_SECONDS)
         return None
 
     def over(self) -> bool:
-        """As another rank: whether rank 0 has ended this attempt, or is gone. Reads at most one time per second."""
-        if time.monotonic() - self._checked_at > 1.0:
-            self._checked_at = time.monotonic()
-            message = self._current()
-            attempt = None if self.message is None else self.message.attempt
-            self._is_over = (
-                message is None
-                or message.attempt != attempt
-                or message.code is not None
-                or not worked_on(self._folder.path)
-            )
-        return self._is_over
+        """As another rank: whether rank 0 has ended this attempt, or is gone."""
+        state = self._client.state
+        message = self._message_of(state)
+        attempt = None if self.message is None else self.message.attempt
+        return (
+            message is None
+            or message.attempt != attempt
+            or message.code is not None
+            or not state.works
+        )
+
+    def failed(self) -> bool:
+        """As another rank: whether rank 0 has said that the run failed: nobody hears the last words of a rank now."""
+        message = self._message_of(self._client.state)
+        return message is not None and message.code not in (None, 0, 75)
+
+    def saves(self) -> bool:
+        """As another rank: whether the ranks have agreed to save and to stop."""
+        message = self._message_of(self._client.state)
+        return message is not None and message.saving
 
     def leave(self, rank: int, ending: Ended) -> None:
-        """Writes how a rank ended, for rank 0."""
+        """Tells rank 0 how a rank ended, and writes it."""
+        attempt = None if self.message is None else self.message.attempt
         entry = {
             "code": ending.code,
             "report": ending.report,
             "tail": ending.tail,
             "host": host_name(),
+            "attempt": attempt,
         }
+        self._client.end(attempt, entry)
         with suppress(OSError):
             write_durably(self.path / f"end-{rank}.json", json.dumps(entry))
 
     def end_of(self, rank: int) -> dict[str, Any] | None:
-        with suppress(OSError, ValueError):
-            return dict(json.loads((self.path / f"end-{rank}.json").read_text(encoding="utf-8")))
-        return None
+        """As rank 0: how a rank has ended in this attempt; None while it runs."""
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + FILES_SECONDS
+            self._ends |= self._ends_in_files()
+        return self._server.end_of(rank) or self._ends.get(rank)
+
+    def _ends_in_files(self) -> dict[int, dict[str, Any]]:
+        """By rank, those of this attempt that are not known yet: their messages have not come."""
+        ends = {}
+        attempt = None if self.message is None else self.message.attempt
+        with suppress(OSError):
+            for path in self.path.iterdir():
+                found = re.fullmatch(r"end-(\d+)\.json", path.name)
+                if found is None or self._server.end_of(rank := int(found[1])) is not None:
+                    continue
+                with suppress(OSError, ValueError):
+                    entry = dict(json.loads(path.read_text(encoding="utf-8")))
+                    if entry.get("attempt") in (None, attempt):
+                        ends[rank] = entry
+        return ends
 
 
 def message_in(folder: RunFolder) -> Message | None:

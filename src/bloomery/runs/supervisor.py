@@ -31,10 +31,11 @@ from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
 
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
+POLL_SECONDS = 0.1
+SHARED_POLL_SECONDS = 0.7  # of events in a folder that several hosts may share
 KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
-# The same where other processes supervise them, maybe over a slow file system.
-PEER_WORDS_SECONDS = 8.0
+PEER_WORDS_SECONDS = 4.0  # the same where other processes supervise them
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
@@ -215,7 +216,8 @@ class _Group:
         self._has_peers = any(isinstance(member, _Peer) for member in members.values())
         self._patience = PEER_WORDS_SECONDS if self._has_peers else LAST_WORDS_SECONDS
         self._failed_at = self._stopping_since = math.inf
-        self._saves = self._overdue = self._asked_stacks = False
+        self.saves = False  # the ranks have agreed to save and to stop
+        self._overdue = self._asked_stacks = False
         self._silent = set[int]()  # ranks that ran until this process ended them
 
     def stop(self) -> None:
@@ -223,8 +225,10 @@ class _Group:
         for member in self.members.values():
             member.terminate()
 
-    def note(self, event: Event) -> None:
-        self._saves |= isinstance(event, Phase) and event.name == "saving"
+    def kill(self) -> None:
+        self._silent |= self.members.keys() - set(self.ended)
+        for member in self.members.values():
+            member.kill()
 
     def over(self) -> bool:
         """Whether all have ended."""
@@ -239,13 +243,13 @@ class _Group:
     @property
     def _good(self) -> tuple[int, ...]:
         # Without an agreed save, a rank that stopped is missing.
-        return (0, STOPPED) if self._saves else (0,)
+        return (0, STOPPED) if self.saves else (0,)
 
     def _end_the_rest(self, seconds_now: float) -> None:
         failed = any(self.members[rank].poll() not in self._good for rank in self.ended)
         failed |= self._over_elsewhere is not None and self._over_elsewhere()
         self._failed_at = min(self._failed_at, seconds_now) if failed else math.inf
-        self._overdue |= not self._saves and seconds_now - self._stopping_since > STOP_SECONDS
+        self._overdue |= not self.saves and seconds_now - self._stopping_since > STOP_SECONDS
         running = [rank for rank in self.members if rank not in self.ended]
         if failed and not self._asked_stacks and self._dumped():
             self._asked_stacks = True
@@ -253,9 +257,7 @@ class _Group:
                 if self._file(rank).exists():  # a rank that has not begun would die of the signal
                     self.members[rank].dump()
         if self._overdue or seconds_now - self._failed_at > self._patience:
-            self._silent |= set(running)
-            for member in self.members.values():
-                member.kill()
+            self.kill()
 
     def _file(self, rank: int) -> Path:
         return self._stacks / f"rank-{rank}.txt"
@@ -433,10 +435,22 @@ def run_stage(
         save = partial(processes[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
         absence = None if board is None or board.launch.rank else _Absence(board, on_event)
         with requests.handled_by(stop, save):
-            for event in follow(folder.events, partial(_over, group, board, absence), start=size):
-                group.note(event)
+            over = partial(_over, group, board, absence)
+            if board is not None and board.launch.rank:
+                # Rank 0 alone reads the events, and tells on the board what the others need of them.
+                while not over():
+                    group.saves |= board.saves()
+                    if board.failed():
+                        group.kill()
+                    time.sleep(POLL_SECONDS)
+                return group.result(stage)
+            poll_seconds = POLL_SECONDS if board is None else SHARED_POLL_SECONDS
+            for event in follow(folder.events, over, start=size, poll_seconds=poll_seconds):
+                group.saves |= isinstance(event, Phase) and event.name == "saving"
                 if board is not None and isinstance(event, RunStarted):
-                    board.assembly.end()  # all ranks have met
+                    board.met()
+                if board is not None and group.saves:
+                    board.save()
                 on_event(event)
         return group.result(stage)
 
@@ -454,7 +468,7 @@ class _Absence:
         if time.monotonic() < self._due:
             return
         self._due = math.inf
-        if absent := self._board.assembly.absent():
+        if absent := self._board.absent():
             self._on_event(
                 Warned(
                     reason=f"training waits for {absent}: start all of them, with the same --run-dir"
@@ -464,7 +478,7 @@ class _Absence:
 
 def _over(group: _Group, board: Board | None, absence: _Absence | None) -> bool:
     """Whether all ranks have ended. Raises UserError for a mistake of the launch, which would let them wait."""
-    if board is not None and (mistake := board.assembly.mistake()) is not None:
+    if board is not None and (mistake := board.mistake()) is not None:
         raise mistake
     if absence is not None:
         absence.look()
