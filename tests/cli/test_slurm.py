@@ -130,6 +130,10 @@ def test_a_short_run_gets_a_short_job(folder) -> None:
     job = json.loads(result.stdout)
     assert job["run_seconds"]["value"] < job["time_seconds"] < 2 * job["run_seconds"]["value"]
     assert job["ranks"] == 512 and job["job"] is None and job["queue"] == "standard-g"
+    # the shortest, too: it has time to start and to save
+    words = ["--site", "lumi", "--nodes", "64", "--account", "A", "--json"]
+    step = json.loads(slurm("train.max_tokens=16777216", *words).stdout)
+    assert step["signal_seconds"] + 180 <= step["time_seconds"] < 1800
 
 
 @pytest.mark.parametrize(

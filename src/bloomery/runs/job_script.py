@@ -69,7 +69,9 @@ def write_job_script(
         raise UserError(f"{site.title} needs an account", where="--account", fix=fix, code=2)
     queue = site.queue(queue_name)
     signal_seconds = seconds_to_save(step_seconds, save_seconds)
-    limit = _limit(site, queue, nodes, seconds, run_seconds)
+    # A short run gets a short job, in which it also starts, and could save.
+    wanted = None if run_seconds is None else 1.2 * run_seconds + START_SECONDS + signal_seconds
+    limit = _limit(site, queue, nodes, seconds, wanted)
     if limit < signal_seconds + START_SECONDS:
         needed = math.ceil((signal_seconds + START_SECONDS) / 60)
         raise UserError(
@@ -145,15 +147,15 @@ def checked_hosts(hosts: str) -> str:
 
 
 def _limit(
-    site: Site, queue: Queue | None, nodes: int, seconds: float | None, run_seconds: float | None
+    site: Site, queue: Queue | None, nodes: int, seconds: float | None, wanted: float | None
 ) -> float:
-    """The time limit of the job in seconds. Raises UserError (code 2) for one that the queue does not give."""
+    """The time limit of the job in seconds. `wanted`: that of the whole run, where it is known.
+
+    Raises UserError (code 2) for one that the queue does not give.
+    """
     longest = None if queue is None else queue.hours(nodes)
     if seconds is None:
-        job_seconds = None if run_seconds is None else 1.2 * run_seconds + START_SECONDS
-        limits = [
-            limit for limit in (job_seconds, None if longest is None else longest * 3600) if limit
-        ]
+        limits = [limit for limit in (wanted, None if longest is None else longest * 3600) if limit]
         if not limits:
             raise UserError(
                 f"{site.title} has no known time limit, and neither has the run",
