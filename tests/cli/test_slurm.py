@@ -5,13 +5,14 @@ import os
 import re
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.runs import runner_of, slurm_job_of
+from bloomery.cli.runs import runner_of, slurm_job_of, stop_run
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import find_site, site_names
 from bloomery.hardware.specs import find_gpu
@@ -284,9 +285,27 @@ def test_a_run_on_another_node_is_stopped_through_slurm(folder, monkeypatch) -> 
     assert runner.working
     runner.send(15)
     assert (folder / "cancelled").read_text() == "--signal=TERM 4711\n"
+    # a stop by the user, unlike one by the time limit, leaves word for the job script
+    assert not run.stop_request.exists()
+    assert (
+        stop_run(replace(runner, entry=runner.entry | {"pid": 2}), on_event=lambda _: None) is None
+    )
+    assert run.stop_request.exists()
+    run.stop_request.unlink()
     program(folder, "scancel", 'echo "scancel: error: Invalid job id 4711" >&2; exit 1')
     with pytest.raises(UserError, match="Invalid job id 4711"):
-        runner.send(15)
+        stop_run(runner, on_event=lambda _: None)
+    assert not run.stop_request.exists()
+
+
+def test_a_run_whose_job_waits_is_taken_out_of_the_queue_by_slurm(folder, monkeypatch) -> None:
+    run = run_of_another_host(folder, "slurm-4711.1")
+    program(folder, "scancel", "")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: False)
+    with pytest.raises(UserError) as idle:
+        runner_of(run)
+    assert "scancel 4711" in idle.value.fix and "bloomery resume one" in idle.value.fix
 
 
 def test_a_job_of_one_rank_is_known_by_the_name_of_its_run(folder) -> None:

@@ -29,6 +29,8 @@ with open("commands", "a") as commands:
 code, steps = attempts[number]
 for step in steps:
     os.makedirs(f"runs/frontier-slurm-{JOB}.1/checkpoints/step-{{step:08d}}", exist_ok=True)
+if os.path.exists("stops"):  # `bloomery stop`
+    os.replace("stops", "runs/frontier-slurm-{JOB}.1/stop-requested")
 if os.path.exists("faulty"):
     os.makedirs("runs/frontier-slurm-{JOB}.1", exist_ok=True)
     os.replace("faulty", "runs/frontier-slurm-{JOB}.1/excluded-hosts.txt")
@@ -91,7 +93,7 @@ def script(
 def run_job(folder: Path, text: str, srun: str, *, most: int = 10) -> list[int]:
     """Runs the job as often as it returns to the queue: the exit code of each start."""
     programs = folder / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name, program in (("srun", srun), ("scontrol", SCONTROL)):
         (programs / name).write_text(program)
         (programs / name).chmod(0o755)
@@ -152,6 +154,14 @@ def test_a_job_returns_to_the_queue_without_the_hosts_that_its_run_names(
     made = updates.read_text().splitlines() if updates.exists() else []
     assert made == (["ExcNodeList=node1,node[3-4],node17,node9"] if excluded is None else excluded)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_job_that_the_user_stops_does_not_return_to_the_queue(tmp_path) -> None:
+    (tmp_path / "attempts.json").write_text(json.dumps([(75, [5]), (75, [9]), (0, [])]))
+    assert run_job(tmp_path, script(), SRUN, most=1) == [75]  # the time limit
+    (tmp_path / "stops").touch()
+    assert run_job(tmp_path, script(), SRUN) == [75]
+    assert not (tmp_path / f"runs/frontier-slurm-{JOB}.1/stop-requested").exists()
 
 
 def test_a_job_of_one_rank_goes_on_in_its_folder(tmp_path) -> None:

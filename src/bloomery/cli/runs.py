@@ -154,13 +154,15 @@ def _signal_job(job: str, number: signal.Signals) -> None:
 
 def _idle(folder: RunFolder) -> UserError:
     fix = f"bloomery resume {folder.name}"
+    if (job := slurm_job_of(folder)) and shutil.which("scancel"):
+        fix = f"if its job waits in the queue (`squeue --job {job}`): scancel {job}; else {fix}"
     return UserError("no process is training this run", where=str(folder.path), fix=fix)
 
 
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
     """Requests a save and a stop; returns the final event. None when the process exited without one."""
     final_event = None
-    for event in _events_after(runner, partial(runner.send, signal.SIGTERM)):
+    for event in _events_after(runner, partial(_send_stop, runner)):
         on_event(event)
         if isinstance(event, RunEnded):
             final_event = event
@@ -173,6 +175,27 @@ def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded |
         if isinstance(event, RunEnded) and event.time >= start_time:
             return event
     return None
+
+
+def _send_stop(runner: Runner) -> None:
+    """Asks the run to save and stop. Raises UserError.
+
+    A Slurm job gets the same signal at its time limit, and then returns to the queue: a file says that it must not.
+    """
+    request = runner.folder.stop_request
+    if not slurm_job_of(runner.folder):
+        runner.send(signal.SIGTERM)
+        return
+    try:
+        request.touch()
+        runner.send(signal.SIGTERM)
+    except UserError:
+        request.unlink(missing_ok=True)
+        raise
+    except OSError as error:
+        problem = f"cannot write the request file to the run folder: {error.strerror}"
+        fix = "correct its permissions or free disk space, then run this again"
+        raise UserError(problem, where=str(request), fix=fix) from error
 
 
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:

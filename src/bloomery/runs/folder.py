@@ -115,6 +115,11 @@ class RunFolder:
         return self.path / "excluded-hosts.txt"
 
     @property
+    def stop_request(self) -> Path:
+        """Exists after `bloomery stop` of a Slurm job, whose script then does not return it to the queue."""
+        return self.path / "stop-requested"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 

@@ -123,6 +123,7 @@ def write_job_script(
         launch=" ".join(["srun", *cores, *site.step_options]),
         arguments=arguments,
         excluded_hosts=f"{excluded_hosts}," if excluded_hosts else "",
+        stop_request=RunFolder(Path()).stop_request.name,
         excluded_hosts_file=RunFolder(Path()).excluded_hosts.name,
         checkpoints='runs/*-slurm-"$SLURM_JOB_ID".*/checkpoints/step-*',
         folder="runs",
