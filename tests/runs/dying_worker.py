@@ -1,12 +1,13 @@
 """The training child, on a machine whose kernels crash: it dies in a step as `deaths.json` next to the run states.
 
 Each death is [condition on the plan, step, how]; how is a signal's number, a text that is raised, "memory" (each step's
-forward then finds none) or "NaN" (each loss is).
+forward then finds none), "NaN" (each loss is) or "hold" (the rank does not go on to the next collective).
 """
 
 import json
 import os
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def mortal(take_step, deaths):
             ):
                 if isinstance(how, int):
                     os.kill(os.getpid(), how)
+                if how == "hold":
+                    time.sleep(600)
                 if how not in ("memory", "NaN"):
                     raise RuntimeError(how)
                 with failing(how):

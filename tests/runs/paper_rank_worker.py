@@ -1,8 +1,9 @@
 """A training child of several ranks without torch: it does what `acts.json` next to the run states for its rank.
 
 An act is a list of words: "steps N" tells N steps (rank 0 only), "hang" sleeps outside every collective, "wait" sleeps
-inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save",
-"say TEXT". "late" never begins; the others begin together.
+inside one, "notes N M NAME" has entered N collectives and finished M, "hosts A B" are those of all ranks, "stop" stops
+the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save", "say TEXT". "late" never
+begins; the others begin together.
 """
 
 import json
@@ -13,8 +14,9 @@ import time
 from pathlib import Path
 
 from bloomery.monitor.events import EventLog, Phase, StepDone
+from bloomery.parallel.collective_notes import CollectiveNotes
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.supervisor import STACKS
+from bloomery.runs.supervisor import HOSTS_FILE, STACKS
 from bloomery.runs.worker import Deadline
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
@@ -27,6 +29,8 @@ def sleep() -> None:
 def main() -> None:
     folder, rank = RunFolder(Path(sys.argv[2])), int(os.environ["RANK"])
     report = int(sys.argv[sys.argv.index("--report") + 1])
+    notes = CollectiveNotes()
+    notes.write_to(int(sys.argv[sys.argv.index("--notes") + 1]))
     acts_of_ranks = json.loads((folder.path.parent / "acts.json").read_text())
     acts = acts_of_ranks[str(rank)]
     if acts[0].startswith("late"):
@@ -64,6 +68,14 @@ def main() -> None:
                     scope,
                 )
                 scope["all_reduce"](sleep)
+            elif word == "notes":
+                entered, finished, *name = rest
+                for _ in range(int(entered)):
+                    notes.enter(" ".join(name))
+                for _ in range(int(finished)):
+                    notes.finish(" ".join(name))
+            elif word == "hosts":
+                (folder.path / STACKS / HOSTS_FILE).write_text(json.dumps(rest))
             elif word == "deaf":  # as a rank inside a collective is
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 (folder.path / f"deaf-{rank}").touch()

@@ -254,6 +254,42 @@ def test_a_rank_that_never_begins_is_named(act, tmp_path) -> None:
     assert "all_reduce" in (tmp_path / "run/stacks/rank-0.txt").read_text()
 
 
+def test_a_rank_whose_device_is_behind_is_named_where_all_hosts_wait_for_devices(
+    act, tmp_path
+) -> None:
+    """As on GPUs: no stack is inside a collective. Rank 2 has not entered the one in which the others wait."""
+    waits = ["notes 8 7 sum of gradients, replicate", "hang"]
+    told = act(waits, waits, ["notes 7 7 all_reduce", "hang"], waits, hang=1.5)
+    assert "rank 2 hangs in sleep (paper_rank_worker.py:" in told
+    assert "and the others wait for it in collective 8 (sum of gradients, replicate)" in told
+    lines = (tmp_path / "run/stacks/collectives.txt").read_text().splitlines()
+    assert lines[2] == "rank 2: collective 7 (all_reduce) is its last finished one"
+    assert lines[3].startswith("rank 3: collective 7 (sum of gradients, replicate) is its last")
+    assert lines[3].endswith("it waits in 8 (sum of gradients, replicate)")
+
+
+def test_a_rank_in_an_earlier_collective_than_the_others_is_named(act) -> None:
+    late = ["notes 7 6 all_gather, shard", "hang"]
+    ahead = ["notes 9 8 all_reduce", "hang"]
+    assert "rank 1 hangs in sleep" in act(ahead, late, ahead, hang=1.5)
+    # Where all wait in the same one, none of them is behind.
+    told = act(ahead, ahead, hang=1.5)
+    assert "training hangs on all ranks, in sleep" in told
+    assert "in collective 9 (all_reduce)" in told
+
+
+def test_of_several_hosts_the_one_of_the_rank_behind_is_left_out(act, tmp_path) -> None:
+    waits = ["hosts n1 n1 n2 n2", "notes 8 7 all_reduce", "hang"]
+    told = act(waits, waits, ["notes 7 7 all_reduce", "hang"], waits, hang=1.5)
+    assert "rank 2 on n2 hangs in sleep" in told
+    assert "leave the host out: start the ranks on other hosts than n2" in told
+    assert "rank 2 on n2: collective 7" in (tmp_path / "run/stacks/collectives.txt").read_text()
+    # All ranks of a host are stopped.
+    stopped = ["notes 7 7 all_reduce", "stop", "hang"]
+    told = act(waits, waits, stopped, stopped, hang=1.5)
+    assert "host n2, with 2 ranks from 2 to 3, does not respond: it is stopped" in told
+
+
 def test_the_report_of_one_rank_is_told_with_its_number(act) -> None:
     told = act(["wait"], ["report unreadable 1"])
     assert told.startswith("error: unreadable") and "rank 1" in told

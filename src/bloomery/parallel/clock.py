@@ -7,16 +7,19 @@ from typing import final
 
 import torch
 
+from bloomery.parallel.collective_notes import CollectiveNotes
+
 
 @final
 class CommunicationClock:
     """Seconds in collectives since the last `reset`.
 
     On a CPU a collective ends when its call returns. A GPU's collectives run behind the host: their seconds are
-    measured between two events of the device, and read once these are over.
+    measured between two events of the device, and read once these are over. Each is noted, for the case of a hang.
     """
 
     def __init__(self) -> None:
+        self.notes = CollectiveNotes()
         self.waited_seconds = 0.0  # of the host, in any collective
         self._host_seconds_by_axis = dict[str, float]()
         self._host_end = 0.0  # of the last collective, on time.perf_counter
@@ -29,16 +32,37 @@ class CommunicationClock:
         self._device_events.clear()
 
     @contextmanager
-    def measure(self, axis: str = "", device: str = "cpu") -> Iterator[None]:
-        """Count the block, a collective over `axis` of tensors on `device`; "": of a few numbers, on the host."""
+    def measure(
+        self, axis: str = "", device: str = "cpu", *, name: str = "numbers of the host"
+    ) -> Iterator[None]:
+        """Count the block, a collective over `axis` of tensors on `device`; "": of a few numbers, on the host.
+
+        `name`: of the collective, for the notes.
+        """
+        name = f"{name}, {axis}" if axis else name
         if device == "cuda":
             start = _recorded_event()
             yield
-            self._device_events.append((axis, start, _recorded_event()))
+            end = _recorded_event()
+            self._device_events.append((axis, start, end))
+            self.notes.follow(name, start, end)
         else:
-            self._host_end = time.perf_counter()
+            with self.noted(name):
+                self._host_end = time.perf_counter()
+                yield
+                self._count_host_seconds(axis)
+
+    @contextmanager
+    def noted(self, name: str, device: str = "cpu") -> Iterator[None]:
+        """Note the block, a collective of tensors on `device` whose seconds are not counted."""
+        if device == "cuda":
+            start = _recorded_event()
             yield
-            self._count_host_seconds(axis)
+            self.notes.follow(name, start, _recorded_event())
+        else:
+            self.notes.enter(name)
+            yield
+            self.notes.finish(name)
 
     def measure_since_last(self, axis: str, device: str) -> None:
         """Count what followed the last collective as one over `axis`.

@@ -161,7 +161,8 @@ class _TimedCollective:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any
     ) -> dist.Work | None:
-        with self.clock.measure("shard", input_tensor.device.type):
+        name = self.collective.__name__
+        with self.clock.measure("shard", input_tensor.device.type, name=name):
             return self.collective(output_tensor, input_tensor, **settings)
 
 

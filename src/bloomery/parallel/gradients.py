@@ -24,7 +24,8 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None
         return
     full_parameters = [parameter for parameter in parameters if not is_split(parameter)]
     if full_parameters:
-        with mesh.clock.measure("shard" if mesh.shard > 1 else "replicate", mesh.device):
+        axis = "shard" if mesh.shard > 1 else "replicate"
+        with mesh.clock.measure(axis, mesh.device, name="sum of gradients"):
             _all_reduce_full(full_parameters, mesh)
 
 
@@ -33,7 +34,8 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     has_gradient = torch.tensor(
         [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
     )
-    dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=mesh.data_group)
+    with mesh.clock.noted("which gradients exist"):
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=mesh.data_group)
 
     bucket = list[Tensor]()
     bucket_numbers = 0

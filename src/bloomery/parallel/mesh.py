@@ -172,7 +172,10 @@ class Mesh:
 
     def broadcast_json(self, content: Any) -> Any:
         """What rank 0 gives: numbers, strings, lists and objects of any size."""
-        return content if self.world == 1 else broadcast_json(content)
+        if self.world == 1:
+            return content
+        with self.clock.noted("broadcast of rank 0"):
+            return broadcast_json(content)
 
     # ---- tensors, over all ranks
 
@@ -184,7 +187,7 @@ class Mesh:
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, axis: str = ""
     ) -> Tensor:
         """Over the ranks of a group (None: over all), in place; returns the tensor."""
-        with self.clock.measure(axis, self.device):
+        with self.clock.measure(axis, self.device, name="all_reduce"):
             if not self.reduces_on_host:
                 dist.all_reduce(tensor, group=group)
                 return tensor
@@ -197,7 +200,8 @@ class Mesh:
         if self.world == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
-        dist.all_gather(gathered, tensor.contiguous())
+        with self.clock.noted("all_gather"):
+            dist.all_gather(gathered, tensor.contiguous())
         return gathered
 
     # ---- tensors, over one axis of a pipeline
@@ -226,12 +230,13 @@ class Mesh:
         shape = torch.zeros(8, dtype=torch.int64)
         if tensor is not None:
             shape[: tensor.ndim + 1] = torch.tensor([tensor.ndim, *tensor.shape])
-        dist.broadcast(shape, source, group=self.groups.stages)
-        num_axes, *sizes = shape.tolist()
-        content = torch.empty(sizes[:num_axes])
-        if tensor is not None:
-            content = tensor.detach().float().cpu().contiguous()
-        dist.broadcast(content, source, group=self.groups.stages)
+        with self.clock.noted("broadcast of the last stage"):
+            dist.broadcast(shape, source, group=self.groups.stages)
+            num_axes, *sizes = shape.tolist()
+            content = torch.empty(sizes[:num_axes])
+            if tensor is not None:
+                content = tensor.detach().float().cpu().contiguous()
+            dist.broadcast(content, source, group=self.groups.stages)
         return content
 
     # ---- tensors, over the ranks that hold the shards of one replica
@@ -248,7 +253,8 @@ class Mesh:
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Sum, in place, a tensor on the training device over the shards of a replica; returns the tensor."""
         if self.shard > 1:
-            dist.all_reduce(tensor, group=self.shard_group)
+            with self.clock.noted("all_reduce, shard", self.device):
+                dist.all_reduce(tensor, group=self.shard_group)
         return tensor
 
     def norm_over_shards(self, norm: Tensor) -> Tensor:
@@ -265,9 +271,10 @@ class Mesh:
         `send_counts` and `receive_counts`: how many numbers go to, and come from, each rank of the shard axis.
         """
         received = numbers.new_empty(sum(receive_counts))
-        dist.all_to_all_single(
-            received, numbers, receive_counts, send_counts, group=self.shard_group
-        )
+        with self.clock.noted("all_to_all, shard", self.device):
+            dist.all_to_all_single(
+                received, numbers, receive_counts, send_counts, group=self.shard_group
+            )
         return received
 
 

@@ -193,7 +193,7 @@ class PipelineLink:
         # The tokens give the shape and the device alone.
         shape = (*tokens_BT.shape, self._width)
         buffer = torch.empty(shape, dtype=self._dtype, device=tokens_BT.device)
-        with self._mesh.clock.measure("pipeline", self._mesh.device):
+        with self._mesh.clock.measure("pipeline", self._mesh.device, name="activations"):
             return self._transport.receive(buffer, self._rank_of(edge), edge, FORWARD)
 
     def send_stream(self, edge: int, x_BTD: Tensor) -> None:
@@ -201,7 +201,7 @@ class PipelineLink:
         self._transport.send(x_BTD, self._rank_of(edge + 1), edge, FORWARD)
 
     def receive_gradient(self, edge: int, buffer: Tensor) -> Tensor:
-        with self._mesh.clock.measure("pipeline", self._mesh.device):
+        with self._mesh.clock.measure("pipeline", self._mesh.device, name="gradients"):
             return self._transport.receive(buffer, self._rank_of(edge + 1), edge, BACKWARD)
 
     def send_gradient(self, edge: int, gradient: Tensor) -> None:

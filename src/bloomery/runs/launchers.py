@@ -19,6 +19,7 @@ from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
+from bloomery.parallel.collective_notes import CollectiveNote
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 from bloomery.runs.rank_messages import (
     FILES_SECONDS,
@@ -266,6 +267,8 @@ class Ended(Protocol):
     def report(self) -> dict[str, Any] | None: ...
     @property
     def tail(self) -> tuple[str, ...]: ...
+    @property
+    def note(self) -> CollectiveNote | None: ...
 
 
 @final
@@ -502,6 +505,7 @@ class Board:
             "tail": ending.tail,
             "host": host_name(),
             "attempt": attempt,
+            "note": None if ending.note is None else asdict(ending.note),
         }
         self._client.end(attempt, entry)
         with suppress(OSError):

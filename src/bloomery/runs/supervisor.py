@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -24,7 +24,8 @@ from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
-from bloomery.parallel.environment import RENDEZVOUS
+from bloomery.parallel.collective_notes import CollectiveNote, SharedNote, rank_behind
+from bloomery.parallel.environment import RENDEZVOUS, without_host
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
@@ -39,6 +40,7 @@ PEER_WORDS_SECONDS = 4.0  # the same where other processes supervise them
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
+HOSTS_FILE = "hosts.json"  # there: the host of each rank, by rank
 STACK_SIGNAL = signal.SIGQUIT  # a rank then writes its stack there, even inside a collective
 LONGEST_LINE = 300  # characters shown of a log line
 # The words of gloo and NCCL when another rank has ended.
@@ -56,6 +58,7 @@ class StageResult:
     """How a child ended: its exit code (negative: the signal), what it reported, and its last lines.
 
     `rank`: of several, the one that ended the others; None for one child. `host`: where it ran, "" for this host.
+    `note`: of its last collectives; None without any.
     """
 
     stage: Stage
@@ -64,6 +67,7 @@ class StageResult:
     tail: tuple[str, ...]
     rank: int | None = None
     host: str = ""
+    note: CollectiveNote | None = None
 
 
 class Member(Protocol):
@@ -99,9 +103,12 @@ class _Process:
     ) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._report, child_end = os.pipe()
+        self._note = SharedNote()
+        notes = str(self._note.descriptor)
+        own_arguments = ["--parent", str(os.getpid()), "--report", str(child_end), "--notes", notes]
         with held_back(SAVE_SIGNAL):
             self.child = subprocess.Popen(
-                [*command, "--parent", str(os.getpid()), "--report", str(child_end), *arguments],
+                [*command, *own_arguments, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -109,7 +116,7 @@ class _Process:
                 encoding="utf-8",
                 errors="replace",
                 env=dict(environment),
-                pass_fds=(child_end, *inherited),
+                pass_fds=(child_end, self._note.descriptor, *inherited),
                 # Ctrl+C reaches only the parent, and the group can be killed as a whole.
                 start_new_session=True,
             )
@@ -146,10 +153,16 @@ class _Process:
         with suppress(BlockingIOError):  # killed: no report
             report = os.read(self._report, 2**16)
         return StageResult(
-            stage, code, dict(json.loads(report)) if report else None, tuple(self.tail), rank
+            stage,
+            code,
+            dict(json.loads(report)) if report else None,
+            tuple(self.tail),
+            rank,
+            note=self._note.read(),
         )
 
     def close(self) -> None:
+        self._note.close()
         kill_group(self.child.pid)
         self.child.__exit__(None, None, None)
         os.close(self._report)
@@ -189,6 +202,7 @@ class _Peer:
             tuple(ending.get("tail", ())),
             rank,
             host,
+            CollectiveNote(**ending["note"]) if ending.get("note") else None,
         )
 
 
@@ -314,38 +328,87 @@ class _Group:
         return (killed_ranks or reported or failed or results)[0]
 
     def _hung(self, results: Sequence[StageResult], stacks: Mapping[int, str]) -> StageResult:
-        """Of ranks without progress: the one that left no stack, else one that did not wait for the others."""
-        places_by_rank = {rank: training_place(stack) for rank, stack in stacks.items()}
-        silent = sorted(self._silent - stacks.keys())
-        outside_collectives = [
-            rank for rank, stack_place in places_by_rank.items() if not stack_place.waits
-        ]
-        suspects = silent or outside_collectives
-        of_suspect = [rank_result for rank_result in results if rank_result.rank in suspects[:1]]
-        culprit = (of_suspect or results)[0]
-        host = f" on {culprit.host}" if culprit.host else ""
+        """Of ranks without progress: the one that left no stack, else the one that the others wait for."""
         run = RunFolder(self._stacks.parent)
+        hosts = hosts_of_ranks(run)
+        places_by_rank = {rank: training_place(stack) for rank, stack in stacks.items()}
+        notes = {
+            rank_result.rank: rank_result.note
+            for rank_result in results
+            if rank_result.rank is not None and rank_result.note is not None
+        }
+        silent = sorted(self._silent - stacks.keys())
+        # By their collectives; on a GPU every host waits for its device. Without notes by their stacks.
+        behind = rank_behind(notes)
+        outside_collectives = [rank for rank, place in places_by_rank.items() if not place.waits]
+        if behind is None and len(outside_collectives) < len(places_by_rank):
+            behind = next(iter(outside_collectives), None)
+
+        suspects = silent if silent else [rank for rank in (behind,) if rank is not None]
+        host = of_one_host(suspects, hosts)
         if silent:
-            has_begun = self._file(silent[0]).exists()
+            name = f"{_rank_name(silent[0], run)}{f' on {host}' if host else ''}"
+            if host and len(silent) > 1 and silent == ranks_of_host(host, hosts):
+                name = f"host {host}, with {len(silent)} ranks from {silent[0]} to {silent[-1]},"
             reason = "it was not started, or has not begun"
-            if has_begun:
+            if self._file(silent[0]).exists():
                 reason = "it is stopped, or stuck in a driver"
-            problem = f"{_rank_name(silent[0], run)}{host} does not respond: {reason}"
-        elif outside_collectives and len(outside_collectives) < len(places_by_rank):
-            rank = outside_collectives[0]
-            line = places_by_rank[rank].line
-            problem = f"{_rank_name(rank, run)}{host} hangs in {line}, and the others wait for it"
+            problem = f"{name} does not respond: {reason}"
+        elif behind is not None:
+            name = f"{_rank_name(behind, run)}{f' on {host}' if host else ''}"
+            place = places_by_rank.get(behind)
+            line = f" in {place.line}" if place is not None else ""
+            problem = f"{name} hangs{line}, and the others wait for it{_awaited(notes)}"
         else:
             line = next(iter(places_by_rank.values())).line
-            problem = f"training hangs on all ranks, in {line}"
+            problem = f"training hangs on all ranks, in {line}{_awaited(notes)}"
+        self._write_notes(notes, hosts)
         fix = f"bloomery resume {run.name}"
         report = {
             "problem": problem,
-            "where": f"stacks of the ranks in {self._stacks}",
-            "fix": fix,
+            "where": f"stacks and last collectives of the ranks in {self._stacks}",
+            "fix": f"{fix}; or leave the host out: {without_host(host)}" if host else fix,
             "code": 1,
+            "host": host,
         }
-        return replace(culprit, code=1, report=report, rank=None)
+        of_suspect = [rank_result for rank_result in results if rank_result.rank in suspects[:1]]
+        return replace((of_suspect or results)[0], code=1, report=report, rank=None)
+
+    def _write_notes(self, notes: Mapping[int, CollectiveNote], hosts: Sequence[str]) -> None:
+        """A line for each rank, next to the stacks."""
+        lines = [
+            f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}: {note}\n"
+            for rank, note in sorted(notes.items())
+        ]
+        with suppress(OSError):  # a full disk: the error is reported without them
+            (self._stacks / "collectives.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def _awaited(notes: Mapping[int, CollectiveNote]) -> str:
+    """The collective in which most ranks wait, as the end of a sentence."""
+    waiting_notes = [(note.entered, note.entered_name) for note in notes.values() if note.waits]
+    if not waiting_notes:
+        return ""
+    (number, name), _ = Counter(waiting_notes).most_common(1)[0]
+    return f" in collective {number:,} ({name})"
+
+
+def hosts_of_ranks(folder: RunFolder) -> list[str]:
+    """By rank, where the ranks of the last start were on several hosts; else empty."""
+    with suppress(OSError, ValueError):
+        hosts = list(map(str, json.loads((folder.path / STACKS / HOSTS_FILE).read_text())))
+        return hosts if len(set(hosts)) > 1 else []
+    return []
+
+
+def of_one_host(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """The host of all these ranks; "" where they have several, or none is known. `hosts`: by rank, maybe empty."""
+    names = {hosts[rank] for rank in ranks if rank < len(hosts)}
+    return names.pop() if len(names) == 1 else ""
+
+
+def ranks_of_host(host: str, hosts: Sequence[str]) -> list[int]:
+    return [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]
 
 
 @final
@@ -411,8 +474,8 @@ def run_stage(
                 rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)
             }
         if 0 in variables and stacks.is_dir():
-            for stack_file in stacks.glob("rank-*.txt"):
-                stack_file.unlink(missing_ok=True)
+            for old_file in (*stacks.glob("rank-*.txt"), stacks / HOSTS_FILE):
+                old_file.unlink(missing_ok=True)
         members: dict[int, Member] = {}
         processes = list[_Process]()
         for rank, rank_variables_only in variables.items():

@@ -26,7 +26,7 @@ from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepD
 from bloomery.parallel.environment import LinkFailed
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
-from bloomery.runs.supervisor import STACK_SIGNAL, STACKS
+from bloomery.runs.supervisor import HOSTS_FILE, STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 
@@ -159,6 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--report", type=int, required=True)
+    parser.add_argument("--notes", type=int)  # where the parent reads the last collectives
     parser.add_argument("--data", type=Path)
     parser.add_argument("--resumed", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -172,7 +173,14 @@ def main(arguments: Sequence[str]) -> int:
         with EventLog(folder.events) as emit:
             if options.stage == "prepare":
                 return _prepare(folder, options.data, emit)
-            return _train(folder, emit, flag, resumed=options.resumed, check=not options.no_check)
+            return _train(
+                folder,
+                emit,
+                flag,
+                resumed=options.resumed,
+                check=not options.no_check,
+                notes=options.notes,
+            )
     except (UserError, OSError) as failed:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
@@ -243,7 +251,15 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
     return report
 
 
-def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, check: bool) -> int:
+def _train(
+    folder: RunFolder,
+    emit: Emit,
+    flag: StopFlag,
+    *,
+    resumed: bool,
+    check: bool,
+    notes: int | None,
+) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
         from bloomery.parallel.placement import check_binding
@@ -262,6 +278,8 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, chec
     if deadline is not None:
         deadline.meet()
     mesh = meet(plan.train)
+    if notes is not None:
+        mesh.clock.notes.write_to(notes)
     if deadline is not None:
         deadline.arm()
     checked = check_ranks(mesh, plan, folder.path)
@@ -270,6 +288,8 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool, chec
         if checked.link is not None:
             mesh = replace(mesh, sends_from_device=checked.link.transport == "device")
     if mesh.first_rank and checked is not None:
+        with suppress(OSError):  # the folder is missing without a deadline, or the disk is full
+            (folder.path / STACKS / HOSTS_FILE).write_text(json.dumps(checked.hosts))
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event
     binding = check_binding(mesh)
