@@ -28,7 +28,20 @@ def make_run(name: str, *, end: RunEnded | None = None, events=None) -> Path:
     return folder
 
 
-def with_user(visit: Callable[..., Awaitable[None]]) -> None:
+class RecordedCommands:
+    """In place of Commands: what would have been started."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, ...]] = []
+
+    def start(self, *arguments: str, subject: str) -> None:
+        self.started.append(arguments)
+
+    def of(self, subject: str) -> None:
+        return None
+
+
+def with_user(visit: Callable[..., Awaitable[None]], commands: object = None) -> None:
     """Runs `visit(user)` with NiceGUI's simulated browser and studio's pages."""
     from nicegui.testing import user_simulation
 
@@ -38,7 +51,7 @@ def with_user(visit: Callable[..., Awaitable[None]]) -> None:
 
     async def run() -> None:
         async with user_simulation() as user:
-            add_pages(Watching(), Commands())
+            add_pages(Watching(), commands or Commands())
             await visit(user)
 
     # NiceGUI's simulation forgets the modules whose pages it showed, with the packages above them.

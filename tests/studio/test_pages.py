@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import make_run, with_user
+from studio_for_tests import RecordedCommands, make_run, with_user
 
 from bloomery.monitor.events import RunEnded, Warned
 from runs_for_tests import made_up_run
@@ -84,3 +84,49 @@ def test_an_empty_folder_has_an_empty_list() -> None:
         assert (await opened_list(user)).rows == []
 
     with_user(visit)
+
+
+def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
+    commands = RecordedCommands()
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/new")
+        await user.should_see("Fits.", retries=50)
+        editor = next(iter(user.find(ui.codemirror).elements))
+        inputs = {e.props["label"]: e for e in user.find(ui.input).elements if "label" in e.props}
+
+        # The form writes the YAML.
+        inputs["micro_batch_size"].value = "1"
+        user.find(marker="train.micro_batch_size").trigger("change")
+        while "micro_batch_size" not in editor.value:
+            await asyncio.sleep(0.01)
+        assert "train:\n  micro_batch_size: 1" in editor.value
+
+        # The YAML fills the form.
+        editor.value = "extends: go-coder-tiny\ntrain: {micro_batch_size: 3}\n"
+        while inputs["micro_batch_size"].value != "3":
+            await asyncio.sleep(0.01)
+
+        # A mistake stands at its key, is corrected there, and nothing starts before.
+        inputs["micro_batch_size"].value = "many"
+        user.find(marker="train.micro_batch_size").trigger("change")
+        await user.should_see("must be auto or a whole number, not 'many'", retries=50)
+        assert inputs["micro_batch_size"].props["error-message"].startswith("must be auto")
+        assert not next(iter(user.find("Start").elements)).enabled
+        inputs["micro_batch_size"].value = "2"
+        user.find(marker="train.micro_batch_size").trigger("change")
+        while "error" in inputs["micro_batch_size"].props:
+            await asyncio.sleep(0.01)
+        assert "micro_batch_size: 2" in editor.value
+
+        user.find("Start").click()
+        while not commands.started:
+            await asyncio.sleep(0.01)
+        (command, path, option, folder) = commands.started[0]
+        assert (command, option) == ("train", "--run-dir")
+        assert Path(path).read_text() == editor.value
+        assert Path(folder).parent == Path.cwd() / "runs"
+
+    with_user(visit, commands)

@@ -166,30 +166,13 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
-    from bloomery.hardware.cpu_check import with_cpu_check
-    from bloomery.hardware.detect import detect
-    from bloomery.plan.advise import advise
-    from bloomery.plan.resolve import local_plan
-    from bloomery.runs.devices import planned_devices
+    from bloomery.runs.devices import planned_report
 
-    # Without --gpu the plan is for the devices of this machine, as training would choose them.
     recipe = loaded_recipe.recipe
-    detected = detect()
-    num_gpus = gpus
-    if gpu is None and gpus * nodes > 1 and not detected.accelerators:
-        counts = (("--gpus", gpus), ("--nodes", nodes))
-        where = " ".join(f"{flag} {count}" for flag, count in counts if count > 1)
-        fix = f'name a GPU: --gpu "MI300X" {where}'
-        problem = "this machine has no GPU of which to plan several"
-        raise UserError(problem, where=where, fix=fix, code=2)
-    if gpu is None and gpus * nodes == 1:
-        selected, num_gpus = planned_devices(recipe, detected, devices)
-        detected = with_cpu_check(selected)
-
-    # The plan's machine has the GPU of --gpu, where that is named.
-    plan, facts = local_plan(loaded_recipe, gpu=gpu, machine=detected, gpus=num_gpus, nodes=nodes)
-    report = advise(loaded_recipe, plan, facts)
-    machine = facts.machine
+    report, machine = planned_report(
+        loaded_recipe, gpu=gpu, devices=devices, gpus=gpus, nodes=nodes
+    )
+    plan = report.plan
     simulation = simulated(plan, machine) if simulate else None
     exit_code = 0 if plan.fits and (simulation is None or simulation.fits) else 1
     if as_json:
@@ -216,6 +199,7 @@ def show_plan(
     if (source or "").startswith("--model "):
         hidden_commands.add("bench")
     device_options = "" if gpu is None else f' --gpu "{gpu}"'
+    num_gpus = 1 if plan.parallel is None else plan.parallel.gpus
     device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
     device_options += f" --nodes {nodes}" if nodes > 1 else ""
     lines = page(

@@ -90,7 +90,8 @@ def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = (
     """As `load_recipe`, for YAML without a file; `source` names where its keys come from."""
     _refuse_unwritable_names(Path.cwd())
     document = _with_kinds(read_yaml(text, source=source, folder=Path.cwd()))
-    return _loaded(_safe_name(name), source, document, overrides)
+    path = Path.cwd() / f"{_safe_name(name)}.yaml"
+    return _loaded(_safe_name(name), source, _onto_parent(document, source, path, ()), overrides)
 
 
 def merged_text(text: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -236,12 +237,18 @@ def _read(file: _RecipeFile) -> Document:
 
 def _extended(file: _RecipeFile, children: tuple[Path, ...]) -> Document:
     """A file merged onto what it extends. `children`: the files that extend it."""
-    document = _with_kinds(_read(file))
+    return _onto_parent(_with_kinds(_read(file)), file.label, file.path, children)
+
+
+def _onto_parent(
+    document: Document, label: str, recipe_path: Path, children: tuple[Path, ...]
+) -> Document:
+    """The recipe of a file, merged onto what it extends. `label`: its name in messages."""
     if not isinstance(document.data, dict):
         if document.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
             fix = "see `bloomery recipes show everything`"
-            document.mistakes.append(Mistake((), file.label, problem, fix))
+            document.mistakes.append(Mistake((), label, problem, fix))
         return Document(None, document.origins, document.mistakes)
     parent = document.data.pop("extends", None)
     if parent is None:
@@ -257,13 +264,13 @@ def _extended(file: _RecipeFile, children: tuple[Path, ...]) -> Document:
     if not isinstance(parent, str):
         return without_parent("must be the name of a packaged recipe or a file")
     try:
-        base_file = _find(parent, file.path.parent)
+        base_file = _find(parent, recipe_path.parent)
     except UserError as error:
         return without_parent(error.problem, error.fix)
-    if base_file.path in (*children, file.path):
-        chain = " -> ".join(path.name for path in (*children, file.path, base_file.path))
+    if base_file.path in (*children, recipe_path):
+        chain = " -> ".join(path.name for path in (*children, recipe_path, base_file.path))
         return without_parent(f"recipes extend each other in a circle: {chain}")
-    base = _extended(base_file, (*children, file.path))
+    base = _extended(base_file, (*children, recipe_path))
     if isinstance(base.data, dict):
         base.data.pop("name", None)
     return _merged(base, document)

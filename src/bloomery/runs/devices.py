@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import (
@@ -17,6 +18,10 @@ from bloomery.hardware.profile import choose_device, hidden_integrated
 from bloomery.plan.mesh import sizes_of
 from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from bloomery.plan.types import PlanReport
+    from bloomery.recipe.load import LoadedRecipe
 
 MOST_CPU_RANKS = 64  # each holds a copy of PyTorch, and they share the cores
 
@@ -114,6 +119,40 @@ def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tu
     if max([1, *(size for size in sizes if size != "auto")]) > count:
         return narrow, 1
     return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
+
+
+def planned_report(
+    loaded_recipe: "LoadedRecipe",
+    *,
+    gpu: str | None = None,
+    devices: str | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
+) -> "tuple[PlanReport, Machine]":
+    """The plan of a recipe and its machine: this one with the devices that training would choose, or that of `gpu`.
+
+    Raises UserError where no GPU is here of which several are to be planned, and as `local_plan` does.
+    """
+    from bloomery.hardware.cpu_check import with_cpu_check
+    from bloomery.hardware.detect import detect
+    from bloomery.plan.advise import advise
+    from bloomery.plan.resolve import local_plan
+
+    detected = detect()
+    num_gpus = gpus
+    if gpu is None and gpus * nodes > 1 and not detected.accelerators:
+        counts = (("--gpus", gpus), ("--nodes", nodes))
+        where = " ".join(f"{flag} {count}" for flag, count in counts if count > 1)
+        fix = f'name a GPU: --gpu "MI300X" {where}'
+        problem = "this machine has no GPU of which to plan several"
+        raise UserError(problem, where=where, fix=fix, code=2)
+    if gpu is None and gpus * nodes == 1:
+        selected, num_gpus = planned_devices(loaded_recipe.recipe, detected, devices)
+        detected = with_cpu_check(selected)
+
+    # The plan's machine has the GPU of --gpu, where that is named.
+    plan, facts = local_plan(loaded_recipe, gpu=gpu, machine=detected, gpus=num_gpus, nodes=nodes)
+    return advise(loaded_recipe, plan, facts), facts.machine
 
 
 def _alike(machine: Machine) -> list[Accelerator]:

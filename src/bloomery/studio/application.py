@@ -10,6 +10,7 @@ from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
 from bloomery.studio.commands import Commands
 from bloomery.studio.guard import Guard
+from bloomery.studio.new_run_page import new_run_page
 from bloomery.studio.run_page import run_page
 from bloomery.studio.runs_page import runs_page
 from bloomery.studio.watching import Watching
@@ -30,6 +31,10 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def one_run(name: str) -> None:
         await run_page(watching, commands, name)
 
+    async def new_run() -> None:
+        await new_run_page(commands)
+
+    ui.page("/new", response_timeout=PAGE_SECONDS)(new_run)
     ui.page("/", response_timeout=PAGE_SECONDS)(runs)
     ui.page("/run/{name}", response_timeout=PAGE_SECONDS)(one_run)
 

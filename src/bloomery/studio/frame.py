@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -26,6 +27,8 @@ _STYLE = """
 body { font-size: 15px; }
 .studio-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 13px; }
 .studio-figure { min-width: 8.5rem; }
+.studio-form .q-field--with-bottom { padding-bottom: 32px; }
+.studio-plan { white-space: pre; overflow-wrap: normal; font-size: 12px; line-height: 1.45; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
 a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
 :focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
@@ -37,7 +40,7 @@ class Place(NamedTuple):
     name: str
 
 
-PLACES = (Place("/", "Runs"),)
+PLACES = (Place("/", "Runs"), Place("/new", "New run"))
 
 
 @contextmanager
@@ -67,6 +70,11 @@ def page(title: str, path: str) -> Iterator[None]:
         yield
 
 
+def address_of(name: str) -> str:
+    """The page of a run."""
+    return f"/run/{quote(name, safe='')}"
+
+
 def notify(error: UserError) -> None:
     """An error as the command line words it."""
     ui.notify(
@@ -85,11 +93,13 @@ def status_badge(status: str) -> ui.badge:
     )
 
 
-def show_command(command: Command | None) -> None:
+def show_command(command: Command | None, *, opened: bool = False) -> None:
     """A command with what it has printed; nothing where there is none."""
     if command is None:
         return
     code = command.code
     state = "runs" if code is None else "done" if code == 0 else f"exit code {code}"
-    with ui.expansion(f"{command.line}: {state}", value=code not in (None, 0)).classes("w-full"):
+    with ui.expansion(f"{command.line}: {state}", value=opened or code not in (None, 0)).classes(
+        "w-full"
+    ):
         ui.label(command.text() or "nothing printed yet").classes("studio-text")

@@ -3,12 +3,11 @@
 import asyncio
 import time
 from typing import Any
-from urllib.parse import quote
 
 from nicegui import ui
 
 from bloomery.core.units import format_seconds
-from bloomery.studio.frame import STATUS_COLORS, page
+from bloomery.studio.frame import STATUS_COLORS, address_of, page
 from bloomery.studio.watching import RunRow, Watching
 
 UPDATE_SECONDS = 2.0
@@ -93,11 +92,6 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
         "address": address_of(row.name),
         "shown": shown,
     }
-
-
-def address_of(name: str) -> str:
-    """The page of a run."""
-    return f"/run/{quote(name, safe='')}"
 
 
 async def runs_page(watching: Watching) -> None:

@@ -1,0 +1,294 @@
+"""The page that makes a run: choose a recipe, change it as a form or as YAML, read its plan, start it."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, final
+
+from nicegui import ui
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
+from bloomery.plan.made import made_recipe
+from bloomery.recipe.load import packaged
+from bloomery.runs.folder import propose_folder
+from bloomery.studio.commands import Commands
+from bloomery.studio.frame import address_of, notify, page, show_command
+from bloomery.studio.recipe_form import (
+    SOURCE,
+    FormField,
+    FormSection,
+    Planned,
+    planned,
+    sections_of,
+    value_at,
+    value_text,
+    with_edit,
+    with_key,
+    write_recipe,
+)
+
+TYPING_SECONDS = 0.4  # without a key before a plan is made
+OPENED = ("data", "train")  # sections
+FIRST_FIELDS = 8  # of a section, before "more"
+UNSET = "not set"
+FIRST_RECIPE = "go-coder-tiny"
+MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
+
+
+async def new_run_page(commands: Commands) -> None:
+    with page("New run", "/new"):
+        ui.label("New run").classes("text-xl font-semibold").props("role=heading aria-level=1")
+        view = NewRun(commands)
+        await view.use(f"extends: {FIRST_RECIPE}\n", FIRST_RECIPE)
+
+
+@final
+class NewRun:
+    """Mutable: one open page with a recipe that is not a run yet."""
+
+    def __init__(self, commands: Commands) -> None:
+        self.commands = commands
+        self.text = ""
+        self.name = "recipe"
+        self.planned = Planned()
+        self._version = 0  # of the text
+        self._inputs: dict[str, tuple[FormField, Any]] = {}
+        self._filled: dict[str, str] = {}  # the last value of each input
+        self._kinds: tuple[str, ...] = ()
+        self._chooser()
+        with ui.element("div").classes("w-full grid gap-6 grid-cols-1 lg:grid-cols-[5fr_7fr]"):
+            with ui.column().classes("w-full min-w-0 gap-2"):
+                with ui.tabs().props("dense no-caps align=left") as tabs:
+                    form_tab = ui.tab("Form")
+                    yaml_tab = ui.tab("YAML")
+                with ui.tab_panels(tabs, value=form_tab).classes("w-full"):
+                    with ui.tab_panel(form_tab).classes("p-0"):
+                        self._form = ui.column().classes("w-full gap-1")
+                    with ui.tab_panel(yaml_tab).classes("p-0"):
+                        self._editor = ui.codemirror(
+                            "", language="YAML", line_wrapping=True, on_change=self._on_yaml
+                        ).classes("w-full h-[32rem]")
+                        self._editor.props('aria-label="Recipe as YAML"')
+            with ui.column().classes("w-full min-w-0 gap-2"):
+                self._subject = ""
+                self._shown_command: tuple[int | None, str] | None = None
+                self._problem = ui.label().classes("studio-text text-negative").props("role=alert")
+                with ui.row().classes("items-center"):
+                    self._start_button = ui.button(
+                        "Start", icon="play_arrow", on_click=self._start
+                    ).props("no-caps")
+                    ui.button(
+                        "Show three examples with their loss mask", on_click=self._preview
+                    ).props("outline no-caps")
+                self._command = ui.column().classes("w-full gap-0")
+                ui.label("Plan").classes("text-lg font-semibold").props("role=heading aria-level=2")
+                self._plan = ui.label().classes("studio-text studio-plan w-full overflow-x-auto")
+                self._suggestions = ui.column().classes("w-full gap-1")
+        ui.timer(1.0, self._show_command)
+
+    def _chooser(self) -> None:
+        with ui.row().classes("w-full items-end gap-3"):
+            recipes = ui.select(
+                sorted(packaged()), value=FIRST_RECIPE, label="Packaged recipe", with_input=True
+            ).classes("w-64")
+
+            async def use_recipe() -> None:
+                await self.use(f"extends: {recipes.value}\n", str(recipes.value))
+
+            recipes.on_value_change(use_recipe)
+            ui.label("or").classes("pb-3")
+            model = ui.input("Model", placeholder="folder or Hub id").classes("w-64")
+            data = ui.input("Dataset", placeholder="file, folder or hub:ORG/NAME").classes("w-64")
+
+            async def use_model() -> None:
+                try:
+                    made = await asyncio.to_thread(
+                        made_recipe, model.value or "", data.value or None, planning=True
+                    )
+                except UserError as error:
+                    notify(error)
+                    return
+                await self.use(made.complete_text, made.name)
+
+            ui.button("Make a recipe", on_click=use_model).props("outline no-caps").classes("mb-2")
+
+    async def use(self, text: str, name: str) -> None:
+        """Begins with this recipe."""
+        self.name = name
+        await self._change(text)
+
+    async def _on_yaml(self) -> None:
+        if self._editor.value == self.text:
+            return
+        await self._change(self._editor.value or "", is_typed=True)
+
+    async def _change(self, text: str, *, is_typed: bool = False) -> None:
+        """Plans a new text; of several within TYPING_SECONDS the last one alone."""
+        self.text = text
+        self._version += 1
+        version = self._version
+        if is_typed:
+            await asyncio.sleep(TYPING_SECONDS)
+            if version != self._version:
+                return
+        if len(text) > MOST_CHARACTERS:
+            result = Planned(problem=f"the recipe has more than {MOST_CHARACTERS:,} characters")
+        else:
+            result = await asyncio.to_thread(planned, text, self.name)
+        if version == self._version:
+            self.planned = result
+            self._show()
+
+    def _show(self) -> None:
+        """The form, the editor and the plan of the present text."""
+        result = self.planned
+        if self._editor.value != self.text:
+            self._editor.value = self.text
+        if result.values is not None:
+            sections = sections_of(result.values)
+            keys = tuple(field.key for section in sections for field in section.fields)
+            if keys != self._kinds:
+                self._kinds = keys
+                self._build(sections)
+        for key, (field, element) in self._inputs.items():
+            self._fill(key, field, element)
+
+        self._problem.text = "\n".join(
+            filter(None, (result.problem, result.fix and f"fix: {result.fix}"))
+        )
+        self._problem.visible = bool(result.problem)
+        self._start_button.enabled = not result.problem
+        self._start_button.text = (
+            "Start" if result.fits or result.problem else "Start although it does not fit"
+        )
+        if result.lines:
+            self._plan.text = "\n".join(result.lines)
+        # The plan of the last recipe without mistakes stays, as such.
+        self._plan.style(f"opacity: {1 if result.lines else 0.45}")
+        self._suggestions.clear()
+        with self._suggestions:
+            for edit, saves in result.suggestions:
+                with ui.row().classes("items-center no-wrap"):
+                    ui.button(edit, on_click=partial(self._apply, edit)).props(
+                        "outline dense no-caps"
+                    )
+                    ui.label(saves)
+
+    def _build(self, sections: list[FormSection]) -> None:
+        self._form.clear()
+        self._inputs = {}
+        with self._form:
+            for section in sections:
+                with (
+                    ui.expansion(section.name, caption=section.description)
+                    .classes("w-full")
+                    .props("dense header-class=text-weight-medium") as expansion
+                ):
+                    expansion.value = section.name in OPENED
+                    self._add_fields(section.fields[:FIRST_FIELDS])
+                    if section.fields[FIRST_FIELDS:]:
+                        with ui.expansion("more").classes("w-full").props("dense"):
+                            self._add_fields(section.fields[FIRST_FIELDS:])
+
+    def _add_fields(self, fields: Sequence[FormField]) -> None:
+        with ui.element("div").classes(
+            "studio-form w-full grid gap-x-4 gap-y-1 grid-cols-1 sm:grid-cols-2"
+        ):
+            for field in fields:
+                self._inputs[field.key] = field, self._input(field)
+
+    def _input(self, field: FormField) -> Any:
+        label = ".".join(field.path[1:])
+
+        # NiceGUI also calls this, later, for a value that the page has set: `_set` knows those.
+        async def change() -> None:
+            await self._set(field, str(element.value or ""))
+
+        element: Any
+        if field.options:
+            options = {option: UNSET if option == "null" else option for option in field.options}
+            element = ui.select(options, label=label, on_change=change)
+        else:
+            element = ui.input(label)
+            element.on("change", change)  # when the field is left, or at Enter
+        element.props(f'dense hint="{_attribute(field.description)}"').classes("w-full").mark(
+            field.key
+        )
+        return element
+
+    def _shown(self, field: FormField) -> str:
+        """The value of a key as its input shows it."""
+        value = value_at(self.planned.values, field.path)
+        if not field.options:
+            return "" if value is None else value_text(value)
+        text = value_text(value)
+        return text if text in field.options else field.options[0]
+
+    def _fill(self, key: str, field: FormField, element: Any) -> None:
+        if self.planned.values is not None:
+            text = self._filled[key] = self._shown(field)
+            if element.value != text:
+                element.value = text
+        mistake = self.planned.problem_at(key)
+        element.props(remove="error error-message")
+        if mistake:
+            element.props(f'error error-message="{_attribute(mistake)}"')
+        is_set = self._is_set(field)
+        element.classes(add="font-bold" if is_set else None, remove=None if is_set else "font-bold")
+
+    def _is_set(self, field: FormField) -> bool:
+        """Whether the text has the key, not only what it extends."""
+        return self.planned.origins.get(field.key, "").startswith(SOURCE)
+
+    async def _set(self, field: FormField, value: str) -> None:
+        if value == self._filled.get(field.key):
+            return
+        self._filled[field.key] = value
+        if value == "null" and self._is_set(field):
+            value = ""
+        try:
+            await self._change(with_key(self.text, field.path, value))
+        except UserError as error:
+            notify(error)
+
+    async def _apply(self, edit: str) -> None:
+        try:
+            await self._change(with_edit(self.text, edit))
+        except UserError as error:
+            notify(error)
+
+    def _preview(self) -> None:
+        self._run(lambda path: ("prepare", path, "--preview", "3"))
+
+    def _start(self) -> None:
+        folder = propose_folder(self.planned.name or self.name)
+        if self._run(lambda path: ("train", path, "--run-dir", str(folder)), subject=folder.name):
+            ui.navigate.to(address_of(folder.name))
+
+    def _run(self, arguments: Any, *, subject: str = "") -> bool:
+        """Writes the recipe into the working folder and starts a command with it."""
+        try:
+            path = write_recipe(self.text, self.planned.name or self.name)
+            self._subject = subject or str(path)
+            self.commands.start(*arguments(str(path)), subject=self._subject)
+        except UserError as error:
+            notify(error)
+            return False
+        ui.notify(f"wrote {harmless(str(path))}")
+        self._show_command()
+        return True
+
+    def _show_command(self) -> None:
+        command = self.commands.of(self._subject) if self._subject else None
+        state = None if command is None else (command.code, command.text())
+        if state != self._shown_command:
+            self._shown_command = state
+            self._command.clear()
+            with self._command:
+                show_command(command, opened=True)
+
+
+def _attribute(text: str) -> str:
+    """For an attribute in quotes, which NiceGUI reads with backslashes as escapes."""
+    return text.replace("\\", "/").replace('"', "'").replace("\n", " ")

@@ -1,0 +1,261 @@
+"""A recipe as a form and as YAML, both ways, and its plan for this machine. Does not import torch."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.error import YAMLError
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
+from bloomery.plan.page import page
+from bloomery.recipe.load import dump_recipe, json_schema, load_text
+from bloomery.runs.devices import planned_report
+
+KeyPath = tuple[str, ...]
+_HIDDEN = ("name", "extends", "claims", "rewards")  # keys that are no section: the YAML has them
+SOURCE = "recipe"  # where the keys of the text come from, in messages
+
+
+@dataclass(frozen=True)
+class FormField:
+    """A key of a section. `options`: the allowed words; empty: any text. `default`: as YAML."""
+
+    path: KeyPath
+    description: str
+    default: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class FormSection:
+    name: str
+    description: str
+    fields: tuple[FormField, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a recipe, or why there is none. `suggestions`: edits, and what each changes."""
+
+    name: str = ""
+    fits: bool = False
+    lines: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, str], ...] = ()
+    values: Mapping[str, Any] | None = None  # of the whole recipe, with defaults
+    origins: Mapping[str, str] = field(default_factory=dict)  # where each key came from
+    problem: str = ""
+    fix: str = ""
+
+    def problem_at(self, key: str) -> str:
+        """The mistake at a key, in the words of the command line."""
+        for line in self.problem.splitlines():
+            _, found, rest = f" {line}".partition(f" {key}: ")
+            if found:
+                return rest
+        return ""
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return json_schema()
+
+
+def sections_of(values: Mapping[str, Any]) -> list[FormSection]:
+    """The sections of the form; of a section with kinds, the keys of the kind that the recipe has."""
+    sections = []
+    for name, schema in _schema()["properties"].items():
+        if name in _HIDDEN:
+            continue
+        fields = tuple(_fields(_variant(schema, values.get(name)), (name,)))
+        if fields:
+            sections.append(FormSection(name, schema.get("description", ""), fields))
+    return sections
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    reference = schema.get("$ref")
+    if reference is None:
+        return schema
+    definition: dict[str, Any] = _schema()["$defs"][reference.rpartition("/")[2]]
+    return definition
+
+
+def _variant(schema: dict[str, Any], value: Any) -> dict[str, Any]:
+    """The object that holds the keys of a section."""
+    schema = _resolved(schema)
+    for choice in schema.get("anyOf", ()):
+        mapping = choice.get("discriminator", {}).get("mapping", {})
+        if mapping:
+            kind = value.get("kind") if isinstance(value, Mapping) else value
+            reference = mapping.get(str(kind)) or next(iter(mapping.values()))
+            variant = dict(_resolved({"$ref": reference}))
+            kinds = {"enum": list(mapping), "description": "Which one."}
+            variant["properties"] = {**variant.get("properties", {}), "kind": kinds}
+            return variant
+        if "$ref" in choice:
+            return _resolved(choice)
+    return schema
+
+
+def _fields(schema: dict[str, Any], path: KeyPath) -> list[FormField]:
+    fields = []
+    for name, member in schema.get("properties", {}).items():
+        inner = _resolved(member)
+        if "properties" in inner:
+            fields += _fields(inner, (*path, name))
+            continue
+        fields.append(
+            FormField(
+                path=(*path, name),
+                description=member.get("description", inner.get("description", "")),
+                default=value_text(member["default"]) if "default" in member else "",
+                options=_options(member),
+            )
+        )
+    return sorted(fields, key=lambda field: field.path[-1] != "kind")
+
+
+def _options(schema: dict[str, Any]) -> tuple[str, ...]:
+    """The allowed words of a key, where nothing but words is allowed."""
+    words: list[str] = []
+    for choice in (schema, *schema.get("anyOf", ())):
+        if "enum" in choice:
+            words += [value_text(value) for value in choice["enum"]]
+        elif "const" in choice:
+            words.append(value_text(choice["const"]))
+        elif choice.get("type") == "boolean":
+            words += ["true", "false"]
+        elif choice.get("type") == "null":
+            words.append("null")
+        elif choice is not schema or "type" in choice:
+            return ()
+    return tuple(dict.fromkeys(words))
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    writer = YAML()
+    writer.default_flow_style = True
+    writer.width = 10_000
+    stream = io.StringIO()
+    writer.dump([value], stream)
+    return stream.getvalue().strip()[1:-1].strip()
+
+
+def value_at(values: Mapping[str, Any] | None, path: KeyPath) -> Any:
+    """None where the recipe has no such key."""
+    value: Any = values
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_key(text: str, path: KeyPath, value: str) -> str:
+    """The YAML with one key changed, its comments and its order kept. An empty value removes the key.
+
+    Raises UserError where the YAML or the value cannot be read.
+    """
+    editor = YAML()
+    editor.width = 10_000
+    editor.preserve_quotes = True
+    try:
+        document = editor.load(text)
+        new_value = YAML(typ="safe", pure=True).load(f"[{value}]")[0] if value.strip() else None
+    except (YAMLError, IndexError, RecursionError, ValueError) as error:
+        problem = str(error).partition("\n")[0]
+        raise UserError(
+            f"the YAML cannot be read: {problem}", where=".".join(path), fix="correct it first"
+        ) from error
+    if not isinstance(document, CommentedMap):
+        document = CommentedMap()
+    section = document
+    for name in path[:-1]:
+        inner = section.get(name)
+        if not isinstance(inner, CommentedMap):
+            # `adapter: lora` is short for a section with that kind.
+            kind = {} if inner is None else {"kind": inner}
+            inner = section[name] = CommentedMap(kind)
+        section = inner
+    if value.strip():
+        # Keys of another kind would be mistakes.
+        if path[-1] == "kind" and section.get("kind") != new_value:
+            section.clear()
+        section[path[-1]] = new_value
+    else:
+        section.pop(path[-1], None)
+        if not section and len(path) > 1:
+            document.pop(path[0], None)
+    stream = io.StringIO()
+    editor.dump(document, stream)
+    return stream.getvalue()
+
+
+def with_edit(text: str, edit: str) -> str:
+    """The YAML with suggestions such as "train.micro_batch_size=1 train.activation_checkpointing=full"."""
+    for word in edit.split():
+        key, _, value = word.partition("=")
+        text = with_key(text, tuple(key.split(".")), value)
+    return text
+
+
+def planned(text: str, name: str) -> Planned:
+    """The plan for this machine, and every mistake in the words of the command line."""
+    try:
+        loaded_recipe = load_text(text, name=name, source=SOURCE)
+    except UserError as error:
+        return Planned(problem=_text_of(error), fix=harmless(error.fix))
+    values = YAML(typ="safe", pure=True).load(dump_recipe(loaded_recipe))
+    try:
+        report, machine = planned_report(loaded_recipe)
+    except UserError as error:
+        return Planned(
+            name=loaded_recipe.name,
+            values=values,
+            origins=loaded_recipe.provenance,
+            problem=_text_of(error),
+            fix=harmless(error.fix),
+        )
+    lines = page(report, machine, source=loaded_recipe.name, commands=[])
+    return Planned(
+        name=loaded_recipe.name,
+        fits=report.plan.fits,
+        lines=tuple(harmless(line) for line in lines),
+        suggestions=tuple((each.edit, each.saves) for each in report.suggestions),
+        values=values,
+        origins=loaded_recipe.provenance,
+    )
+
+
+def _text_of(error: UserError) -> str:
+    return harmless("\n".join(filter(None, (error.problem, error.where))))
+
+
+def write_recipe(text: str, name: str) -> Path:
+    """A recipe file with this text in the working folder; another name where a file with other text exists.
+
+    Raises UserError where it cannot be written.
+    """
+    for number in range(1, 1000):
+        path = Path(f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
+        try:
+            if path.is_file() and path.read_text(encoding="utf-8") == text:
+                return path
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            problem = f"cannot write the recipe: {error.strerror}"
+            raise UserError(problem, where=str(path), fix="choose another folder") from error
+    raise UserError("too many recipes of this name", where=name, fix="set `name`")

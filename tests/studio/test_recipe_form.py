@@ -1,0 +1,163 @@
+"""A recipe as a form and as YAML: each change against the recipe that the text loads to."""
+
+from pathlib import Path
+
+import pytest
+
+from bloomery.core.errors import UserError
+from bloomery.recipe.aliases import known_keys
+from bloomery.recipe.load import load_recipe, load_text
+from bloomery.studio.recipe_form import (
+    planned,
+    sections_of,
+    value_text,
+    with_edit,
+    with_key,
+    write_recipe,
+)
+
+TEXT = """# mine
+extends: go-coder-tiny  # the base
+adapter: lora
+train: {epochs: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe_of(text: str):
+    return load_text(text, name="mine", source="recipe").recipe
+
+
+def test_a_text_extends_a_packaged_recipe_as_a_file_does(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(TEXT)
+    assert recipe_of(TEXT) == load_recipe(str(tmp_path / "mine.yaml")).recipe
+    with pytest.raises(UserError, match="there is no recipe 'absent'"):
+        recipe_of("extends: absent")
+    (tmp_path / "circle.yaml").write_text("extends: mine.yaml\n")
+    (tmp_path / "mine.yaml").write_text("extends: circle.yaml\n")
+    with pytest.raises(UserError, match="circle"):
+        recipe_of("extends: circle.yaml")
+
+
+def test_a_field_changes_its_key_and_nothing_else() -> None:
+    text = with_key(TEXT, ("train", "micro_batch_size"), "4")
+    text = with_key(text, ("optimizer", "betas"), "[0.8, 0.9]")
+    before = recipe_of(TEXT)
+    after = recipe_of(text)
+    assert after.train.micro_batch_size == 4
+    assert after.optimizer.betas == (0.8, 0.9)
+    assert after.train.epochs == before.train.epochs == 2
+    assert after.adapter == before.adapter
+    assert "# mine" in text and "# the base" in text
+
+    text = with_key(text, ("train", "micro_batch_size"), "")
+    assert recipe_of(with_key(text, ("optimizer", "betas"), "")) == before
+
+
+def test_a_short_section_becomes_a_section_with_its_kind() -> None:
+    recipe = recipe_of(with_key(TEXT, ("adapter", "rank"), "8"))
+    assert (recipe.adapter.kind, recipe.adapter.rank) == ("lora", 8)
+
+
+def test_another_kind_drops_the_keys_of_the_one_before() -> None:
+    text = with_key(TEXT, ("adapter", "rank"), "8")
+    assert recipe_of(with_key(text, ("adapter", "kind"), "none")).adapter.kind == "none"
+
+
+def test_a_suggestion_of_a_plan_is_an_edit() -> None:
+    recipe = recipe_of(
+        with_edit(TEXT, "train.micro_batch_size=1 train.activation_checkpointing=full")
+    )
+    assert recipe.train.micro_batch_size == 1
+    assert (
+        recipe.train.activation_checkpointing
+        == recipe_of(
+            "extends: go-coder-tiny\ntrain: {activation_checkpointing: full}"
+        ).train.activation_checkpointing
+    )
+
+
+def test_the_form_has_the_keys_of_the_schema_with_their_defaults() -> None:
+    result = planned(TEXT, "mine")
+    fields = {
+        field.key: field for section in sections_of(result.values) for field in section.fields
+    }
+    keys = {".".join(map(str, key)) for key in known_keys()}
+    assert set(fields) <= keys
+    for key in (
+        "model.from",
+        "data.path",
+        "train.epochs",
+        "adapter.rank",
+        "optimizer.learning_rate",
+    ):
+        assert fields[key].description
+    assert set(fields["adapter.kind"].options) == {"none", "lora", "dora", "peft"}
+    assert fields["checkpoint.keep"].default == "3"
+    # The default of every word-only key is one of its words.
+    for field in fields.values():
+        assert not field.options or not field.default or field.default in field.options, field
+
+
+@pytest.mark.parametrize(
+    "value", [1, 0.5, 1e-05, True, None, "auto", "10B tokens", ["a", "b"], {"a": 1}, "*.go", ""]
+)
+def test_a_value_as_text_is_read_back(value: object) -> None:
+    if value == "":
+        assert value_text(value) == "''"
+        return
+    recipe_text = with_key("{}", ("a", "b"), value_text(value))
+    from ruamel.yaml import YAML
+
+    assert YAML(typ="safe", pure=True).load(recipe_text) == {"a": {"b": value}}
+
+
+def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:
+    good = planned(TEXT, "mine")
+    assert good.problem == ""
+    assert good.origins["train.epochs"] == "recipe line 4"
+    assert any(line.startswith("memory") for line in good.lines)
+    bad = planned(TEXT.replace("epochs: 2", "epochs: 2, micro_batch_size: many, foo: 1"), "mine")
+    assert bad.problem_at("train.micro_batch_size") == "must be auto or a whole number, not 'many'"
+    assert bad.problem_at("train.foo") == "no such key"
+    assert bad.problem_at("train.epochs") == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "- 1",
+        "",
+        "\0",
+        "a: &a [*a]",
+        "x: !!python/object/apply:os.system ['touch hacked']",
+        "a: &a [x, x]\n" + "\n".join(f"b{n}: &b{n} [*a, *a, *a]" for n in range(30)),
+        "{" * 2000,
+        "extends: /etc/passwd",
+        "extends: ../../../../etc",
+        "model: {from: '<script>alert(1)</script>'}",
+    ],
+)
+def test_a_recipe_that_does_not_parse_is_a_problem_in_words(text: str, tmp_path: Path) -> None:
+    result = planned(text, "mine")
+    assert result.problem
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    "text, value", [("a: [", "1"), ("{}", "["), ("{}", "]"), ("{}", "a: b: c")]
+)
+def test_an_edit_of_text_that_cannot_be_read_changes_nothing(text: str, value: str) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        with_key(text, ("train", "epochs"), value)
+
+
+def test_a_recipe_file_is_written_once_and_overwrites_none(tmp_path: Path) -> None:
+    assert write_recipe(TEXT, "mine") == write_recipe(TEXT, "mine") == Path("mine.yaml")
+    assert write_recipe("model: {}\n", "mine") == Path("mine-2.yaml")
+    assert Path("mine.yaml").read_text() == TEXT
