@@ -8,10 +8,11 @@ from typing import Any
 from bloomery.cli.plan import brief_document
 from bloomery.core.errors import UserError
 from bloomery.core.text import broken
-from bloomery.core.units import GIB, format_bytes, format_seconds
+from bloomery.core.units import GIB, format_seconds
 from bloomery.hardware.doctor.diagnose import ready
 from bloomery.hardware.doctor.software import OVERRIDE
 from bloomery.hardware.doctor.symptoms import PROBE, Finding
+from bloomery.hardware.doctor.words import headline, machine_facts
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import best_device, with_gpu
 from bloomery.plan.resolve import local_plan
@@ -28,7 +29,6 @@ CPU_RECIPE = "go-coder-tiny"
 REMARK_COLUMN = 39
 REMARK_GAP = 3
 PROBE_REMARK = "  # tests matmul, attention and compilation, about 1 min"
-BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ def page(
     time = f"{seconds:.1f} s"
     first_line, *more_lines = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
     lines = [f"{first_line:<{WIDTH - len(time)}}{time}", *more_lines]
-    lines += ["", *machine_lines(machine), ""]
+    lines.append("")
+    for label, text in machine_facts(machine):
+        lines += _labelled(label, [text])
+    lines.append("")
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
 
@@ -141,91 +144,6 @@ def page(
     if findings:
         lines.append("")
     return [*lines, *_labelled("then", [*plan_lines, end])]
-
-
-def headline(findings: Sequence[Finding]) -> str:
-    """Ready or not, the first reason, and the number of commands that fix it."""
-    blocking = [finding for finding in findings if finding.level == "blocks"]
-    if blocking:
-        # Of the steps of a fix, some are remarks, and some are alternatives to the command before them.
-        reason = blocking[0].headline or blocking[0].what.partition(": ")[0]
-        steps = [step for finding in blocking for step in finding.fix]
-        num_commands = sum(
-            not step.startswith("#") and "  # or, " not in step and "  # or: " not in step
-            for step in steps
-        )
-        count = _counted(num_commands, "command").capitalize()
-        return f"Not ready: {reason}. {count} {'fixes' if num_commands == 1 else 'fix'} it."
-    if any(finding.id == "no-gpu" for finding in findings):
-        return "Ready, without a GPU: small models train on the CPU of this machine."
-    num_slow = sum(finding.level == "slows" for finding in findings)
-    if not num_slow:
-        return "Ready."
-    return f"Ready, but {_counted(num_slow, 'problem')} slow{'s' * (num_slow == 1)} training."
-
-
-def _counted(count: int, noun: str) -> str:
-    """A count in words up to nine: "no commands", "one command"."""
-    numerals = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    numeral = numerals[count] if count < len(numerals) else str(count)
-    return f"{numeral} {noun}{'' if count == 1 else 's'}"
-
-
-def machine_lines(machine: Machine) -> Iterator[str]:
-    """The GPUs, the PyTorch and the access to the GPUs."""
-    # GPUs that are described in the same words share a line: `GPU 0-7`.
-    host = machine.host
-    software = machine.software
-    numbers_by_text: dict[str, list[int]] = {}
-    for device in machine.accelerators:
-        memory = "memory unknown"
-        if device.usable_bytes:
-            memory = f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")
-        if device.integrated:
-            memory += " of system memory"
-        elif device.memory_used_bytes >= 0.05 * GIB:
-            memory += f", {device.memory_used_bytes / GIB:.2f} GiB in use"
-        kernel = ".".join(host.driver.kernel.split(".")[:2])
-        driver = host.driver.nvidia and f"driver {host.driver.nvidia}"
-        if device.vendor == "amd":
-            driver = f"amdgpu, Linux {kernel}" if kernel else "amdgpu"
-        text = " · ".join(filter(None, (device.name, device.arch, memory, driver)))
-        numbers_by_text.setdefault(text, []).append(device.index)
-    for text, numbers in numbers_by_text.items():
-        name = f"GPU {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
-        yield from _labelled(name, [text])
-    if not machine.accelerators:
-        memory = f"{format_bytes(host.memory_free_bytes)} of {format_bytes(host.memory_bytes)} free"
-        yield from _labelled("CPU", [f"{host.cpu_name} · {host.cpu_cores} cores · {memory}"])
-
-    # A version without a suffix such as +rocm6.4 does not name its build.
-    torch = software.torch or "not installed"
-    if software.torch and "+" not in software.torch and software.build:
-        torch += f" ({BUILDS[software.build]} build)"
-    text = f"{torch} · Python {software.python} · {software.prefix}".rstrip(" ·")
-    yield from _labelled("torch", [text])
-
-    # Device files with permissions of their own are AMD's; those in the same state share a part.
-    if not any(device.vendor == "amd" for device in machine.accelerators):
-        return
-    nodes = {device.node: device.access for device in machine.accelerators if device.node}
-    state_by_file = {"/dev/kfd": host.access.kfd, **nodes}
-    descriptions = {
-        "open": "read-write",
-        "denied": "permission denied",
-        "absent": "missing",
-        "hung": "no response",
-    }
-    parts = []
-    for state, description in descriptions.items():
-        files = [file for file, file_state in state_by_file.items() if file_state == state]
-        if len(files) > 3:
-            parts.append(f"{files[0]}, {files[1]} and {len(files) - 2} more: {description}")
-        elif files:
-            listing = " and ".join(filter(None, (", ".join(files[:-1]), files[-1])))
-            parts.append(f"{listing}: {description}")
-    if parts:
-        yield from _labelled("access", [" · ".join(parts)])
 
 
 def finding_lines(number: int, finding: Finding) -> Iterator[str]:

@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.units import GIB
 from bloomery.hardware.kfd import text_of
+
+if TYPE_CHECKING:
+    from bloomery.hardware.machine import Machine
 
 CPU_DEVICE = -1  # as `SensorReading.device`
 DEADLINE_SECONDS = 8.0  # for one read, including the start of the process
@@ -39,6 +42,20 @@ class SensorDevice:
     node: str = ""  # /dev/dri/renderD128
     pci_address: str = ""  # 0000:03:00.0
     device_id: int = 0
+
+
+def sensor_devices(machine: "Machine") -> list[SensorDevice]:
+    return [
+        SensorDevice(
+            index=gpu.index,
+            vendor=gpu.vendor,
+            name=gpu.name,
+            node=gpu.node,
+            pci_address=gpu.pci_address,
+            device_id=gpu.device_id,
+        )
+        for gpu in machine.accelerators
+    ]
 
 
 @final
@@ -488,12 +505,10 @@ class SensorReader:
         self._trying = ""
         if not name:
             self._failed = True
-            self._on_problem(f"cannot read sensors: {problem}; training continues without")
+            self._on_problem(f"cannot read sensors: {problem}")
             return
         self._without.append(name)
-        self._on_problem(
-            f"sensors ({name}) are no longer read: {problem}; training continues without these readings"
-        )
+        self._on_problem(f"sensors ({name}) are no longer read: {problem}")
 
     def close(self) -> None:
         """Ends the process. One that is stuck in a driver is left running and ends later."""

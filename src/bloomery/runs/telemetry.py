@@ -13,7 +13,7 @@ from typing import Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
-from bloomery.hardware.telemetry import CPU_DEVICE, SensorDevice, SensorReader, SensorReading
+from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
 from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
@@ -285,20 +285,9 @@ def sensing(
     machine = read_machine(folder.machine)
     on_cpu = plan.train.device == "cpu"
     with EventLog(folder.events) as emit:
-        devices = [
-            SensorDevice(
-                index=gpu.index,
-                vendor=gpu.vendor,
-                name=gpu.name,
-                node=gpu.node,
-                pci_address=gpu.pci_address,
-                device_id=gpu.device_id,
-            )
-            for gpu in machine.accelerators
-        ]
         reader = SensorReader(
-            [] if on_cpu else devices,
-            on_problem=lambda reason: emit(Warned(reason=reason)),
+            [] if on_cpu else sensor_devices(machine),
+            on_problem=lambda reason: emit(Warned(reason=f"{reason}; training continues without")),
             cpu_name=machine.host.cpu_name,
             root=root,
         )

@@ -10,6 +10,7 @@ from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
 from bloomery.studio.commands import Commands
 from bloomery.studio.guard import Guard
+from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.new_run_page import new_run_page
 from bloomery.studio.run_page import run_page
 from bloomery.studio.runs_page import runs_page
@@ -25,6 +26,8 @@ PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
 def add_pages(watching: Watching, commands: Commands) -> None:
     """Registers every page with NiceGUI, which has one application per process."""
 
+    sensors = Sensors()
+
     async def runs() -> None:
         await runs_page(watching)
 
@@ -35,6 +38,11 @@ def add_pages(watching: Watching, commands: Commands) -> None:
         await new_run_page(commands)
 
     ui.page("/new", response_timeout=PAGE_SECONDS)(new_run)
+
+    async def machine() -> None:
+        await machine_page(sensors, commands)
+
+    ui.page("/machine", response_timeout=PAGE_SECONDS)(machine)
     ui.page("/", response_timeout=PAGE_SECONDS)(runs)
     ui.page("/run/{name}", response_timeout=PAGE_SECONDS)(one_run)
 

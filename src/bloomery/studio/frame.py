@@ -29,6 +29,9 @@ body { font-size: 15px; }
 .studio-figure { min-width: 8.5rem; }
 .studio-form .q-field--with-bottom { padding-bottom: 32px; }
 .studio-plan { white-space: pre; overflow-wrap: normal; font-size: 12px; line-height: 1.45; }
+.body--dark .text-primary { color: #7fb6ec !important; }
+.body--dark .text-negative { color: #f28b94 !important; }
+.studio-command { background: rgba(128, 128, 128, 0.13); border-radius: 4px; padding: 0.1rem 0.5rem; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
 a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
 :focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
@@ -40,7 +43,7 @@ class Place(NamedTuple):
     name: str
 
 
-PLACES = (Place("/", "Runs"), Place("/new", "New run"))
+PLACES = (Place("/", "Runs"), Place("/new", "New run"), Place("/machine", "Machine"))
 
 
 @contextmanager

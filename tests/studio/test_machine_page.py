@@ -1,0 +1,70 @@
+"""The page of the machine, with recorded machines and made-up sensors."""
+
+from pathlib import Path
+
+import pytest
+from studio_for_tests import with_user
+
+from bloomery.hardware.machine import read_machine
+from bloomery.hardware.telemetry import SensorReading
+
+pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+MACHINES = Path(__file__).parents[1] / "machines"
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def with_sensors(monkeypatch: pytest.MonkeyPatch, *readings: SensorReading) -> None:
+    monkeypatch.setattr(
+        "bloomery.studio.machine_page.Sensors.read", lambda self, machine: list(readings)
+    )
+
+
+def test_findings_have_commands_to_copy_and_sensors_their_figures(monkeypatch) -> None:
+    machine = read_machine(MACHINES / "rx-6800-driver-blacklisted.json")
+    monkeypatch.setattr("bloomery.studio.machine_page.detect", lambda: machine)
+    hot = SensorReading(
+        device=0, name="<b>bold", temperature=91, critical=100, power=250.4, memory_gib=6.25,
+        memory_total_gib=8, throttled="thermal",
+    )  # fmt: skip
+    with_sensors(monkeypatch, hot, SensorReading(device=1, shared_with=0))
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/machine")
+        await user.should_see("Not ready", retries=30)
+        texts = [element.text for element in user.find(ui.label).elements]
+        assert "91 °C (limit 100 °C)" in texts and "6.2 of 8.0 GiB" in texts
+        assert "measured by GPU 0" in texts and "throttled: thermal" in texts
+        assert "<b>bold" in texts  # as text
+        commands = [text for text in texts if text.startswith("sudo ")]
+        assert commands and not any("  # " in command for command in commands)
+
+    with_user(visit)
+
+
+def test_a_machine_without_an_answering_sensor_says_so(monkeypatch) -> None:
+    with_sensors(monkeypatch)
+
+    async def visit(user) -> None:
+        await user.open("/machine")
+        await user.should_see("no sensor answers", retries=50)
+
+    with_user(visit)
+
+
+def test_sensors_are_read_once_for_all_pages_and_live(monkeypatch) -> None:
+    from bloomery.hardware.detect import detect
+    from bloomery.studio.machine_page import Sensors
+
+    machine = detect()
+    sensors = Sensors()
+    first = sensors.read(machine)
+    assert [reading.device for reading in first][-1] == -1  # the CPU, from a process of its own
+    assert sensors.read(machine) is first
+    monkeypatch.setattr("bloomery.studio.machine_page.UPDATE_SECONDS", 0.0)
+    assert sensors.read(machine) is not first
