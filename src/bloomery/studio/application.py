@@ -9,6 +9,7 @@ from nicegui import ui
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
 from bloomery.studio.commands import Commands
+from bloomery.studio.compare_page import compare_page
 from bloomery.studio.guard import Guard
 from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.new_run_page import new_run_page
@@ -34,14 +35,17 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def one_run(name: str) -> None:
         await run_page(watching, commands, name)
 
-    async def new_run() -> None:
-        await new_run_page(commands)
+    async def new_run(run: str = "") -> None:
+        await new_run_page(watching, commands, run)
 
-    ui.page("/new", response_timeout=PAGE_SECONDS)(new_run)
+    async def compare(runs: str = "") -> None:
+        await compare_page(watching, runs)
 
     async def machine() -> None:
         await machine_page(sensors, commands)
 
+    ui.page("/new", response_timeout=PAGE_SECONDS)(new_run)
+    ui.page("/compare", response_timeout=PAGE_SECONDS)(compare)
     ui.page("/machine", response_timeout=PAGE_SECONDS)(machine)
     ui.page("/", response_timeout=PAGE_SECONDS)(runs)
     ui.page("/run/{name}", response_timeout=PAGE_SECONDS)(one_run)

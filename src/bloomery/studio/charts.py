@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from bloomery.monitor.events import Event, RunEnded, Saved, Warned
-from bloomery.studio.curves import Point, RunCurves
+from bloomery.studio.curves import Point
 
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
 PLANNED = "#8a8f98"
@@ -44,6 +44,12 @@ class ChartMark:
     text: str
 
 
+class Curves(Protocol):
+    """Points of a curve by its name, between two steps."""
+
+    def points(self, name: str, first: int = 0, last: int | None = None) -> list[Point]: ...
+
+
 @final
 class LineChart:
     """Mutable: curves of a run by step, the whole run always in view; a zoom loads more points of its part."""
@@ -56,11 +62,13 @@ class LineChart:
         unit: str = "",
         levels: Sequence[Level] = (),
         has_dots: bool = False,
+        across: str = "step",
     ) -> None:
         """`has_dots`: `show` may get `extra` points."""
         self.title = title
         self._has_dots = has_dots
         self.names = tuple(names)
+        self._has_steps = across == "step"
         self._points: dict[str, list[Point]] = {name: [] for name in self.names}
         self._extra: dict[str, list[Point]] = {}
         self._marks: tuple[ChartMark, ...] = ()
@@ -70,16 +78,16 @@ class LineChart:
         with ui.column().classes("w-full gap-0") as self._box:
             ui.label(heading).classes("text-sm font-medium")
             self.element = ui.echart(self._options()).classes("w-full h-56")
-            self.element.props(f'role=img aria-label="{_attribute(title)} by step"')
+            self.element.props(f'role=img aria-label="{_attribute(title)} over {across}"')
         self.element.on("chart:datazoom", self._on_zoom, throttle=0.2)
-        self._curves: RunCurves | None = None
+        self._curves: Curves | None = None
 
     def delete(self) -> None:
         self._box.delete()
 
     def show(
         self,
-        curves: RunCurves,
+        curves: "Curves",
         *,
         extra: dict[str, list[Point]] | None = None,
         marks: Sequence[ChartMark] = (),
@@ -110,7 +118,7 @@ class LineChart:
         elif tails:
             ui.run_javascript(f"studioTails({self.element.id}, {json.dumps(tails)})")
 
-    def _visible(self, curves: RunCurves, name: str) -> list[Point]:
+    def _visible(self, curves: "Curves", name: str) -> list[Point]:
         points = curves.points(name)
         if self._zoom is None:
             return points
@@ -125,7 +133,7 @@ class LineChart:
         bounds = batch[0] if isinstance(batch[0], dict) else {}
         curves = self._curves
         steps = [points[-1][0] for points in self._points.values() if points]
-        if curves is None or not steps:
+        if curves is None or not steps or not self._has_steps:
             return
         last_step = max(steps)
         first = _bound(bounds.get("startValue"), bounds.get("start"), last_step, 0)
@@ -201,7 +209,13 @@ class LineChart:
         return {
             "animation": False,
             "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
-            "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax", "minInterval": 1},
+            "xAxis": {
+                **axis,
+                "type": "value",
+                "min": 0,
+                "max": "dataMax",
+                "minInterval": 1 if self._has_steps else 0,
+            },
             "yAxis": vertical,
             "tooltip": {"trigger": "axis", "confine": True},
             "legend": {

@@ -2,6 +2,7 @@
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -31,6 +32,13 @@ class Curve:
         """Discards the values after `step`."""
         num_kept = bisect_right(self.steps, step)
         del self.steps[num_kept:], self.values[num_kept:]
+
+    def at(self, steps: Sequence[float]) -> list[float]:
+        """The values at these steps, interpolated between those that are known."""
+        known_steps = np.array(self.steps[:], dtype=np.float64)
+        known_values = np.array(self.values[:], dtype=np.float64)
+        values: list[float] = np.interp(steps, known_steps, known_values).tolist()
+        return [float(f"{value:.6g}") for value in values]
 
     def points(self, first: int = 0, last: int | None = None) -> list[Point]:
         """The lowest and the highest value of each bucket between two steps, in the order of their steps, and the last.
@@ -75,6 +83,7 @@ class RunCurves:
     def add(self, event: Event) -> None:
         match event:
             case StepDone():
+                self._append("tokens", event.step, event.tokens)
                 self._append("loss", event.step, event.loss)
                 self._append("learning rate", event.step, event.learning_rate)
                 self._append("gradient norm", event.step, event.grad_norm)
@@ -89,6 +98,10 @@ class RunCurves:
             case Resumed() | Recovered():  # steps after it are repeated
                 for curve in self.by_name.values():
                     curve.cut(event.step)
+
+    def add_hours(self, step: int, seconds: float) -> None:
+        """The wall time at a step, for the comparison of runs."""
+        self._append("hours", step, seconds / 3600)
 
     def _append(self, name: str, step: int, value: float | None) -> None:
         if value is None:

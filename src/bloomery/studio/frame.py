@@ -43,7 +43,12 @@ class Place(NamedTuple):
     name: str
 
 
-PLACES = (Place("/", "Runs"), Place("/new", "New run"), Place("/machine", "Machine"))
+PLACES = (
+    Place("/", "Runs"),
+    Place("/new", "New run"),
+    Place("/compare", "Compare"),
+    Place("/machine", "Machine"),
+)
 
 
 @contextmanager

@@ -42,7 +42,12 @@ class Guard:
             return
         response = self._refusal(scope)
         if response is None:
-            await self.app(scope, receive, _with_headers(send))
+            try:
+                await self.app(scope, receive, _with_headers(send))
+            except RuntimeError as error:
+                # Of a middleware of NiceGUI's, where the browser has left before its page was built.
+                if str(error) != "No response returned.":
+                    raise
         elif scope["type"] == "http":
             await response(scope, receive, _with_headers(send))
         else:  # before it is accepted, a closed websocket is answered with 403

@@ -8,6 +8,7 @@ from typing import Any, final
 from nicegui import ui
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
 from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import packaged
@@ -27,6 +28,7 @@ from bloomery.studio.recipe_form import (
     with_key,
     write_recipe,
 )
+from bloomery.studio.watching import Watching
 
 TYPING_SECONDS = 0.4  # without a key before a plan is made
 OPENED = ("data", "train")  # sections
@@ -36,11 +38,21 @@ FIRST_RECIPE = "go-coder-tiny"
 MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
 
 
-async def new_run_page(commands: Commands) -> None:
+async def new_run_page(watching: Watching, commands: Commands, run: str = "") -> None:
+    """`run`: the name of a run whose recipe it begins with."""
     with page("New run", "/new"):
         ui.label("New run").classes("text-xl font-semibold").props("role=heading aria-level=1")
         view = NewRun(commands)
-        await view.use(f"extends: {FIRST_RECIPE}\n", FIRST_RECIPE)
+        text = f"extends: {FIRST_RECIPE}\n"
+        name = FIRST_RECIPE
+        if run:
+            try:
+                content = read_whole(watching.run(run).reader.folder / "recipe.yaml")
+                text = content.decode("utf-8", errors="replace")
+                name = run
+            except (UserError, OSError) as error:
+                ui.notify(harmless(str(error)), type="negative")
+        await view.use(text, name)
 
 
 @final

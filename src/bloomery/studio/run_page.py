@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from typing import final
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -58,6 +59,10 @@ class RunView:
             self._save = self._button("Save now", "save", "save")
             self._stop = self._button("Save and stop", "stop", "stop")
             self._resume = self._button("Resume", "resume", "play_arrow")
+            new_run = f"/new?run={quote(self.name, safe='')}"
+            ui.button(
+                "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
+            ).props("outline dense no-caps padding='xs sm'")
         self._problem = ui.label().classes("studio-text").props("role=status")
         self._command = ui.column().classes("w-full gap-0")
         self._progress = ui.linear_progress(0, show_value=False, size="6px").props(
@@ -70,6 +75,8 @@ class RunView:
             ui.label("Events").classes("text-lg font-semibold").props("role=heading aria-level=2")
             self._events = ui.column().classes("w-full gap-1")
         with ui.element("section").classes("w-full"):
+            self._samples = ui.expansion("Samples").classes("w-full")
+            self._samples.on_value_change(self._draw_samples)
             self._file("Log", "log.txt")
             self._file("Recipe", "recipe.yaml")
         with opened.lock:
@@ -106,6 +113,18 @@ class RunView:
                 content.text = await asyncio.to_thread(self._end_of, file_name)
 
         expansion.on_value_change(read)
+
+    def _draw_samples(self) -> None:
+        """The newest first; a prompt that is sampled at every evaluation shows how the model changes."""
+        if not self._samples.value:
+            return
+        self._samples.clear()
+        with self._samples:
+            if not self.opened.samples:
+                ui.label("none yet: set sample.prompts in the recipe").classes("opacity-75")
+            for sample in reversed(self.opened.samples):
+                ui.label(f"step {sample.step:,}").classes("text-xs opacity-75")
+                ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
 
     def _end_of(self, file_name: str) -> str:
         path = self.opened.reader.folder / file_name
@@ -159,6 +178,7 @@ class RunView:
         if has_events:
             self._draw_charts()
             self._draw_events()
+            self._draw_samples()
 
     def _draw_charts(self) -> None:
         curves = self.opened.curves
@@ -250,7 +270,16 @@ def charts_of(opened: OpenRun) -> Iterator[tuple[str, tuple[str, ...], str, list
         kind: tuple(name for name in curves if name.startswith(f"{kind} of "))
         for kind in ("temperature", "power")
     }
-    known = {"loss", "learning rate", "gradient norm", "tokens per second", "memory", "reward"}
+    known = {
+        "tokens",
+        "hours",
+        "loss",
+        "learning rate",
+        "gradient norm",
+        "tokens per second",
+        "memory",
+        "reward",
+    }
     others = [name for name in curves if name not in known and " of GPU " not in name]
     candidates: list[tuple[str, tuple[str, ...], str, list[Level]]] = [
         ("Reward", ("reward",), "", []),

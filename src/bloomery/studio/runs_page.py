@@ -7,6 +7,7 @@ from typing import Any
 from nicegui import ui
 
 from bloomery.core.units import format_seconds
+from bloomery.studio.compare_page import address_of_comparison
 from bloomery.studio.frame import STATUS_COLORS, address_of, page
 from bloomery.studio.watching import RunRow, Watching
 
@@ -101,6 +102,9 @@ async def runs_page(watching: Watching) -> None:
         with ui.row().classes("w-full items-center"):
             ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.space()
+            compare = ui.button("Compare", icon="stacked_line_chart").props(
+                "outline dense no-caps padding='xs sm'"
+            )
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter runs"'
             )
@@ -114,7 +118,9 @@ async def runs_page(watching: Watching) -> None:
             }
             for key, heading, is_number in _COLUMNS
         ]
-        table = ui.table(columns=columns, rows=rows, row_key="name", pagination=0).classes("w-full")
+        table = ui.table(
+            columns=columns, rows=rows, row_key="name", selection="multiple", pagination=0
+        ).classes("w-full")
         table.props('flat bordered dense :grid="$q.screen.lt.md" hide-pagination binary-state-sort')
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
@@ -126,6 +132,12 @@ async def runs_page(watching: Watching) -> None:
             table.add_slot(f"body-cell-{key}", _TEXT_CELL)
         table.add_slot("item", _CARD)
         table.add_slot("no-data", "No runs in runs/ yet: start one with <code>bloomery demo</code>")
+
+        def open_comparison() -> None:
+            ui.navigate.to(address_of_comparison([row["name"] for row in table.selected]))
+
+        compare.on_click(open_comparison)
+        compare.bind_enabled_from(table, "selected", lambda selected: len(selected) > 1)
 
         async def update() -> None:
             new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]

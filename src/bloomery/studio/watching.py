@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,16 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.text import harmless, redact_secrets
-from bloomery.monitor.events import Decode, Event, decode_json, read_ends
+from bloomery.monitor.events import (
+    Decode,
+    Event,
+    Sampled,
+    StepDone,
+    TaskDone,
+    as_shown,
+    decode_json,
+    read_ends,
+)
 from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.monitor.words import status_text
 from bloomery.plan.store import read_plan
@@ -23,6 +33,7 @@ from bloomery.studio.curves import RunCurves
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
 MOST_OPEN = 24
+KEPT_SAMPLES = 40
 EVENTS_AT_ONCE = 2000  # that are read before a page may look
 FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
 
@@ -140,6 +151,8 @@ class OpenRun:
         self.curves = RunCurves()
         self.status = "reading"
         self.problem = ""  # why its events cannot be read
+        self.tasks: dict[tuple[str, str], TaskDone] = {}  # the newest by task and metric
+        self.samples: deque[Sampled] = deque(maxlen=KEPT_SAMPLES)
         self.used = time.monotonic()
         self.lock = threading.Lock()
         self._reading = threading.Lock()
@@ -178,6 +191,13 @@ class OpenRun:
 
     def _add(self, event: Event) -> None:
         self.curves.add(event)
+        match event:
+            case StepDone():
+                self.curves.add_hours(event.step, self.summary.clock.seconds)
+            case TaskDone():
+                self.tasks[event.task, event.metric] = event
+            case Sampled():
+                self.samples.append(as_shown(event))
         self._num_events += 1
         # Pages show the beginning of a long file while the rest is read.
         if self._num_events % EVENTS_AT_ONCE == 0:
