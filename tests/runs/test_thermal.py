@@ -8,6 +8,7 @@ import pytest
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReading
 from bloomery.monitor.events import Phase
 from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
+from bloomery.train.requests import Asked
 
 
 def looks(
@@ -95,12 +96,12 @@ def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
 
 def test_training_waits_between_two_steps_and_says_so(tmp_path):
     told = []
-    waiting = Waiting(tmp_path / "pause", told.append)
-    assert not waiting.until(lambda: False, poll_seconds=0.01) and not told
+    waiting = Waiting(told.append, lambda: Asked(pause=(tmp_path / "pause").exists()))
+    assert not waiting.until(poll_seconds=0.01) and not told
     (tmp_path / "pause").touch()
     threading.Timer(0.2, (tmp_path / "pause").unlink).start()
     begun = time.monotonic()
-    assert not waiting.until(lambda: False, poll_seconds=0.01)
+    assert not waiting.until(poll_seconds=0.01)
     assert (
         time.monotonic() - begun > 0.15
         and [type(event) for event in told] == [Phase]
@@ -108,9 +109,7 @@ def test_training_waits_between_two_steps_and_says_so(tmp_path):
     )
 
 
-def test_a_paused_run_still_hears_a_stop(tmp_path):
-    (tmp_path / "pause").touch()
-    asked = iter([False, False, True, True])
-    assert Waiting(tmp_path / "pause", lambda event: None).until(
-        lambda: next(asked), poll_seconds=0.01
-    )
+def test_a_paused_run_still_hears_a_stop():
+    asked = iter([False, False, True])
+    waiting = Waiting(lambda event: None, lambda: Asked(next(asked), pause=True))
+    assert waiting.until(poll_seconds=0.01) and next(asked, None) is None

@@ -21,7 +21,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.native import find_compiler
 from bloomery.recipe.schema import Kto, Lora, Preference, Quantize, Reward, Sft, SimPo
-from bloomery.train.diagnostics.step_health import SLOW_STEPS
+from bloomery.train.diagnostics.stragglers import SLOW_STEPS
 from ranks import fields, losses, on_ranks, ranks, train
 
 STEPS = 4

@@ -30,19 +30,17 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None
 
 
 def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
-    # Ranks must call the same collectives: they agree first on the parameters that have a gradient anywhere.
-    has_gradient = torch.tensor(
-        [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+    # Ranks must call the same collectives: each has a gradient of every parameter, of zeros where it had none. How many
+    # ranks had one travels along, so that no collective before these has to tell.
+    is_missing = [parameter.grad is None for parameter in parameters]
+    ranks_with_gradient = torch.tensor(
+        [0.0 if missing else 1.0 for missing in is_missing], device=parameters[0].device
     )
-    with mesh.clock.noted("which gradients exist"):
-        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=mesh.data_group)
 
-    bucket = list[Tensor]()
+    bucket = [ranks_with_gradient]
     bucket_numbers = 0
     under_way = list[dist.Work]()
-    for parameter, exists in zip(parameters, has_gradient.tolist(), strict=True):
-        if not exists:
-            continue
+    for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -66,6 +64,12 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
         _all_reduce_bucket(bucket, mesh)
     for work in under_way:
         work.wait()
+
+    # The host waits for the device only where a gradient was missing.
+    if any(is_missing):
+        for parameter, count in zip(parameters, ranks_with_gradient.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
 
 
 def _all_reduce_bucket(gradients: list[Tensor], mesh: Mesh) -> None:

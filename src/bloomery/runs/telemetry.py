@@ -17,6 +17,7 @@ from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading,
 from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
+from bloomery.train.requests import Asked
 
 PAUSE = "pause"  # the file in the run folder that pauses training between two steps
 MARGIN_DEGREES = 5.0  # below the critical temperature of the hardware
@@ -116,35 +117,31 @@ def _name(reading: SensorReading) -> str:
 
 @final
 class Waiting:
-    """In the training process: waits between two steps while the file exists, or until a stop is requested.
+    """In the training process: waits between two steps while a pause is asked, or until a stop is.
 
-    `all_reduce_max`: the largest of each number over all ranks: all of them wait, and none inside a collective.
+    `now`: what is asked of any rank: all of them wait, and none inside a collective.
     """
 
-    def __init__(
-        self,
-        pause: Path,
-        emit: Emit,
-        all_reduce_max: Callable[..., Sequence[float]] = lambda *values: values,
-    ) -> None:
-        self._pause = pause
+    def __init__(self, emit: Emit, now: Callable[[], Asked]) -> None:
         self._emit = emit
         self._step = 0
-        self._all_reduce_max = all_reduce_max
+        self._now = now
 
     def emit(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step
         self._emit(event)
 
-    def until(self, should_stop: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
-        """Waits until the pause ends; returns whether a stop was requested."""
-        stop, pause = self._all_reduce_max(should_stop(), self._pause.exists())
-        if pause and not stop:
+    def until(self, progress: Callable[[], None] = lambda: None, poll_seconds: float = 0.5) -> bool:
+        """Waits until the pause ends; returns whether a stop was requested. `progress` is called at each look."""
+        progress()
+        asked = self._now()
+        if asked.pause and not asked.stop:
             self._emit(Phase(step=self._step, name="paused"))
-        while pause and not stop:
+        while asked.pause and not asked.stop:
             time.sleep(poll_seconds)
-            stop, pause = self._all_reduce_max(should_stop(), self._pause.exists())
-        return bool(stop)
+            progress()
+            asked = self._now()
+        return asked.stop
 
 
 SAMPLE_SECONDS = 5.0  # between two samples

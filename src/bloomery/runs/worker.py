@@ -28,6 +28,7 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.supervisor import HOSTS_FILE, STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
+from bloomery.train.requests import Asked, StepRequests
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 
 if TYPE_CHECKING:
@@ -307,12 +308,19 @@ def _train(
     )
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
-    waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.all_reduce_max)
+    pause = folder.path / PAUSE
 
-    def progress() -> bool:
+    def asked() -> Asked:
+        # One rank looks for the file, as at many ranks all of them would ask one file server at each step.
+        is_paused = mesh.first_rank and pause.exists()
+        return Asked(flag.stop_requested, is_paused, flag.take_save())
+
+    requests = StepRequests(asked, mesh.all_reduce_max)
+    waiting = Waiting(flag.watching(emit), requests.now)
+
+    def progress() -> None:
         if deadline is not None:
             deadline.arm()
-        return flag.stop_requested
 
     def stop() -> bool:
         should_stop = waiting.until(progress)
@@ -331,7 +339,7 @@ def _train(
             run_dir=folder.path,
             emit=emit_event,
             stop=stop,
-            save_asked=lambda: mesh.any_rank(flag.take_save()),
+            requests=requests,
             resume_from=checkpoint,
             timer=Timer(began),
             mesh=mesh,

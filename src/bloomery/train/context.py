@@ -51,6 +51,7 @@ from bloomery.train.process import (
 )
 from bloomery.train.rank_writers import RankWriters
 from bloomery.train.reference import reference_files
+from bloomery.train.requests import StepRequests
 from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
 from bloomery.train.sources import source_of
 from bloomery.train.state import TrainState, build_state
@@ -99,6 +100,7 @@ class RunContext:
     restored_step: int | None = None  # of the checkpoint that training continued from
     saving_due: bool = False
     stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
+    requests: StepRequests = field(default_factory=StepRequests)
     stragglers: Stragglers = field(default_factory=Stragglers)
     before_save: Callable[[], None] = lambda: None  # called before each save or rewind
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
@@ -137,8 +139,13 @@ class RunContext:
     def read_clock(self) -> None:
         """Take `fraction` of a wall-time run from the clock of rank 0, so that all ranks take the same steps."""
         if self.plan.train.seconds is not None:
-            fraction = fraction_done(self.plan.train, step=self.step, seconds=self.timer.elapsed)
-            self.fraction = self.mesh.broadcast_float(fraction)
+            self.fraction = self.mesh.broadcast_float(self._own_fraction())
+
+    def _own_fraction(self) -> float:
+        """By the clock of this rank."""
+        if self.plan.train.seconds is None:
+            return self.fraction
+        return fraction_done(self.plan.train, step=self.step, seconds=self.timer.elapsed)
 
     def emit_step(
         self,
@@ -149,7 +156,7 @@ class RunContext:
         seconds: float,
         data_wait_seconds: float,
     ) -> None:
-        """Emit StepDone, and the health of the step where it was measured."""
+        """Emit StepDone, and the health of the step where it was measured. Takes `fraction` as `read_clock`."""
         plan = self.plan.train
         clock = self.mesh.clock
         tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
@@ -165,18 +172,25 @@ class RunContext:
         device_wait_seconds = 0.0
         if plan.device == "cuda":
             device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
-        figures_by_rank = self.mesh.all_gather_floats(
+        # One collective for all that ranks tell each other after a step: at many ranks each takes its time.
+        asked = self.requests.own() if self.mesh.world > 1 else ()
+        gathered = self.mesh.all_gather_floats(
+            *asked,
+            self._own_fraction(),
             peak_memory_gib(plan.device),
             compute_seconds,
             device_wait_seconds,
             *axis_seconds.values(),
         )
+        if self.mesh.world > 1:
+            self.requests.note([numbers[: len(asked)] for numbers in gathered])
         (
+            (self.fraction, *_),
             memory_by_rank,
             compute_seconds_by_rank,
             device_wait_seconds_by_rank,
             *axis_seconds_by_rank,
-        ) = zip(*figures_by_rank, strict=True)
+        ) = zip(*(numbers[len(asked) :] for numbers in gathered), strict=True)
         # Communication of the rank that waited least: the others waited for slower ones, too.
         least_axis_seconds = [min(seconds_by_rank) for seconds_by_rank in axis_seconds_by_rank]
         self.emit(

@@ -29,6 +29,7 @@ from bloomery.train.recover import (
     save,
     save_best,
 )
+from bloomery.train.requests import StepRequests
 from bloomery.train.run import Stopped, TimeIsUp, Unsound
 from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
@@ -43,7 +44,7 @@ def run(
     run_dir: Path,
     emit: Emit,
     stop: Callable[[], bool],
-    save_asked: Callable[[], bool] = lambda: False,
+    requests: StepRequests | None = None,
     resume_from: Path | None = None,
     timer: Timer | None = None,
     mesh: Mesh = SINGLE_RANK,
@@ -52,10 +53,10 @@ def run(
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
-    `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
-    then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
-    `save_asked` answer alike on all of them. `before_save`: tells whoever watches for hangs that a save or a rewind
-    follows, which may take minutes. `check`: as in `open_context`.
+    `requests`: for saves after a step. `resume_from`: a valid checkpoint; the run then equals the uninterrupted one.
+    `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` answers alike on all of them. `before_save`:
+    tells whoever watches for hangs that a save or a rewind follows, which may take minutes. `check`: as in
+    `open_context`.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written, KernelUnusable when an attention kernel that the recipe asks for fails.
     """
@@ -73,6 +74,7 @@ def run(
         if context is None:
             gc.collect()  # the model of the failed attempt, which its traceback held until here
     context.before_save = before_save
+    context.requests = requests or StepRequests()
     timer.restored = context.state.progress.seconds
     if plan.train.seconds is not None:
         # The time of opening counts as training time. What becomes due in it is due after the first step: due is what
@@ -83,7 +85,7 @@ def run(
 
     try:
         # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.
-        while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
+        while (outcome := train(context, stop)) == "rewind" or outcome == "again":
             if outcome == "rewind":
                 rewind(context)
 
@@ -99,9 +101,7 @@ def run(
     return outcome
 
 
-def train(
-    context: RunContext, stop: Callable[[], bool], save_asked: Callable[[], bool]
-) -> Outcome | Literal["rewind", "again"]:
+def train(context: RunContext, stop: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
     """Take steps until the run ends, is stopped, must rewind, or continues with another micro-batch size."""
     action: Action = "step"
     try:
@@ -111,7 +111,7 @@ def train(
             context.first_fraction = context.fraction
             # An evaluation that a stop interrupted is repeated before the first step.
             if context.state.progress.eval_due and not context.finished:
-                after_step(context, action, save_asked)
+                after_step(context, action)
             while not context.finished:
                 if stop():
                     return "stopped"
@@ -122,8 +122,9 @@ def train(
                     break
                 if action in ("rewind", "again"):
                     return action
-                context.read_clock()
-                after_step(context, action, save_asked)
+                if context.mesh.world == 1:  # several ranks read it with the figures of the step
+                    context.read_clock()
+                after_step(context, action)
         # A run ends with an evaluation; the last step may have had it.
         evaluate_and_sample(context)
     except Stopped:
@@ -185,7 +186,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     return check_step(context, result, sequences, step_batches.batches[0])
 
 
-def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:
+def after_step(context: RunContext, action: Action) -> None:
     """Evaluate and save where due. The weights of the best evaluation so far are always saved."""
     fraction_before = context.checked_fraction
     context.checked_fraction = context.fraction
@@ -200,7 +201,7 @@ def after_step(context: RunContext, action: Action, save_asked: Callable[[], boo
     )
     if context.state.progress.eval_due or is_due("evaluation"):
         evaluate_and_sample(context)
-    context.saving_due |= save_asked() or is_due("checkpoint")
+    context.saving_due |= context.requests.take_save() or is_due("checkpoint")
 
     # These weights are the best so far, and this step has a checkpoint already: one that a stop saved before the
     # evaluation was done. It is saved again, to be marked as the best.
@@ -209,8 +210,10 @@ def after_step(context: RunContext, action: Action, save_asked: Callable[[], boo
     # the best weights alone. A run that is finished saves in `run`.
     if (context.saving_due or saves_again) and action == "step" and not context.finished:
         save(context)
+        context.requests.forget()
     elif context.best_due and not context.finished:
         save_best(context)
+        context.requests.forget()
     context.saver.poll()
 
 
