@@ -202,7 +202,7 @@ def write_pytorch_job(
         file=file,
         submit=f"kubectl apply -f {file}",
         follow=f"kubectl logs -f {job_name}-master-0",
-        stop=f"kubectl delete -f {file}   (saves first; applied again, the run goes on)",
+        stop=f"kubectl delete -f {file}   (saves first; applied again, the run resumes)",
     )
 
 
