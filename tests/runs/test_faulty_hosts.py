@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from runs_of_bloomery import Bloomery, ranks_of, wait_for, write_workshop
+from runs_of_bloomery import Bloomery, rank_process, ranks_of, wait_for, write_workshop
 
 from bloomery.monitor.events import RunEnded, StepDone
 
@@ -32,7 +33,11 @@ def bloomery(tmp_path, monkeypatch) -> Bloomery:
 
 
 def ended_with_fault(
-    bloomery: Bloomery, fault: Callable[[int], None], *, hang_seconds: float = 0.0
+    bloomery: Bloomery,
+    fault: Callable[[int], None],
+    *,
+    hang_seconds: float = 0.0,
+    restarts: int = 0,
 ) -> tuple[str, RunEnded]:
     """What rank 0 on n1 says, and the last event, where something happens to rank 1 on n2 after a few steps.
 
@@ -75,7 +80,7 @@ def ended_with_fault(
         since = time.monotonic()
         _, told = first.communicate(timeout=60)
         second.communicate(timeout=60)
-        assert time.monotonic() - since < SECONDS + hang_seconds
+        assert time.monotonic() - since < (1 + restarts) * SECONDS + hang_seconds
         assert first.returncode == 1, told
         assert second.returncode in (1, -signal.SIGKILL)
     assert ranks_of(bloomery.run_dir) == []
@@ -100,3 +105,43 @@ def test_a_rank_that_is_held_before_a_collective_is_named_with_its_host(bloomery
     notes = (bloomery.run_dir / "stacks/collectives.txt").read_text().splitlines()
     assert "rank 0 on n1: " in notes[0] and "it waits in" in notes[0]
     assert "rank 1 on n2: " in notes[1] and "it waits in" not in notes[1]
+
+
+def test_a_lost_host_ends_all_and_is_named(bloomery) -> None:
+    def lose(parent: int) -> None:
+        worker = rank_process(bloomery.run_dir, 1)
+        os.kill(parent, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
+
+    told, ended = ended_with_fault(bloomery, lose)
+    assert re.search(r"rank 1 of training on n2 is gone after step \d+ without a word", told), told
+    assert "or leave the host out: start the ranks on other hosts than n2" in told
+    assert ended.host == "n2" and excluded_hosts(bloomery) == ["n2"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("how", "problem", "restarts"),
+    [
+        pytest.param("HIP error: unspecified launch failure", "n2 failed", 0, id="a dead GPU"),
+        # It restarts with safer settings first, as often as these help nothing.
+        pytest.param("memory", "out of memory", 3, id="out of memory"),
+        pytest.param(signal.SIGKILL, "n2 process killed from outside", 0, id="killed"),
+    ],
+)
+def test_a_rank_that_dies_of_its_device_or_memory_has_its_host_left_out(
+    bloomery, how, problem, restarts
+) -> None:
+    (bloomery.folder / "runs/deaths.json").write_text(json.dumps([[{"rank": 1}, STEP + 1, how]]))
+    told, ended = ended_with_fault(bloomery, lambda _: None, restarts=restarts)
+    assert problem in told and "rank 1" in told and "n2" in told, told
+    assert ended.host == "n2" and excluded_hosts(bloomery) == ["n2"]
+
+
+@pytest.mark.soak
+def test_a_bug_on_one_rank_names_its_host_and_leaves_none_out(bloomery) -> None:
+    deaths = [[{"rank": 1}, STEP + 1, "a wrong sample"]]
+    (bloomery.folder / "runs/deaths.json").write_text(json.dumps(deaths))
+    told, ended = ended_with_fault(bloomery, lambda _: None)
+    assert "rank 1 of training on n2 failed" in told and "a wrong sample" in told, told
+    assert ended.host == "" and excluded_hosts(bloomery) == []

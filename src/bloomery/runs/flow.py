@@ -268,7 +268,13 @@ def train(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
     restarts_text = f" (after {restarts} restarts)" if restarts else ""
     command = f"`bloomery resume {flow.folder.name} --recover` restarts with: {fallback_after.fallback.action}"
     fix = f"{error.fix}\n       {command}" if error.fix else command
-    raise UserError(error.problem + restarts_text, where=error.where, fix=fix, code=error.code)
+    raise UserError(
+        error.problem + restarts_text,
+        where=error.where,
+        fix=fix,
+        code=error.code,
+        host=error.host,
+    )
 
 
 def fall_back(flow: Flow, fallback_after: FallbackAfter) -> RunPlan:

@@ -268,6 +268,8 @@ class Ended(Protocol):
     @property
     def tail(self) -> tuple[str, ...]: ...
     @property
+    def silent(self) -> bool: ...
+    @property
     def note(self) -> CollectiveNote | None: ...
 
 
@@ -505,6 +507,7 @@ class Board:
             "tail": ending.tail,
             "host": host_name(),
             "attempt": attempt,
+            "silent": ending.silent,
             "note": None if ending.note is None else asdict(ending.note),
         }
         self._client.end(attempt, entry)

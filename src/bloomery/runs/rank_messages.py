@@ -177,7 +177,7 @@ class MessageServer:
         lost_since, host = self._lost.get(rank, (time.monotonic(), ""))
         if time.monotonic() - lost_since < LOST_SECONDS:
             return None
-        return {"code": -signal.SIGKILL, "report": None, "tail": [], "host": host}
+        return {"code": -signal.SIGKILL, "report": None, "tail": [], "host": host, "lost": True}
 
     def _set(self, state: State) -> None:
         self._state = state

@@ -262,11 +262,11 @@ class FallbackAfter:
 def next_fallback(
     plan: RunPlan, ending: StageResult, *, bfloat16: bool = False
 ) -> FallbackAfter | None:
-    """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a missing dataset.
+    """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a lost host.
 
     `bfloat16`: whether the device has bf16 matmuls.
     """
-    if ending.stage != "train":
+    if ending.stage != "train" or ending.lost:
         return None
     reason = None
     if ending.code == -signal.SIGKILL:

@@ -28,7 +28,7 @@ from bloomery.parallel.collective_notes import CollectiveNote, SharedNote, rank_
 from bloomery.parallel.environment import RENDEZVOUS, without_host
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
-from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
+from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS, StopRequests, held_back
 
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
@@ -49,7 +49,15 @@ LOST = re.compile(
     r"|Socket closed|peer closed",
     re.IGNORECASE,
 )
+# The words of a device, its driver or its memory: another host may not have this fault.
+DEVICE_FAULT = re.compile(
+    r"(HIP|CUDA|NCCL|RCCL) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|AcceleratorError"
+    r"|out of memory",
+    re.IGNORECASE,
+)
 WORKER = "bloomery.runs.worker"
+# Of a rank whose process is gone without a word.
+LOST_END: Mapping[str, Any] = {"code": -signal.SIGKILL, "lost": True}
 
 
 @final
@@ -58,7 +66,8 @@ class StageResult:
     """How a child ended: its exit code (negative: the signal), what it reported, and its last lines.
 
     `rank`: of several, the one that ended the others; None for one child. `host`: where it ran, "" for this host.
-    `note`: of its last collectives; None without any.
+    `note`: of its last collectives; None without any. `silent`: it ran until its parent ended it. `lost`: its host, or
+    all its processes, have gone without a word.
     """
 
     stage: Stage
@@ -68,6 +77,8 @@ class StageResult:
     rank: int | None = None
     host: str = ""
     note: CollectiveNote | None = None
+    silent: bool = False
+    lost: bool = False
 
 
 class Member(Protocol):
@@ -175,7 +186,7 @@ class _Peer:
     def __init__(self, board: Board, rank: int) -> None:
         self._board = board
         self._rank = rank
-        self._ended: dict[str, Any] | None = None
+        self._ended: Mapping[str, Any] | None = None
 
     def poll(self) -> int | None:
         if self._ended is None:
@@ -190,10 +201,10 @@ class _Peer:
 
     def kill(self) -> None:
         """Without a word by now, there will be none: its process ends it when it reads the end of the run."""
-        self._ended = self._ended or {"code": -signal.SIGKILL}
+        self._ended = self._ended or LOST_END
 
     def result(self, stage: Stage, rank: int | None) -> StageResult:
-        ending = self._ended or {"code": -signal.SIGKILL}
+        ending = self._ended or LOST_END
         host = "" if ending.get("host") == host_name() else str(ending.get("host", ""))
         return StageResult(
             stage,
@@ -203,6 +214,8 @@ class _Peer:
             rank,
             host,
             CollectiveNote(**ending["note"]) if ending.get("note") else None,
+            silent=bool(ending.get("silent")),
+            lost=bool(ending.get("lost")),
         )
 
 
@@ -285,22 +298,34 @@ class _Group:
         return {rank: text for rank, text in texts.items() if text}
 
     def result(self, stage: Stage) -> StageResult:
-        """That of the rank that ended the others: the first killed one, else the first with a report.
-
-        The others may be seen to end first: they lose their connection at once.
-        """
+        """That of the rank that ended the others, with its host where the ranks are on several hosts."""
         results = [
             self.members[rank].result(stage, rank if self._world > 1 else None)
             for rank in self.ended
         ]
         if self._world == 1:
             return results[0]
+        culprit = self._culprit(
+            [
+                replace(rank_result, silent=rank_result.silent or rank_result.rank in self._silent)
+                for rank_result in results
+            ]
+        )
+        hosts = hosts_of_ranks(RunFolder(self._stacks.parent))
+        if culprit.rank is None or culprit.rank >= len(hosts):
+            return culprit
+        return replace(culprit, host=hosts[culprit.rank])
+
+    def _culprit(self, results: Sequence[StageResult]) -> StageResult:
+        """The first killed rank, else the first lost one, else the first with a report.
+
+        The others may be seen to end first: they lose their connection at once.
+        """
         stopped = [member_result for member_result in results if member_result.code == STOPPED]
         lost_ranks = [
             member_result
             for member_result in results
-            if member_result.report is None
-            and (member_result.code >= 0 or member_result.rank in self._silent)
+            if member_result.report is None and (member_result.code >= 0 or member_result.silent)
         ]
         # The others only lost their connection to the one that was asked to stop.
         if self._overdue or (stopped and len(lost_ranks) == len(results)):
@@ -314,18 +339,19 @@ class _Group:
         ]
         # An error about a lost connection follows from another rank's end.
         failed.sort(key=lambda member_result: bool(LOST.search(last_words(member_result.tail))))
-        # Killed from outside, not by this process.
+        # Killed from outside, not by its parent.
         killed_ranks = [
             member_result
             for member_result in failed
-            if member_result.code < 0 and member_result.rank not in self._silent
+            if member_result.code < 0 and not member_result.silent and not member_result.lost
         ]
+        gone_ranks = [member_result for member_result in failed if member_result.lost]
         reported = [member_result for member_result in failed if member_result.report is not None]
         if len(reported) > 1 and all(
             member_result.report == reported[0].report for member_result in reported
         ):
             reported[0] = replace(reported[0], rank=None)  # the ranks agreed on it
-        return (killed_ranks or reported or failed or results)[0]
+        return (killed_ranks or gone_ranks or reported or failed or results)[0]
 
     def _hung(self, results: Sequence[StageResult], stacks: Mapping[int, str]) -> StageResult:
         """Of ranks without progress: the one that left no stack, else the one that the others wait for."""
@@ -337,7 +363,13 @@ class _Group:
             for rank_result in results
             if rank_result.rank is not None and rank_result.note is not None
         }
-        silent = sorted(self._silent - stacks.keys())
+        silent = sorted(
+            rank_result.rank
+            for rank_result in results
+            if rank_result.silent
+            and rank_result.rank is not None
+            and rank_result.rank not in stacks
+        )
         # By their collectives; on a GPU every host waits for its device. Without notes by their stacks.
         behind = rank_behind(notes)
         outside_collectives = [rank for rank, place in places_by_rank.items() if not place.waits]
@@ -575,7 +607,23 @@ def _rank_name(rank: int, folder: RunFolder) -> str:
 
 
 def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
-    """The error of a child that failed. `step`: the last one it finished."""
+    """The error of a child that failed. `step`: the last one it finished.
+
+    With the host of a rank that was killed, is lost, or whose device failed, and the line that leaves it out.
+    """
+    error = _failure(result, folder, step=step)
+    if error.host or result.rank is None or not hosts_of_ranks(folder):
+        return error
+    words = error.problem if result.report is not None else last_words(result.tail)
+    was_killed = result.code < 0 and -result.code not in STOP_SIGNALS
+    if result.lost or was_killed or DEVICE_FAULT.search(words):
+        error.host = result.host
+        error.fix += f"\n       or leave the host out: {without_host(error.host)}"
+    return error
+
+
+def _failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
+    """The same without the decision whether the host is at fault."""
     if result.report is not None:
         error = UserError(**result.report)
         if result.rank is not None:
@@ -588,6 +636,9 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     name += f" on {result.host}" if result.host else ""
     after_step = f" after step {step}" if step else ""
     resume_command = f"bloomery resume {folder.name}"
+    if result.lost:
+        problem = f"{name} is gone{after_step} without a word: its host is lost, or its processes were killed"
+        return UserError(problem, where=result.host or str(folder.log), fix=resume_command)
     symptom = _recognized(result, folder)
     if symptom is not None:
         ending = (
