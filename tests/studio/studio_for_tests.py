@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,25 @@ def with_user(visit: Callable[..., Awaitable[None]], commands: object = None) ->
         asyncio.run(run())
     finally:
         sys.modules.update(modules)
+
+
+async def until(is_true: Callable[[], object], seconds: float = 30) -> None:
+    """Lets the pages work until it is true."""
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+async def opened_list(user):
+    """The table of the list of runs, once its rows are there."""
+    from nicegui import ui
+
+    await user.open("/")
+    table = next(iter(user.find(ui.table).elements))
+    while "loading" in table.props:
+        await asyncio.sleep(0.01)
+    return table
 
 
 @contextmanager

@@ -1,19 +1,15 @@
-"""The comparison of runs: axes, differences of recipes, figures with intervals."""
+"""Runs next to each other: curves over an axis, metrics, recipes; and their deletion."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from studio_for_tests import make_run, with_user
+from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
-from bloomery.monitor.events import TaskDone
-from bloomery.studio.compare_page import (
-    Overlay,
-    address_of_comparison,
-    differences_of,
-    figures_of,
-)
+from bloomery.monitor.events import Resumed, RunEnded, TaskDone
+from bloomery.studio.compare_page import address_of_comparison
 from bloomery.studio.watching import Watching
-from runs_for_tests import step_done
+from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
@@ -23,71 +19,133 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def opened(name: str):
-    run = Watching().run(name)
-    run.update()
-    return run
-
-
-def test_one_curve_over_steps_tokens_and_hours() -> None:
-    make_run(
-        "slow", events=[step_done(step, float(step), time=step * 1800.0) for step in (1, 2, 3)]
-    )
-    runs = {"slow": opened("slow")}
-    assert Overlay(runs, "loss", "step").points("slow") == [[1, 1.0], [2, 2.0], [3, 3.0]]
-    assert Overlay(runs, "loss", "tokens").points("slow") == [
-        [8192, 1.0],
-        [16384, 2.0],
-        [24576, 3.0],
+def test_points_by_tokens_and_hours_are_those_by_step_at_other_positions() -> None:
+    steps = [
+        step_done(step, float(step), time=360.0 * step, tokens=1000 * step) for step in range(1, 11)
     ]
-    assert Overlay(runs, "loss", "hours").points("slow") == [[0.0, 1.0], [0.5, 2.0], [1.0, 3.0]]
+    resumed = Resumed(step=8, path="checkpoints/step-00000008", time=7200.0)
+    make_run("one", events=[*steps, resumed, step_done(9, 90.0, time=7560.0, tokens=9000)])
+    run = Watching().run("one")
+    run.update()
+    curves = run.curves
+
+    by_step = curves.points("loss")
+    assert [step for step, _ in by_step] == [*range(1, 10)]
+    assert curves.points_over("tokens", "loss") == [[1000 * step, loss] for step, loss in by_step]
+    hours = curves.points_over("hours", "loss")
+    assert hours[:8] == [[pytest.approx(0.1 * (step - 1)), step] for step in range(1, 9)]
+    assert hours[8] == [pytest.approx(2.0), 90.0]  # the repeated steps took their time
+    # A zoom is a part of it, in positions of the axis.
+    assert curves.points_over("tokens", "loss", 3500, 6000) == [[s * 1000, s] for s in (3, 4, 5, 6)]
 
 
-def test_only_keys_that_differ_are_shown() -> None:
-    texts = {
-        "a": "train: {epochs: 1, seed: 0}\nmodel: {preset: go-coder-tiny}\n",
-        "b": "train: {epochs: 2, seed: 0}\nadapter: lora\nmodel: {preset: go-coder-tiny}\n",
+def table_of(user, title: int) -> dict[str, list[str]]:
+    """The values of the runs by key: of the metrics (0) or of the recipes (1)."""
+    from nicegui import ui
+
+    table = sorted(user.find(ui.table).elements, key=lambda element: element.id)[title]
+    return {
+        row["key"]: [row[name] for name in row if name.startswith("run")] for row in table.rows
     }
-    headings, rows = differences_of(texts)
-    assert headings == ["key", "a", "b"]
-    assert rows == [["adapter.kind", "", "lora"], ["train.epochs", "1", "2"]]
-    assert differences_of({"a": texts["a"], "b": texts["a"]})[1] == []
 
 
-def test_a_score_has_its_interval_and_a_run_without_it_a_blank() -> None:
-    score = TaskDone(
-        step=3,
-        task="arc",
-        kind="multiple-choice",
-        metric="acc",
-        items=9,
-        value=0.5,
-        low=0.4,
-        high=0.6,
-    )
-    make_run("scored", events=[step_done(1), score])
-    make_run("plain", events=[step_done(1)])
-    headings, rows = figures_of([opened("scored"), opened("plain")])
-    assert headings[-1] == "arc, acc"
-    assert [row[-1] for row in rows] == ["0.5 [0.4, 0.6]", ""]
-
-
-def test_the_page_overlays_two_runs_and_ignores_names_that_are_none() -> None:
-    make_run("one")
-    make_run("t,w'o")
-    assert address_of_comparison(["a b", "c"]) == "/compare?runs=a%20b%2Fc"
+def test_curves_metrics_and_recipes_of_two_runs() -> None:
+    score = {"task": "arc", "kind": "multiple-choice", "metric": "acc", "items": 100}
+    tasks = [
+        TaskDone(step=40, value=0.5, low=0.4, high=0.6, **score),
+        TaskDone(step=40, value=0.62, low=0.52, high=0.71, **score),  # the newer one counts
+    ]
+    make_run("one", events=[*made_up_run(), *tasks])
+    make_run("<b>two", end=RunEnded(step=20, status="stopped"), events=list(made_up_run(20)))
+    for name, rate in (("one", 1e-4), ("<b>two", 3e-4)):
+        recipe = f"extends: go-coder-tiny\noptimizer: {{learning_rate: {rate}}}\n"
+        (Path("runs") / name / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
     async def visit(user) -> None:
         from nicegui import ui
 
-        await user.open("/compare?runs=one/two/../%3Cscript%3E")
-        charts = list(user.find(ui.echart).elements)
-        names = {line["name"] for chart in charts for line in chart.options["series"]}
-        assert names == {"one"}
-        next(iter(user.find(ui.select).elements)).value = ["one", "t,w'o"]
-        await user.should_see("The recipes are the same.", retries=50)
-        charts = list(user.find(ui.echart).elements)
-        names = {line["name"] for chart in charts for line in chart.options["series"]}
-        assert names == {"one", "t,w'o"}
+        await user.open("/compare?runs=one/%3Cb%3Etwo/absent&over=tokens")
+        await user.should_see("error: no run 'absent'")
+        charts = [chart.options["series"] for chart in user.find(ui.echart).elements]
+        losses = next(lines for lines in charts if lines and lines[0]["data"][0][1] > 7)
+        assert {line["name"]: line["data"][-1][0] for line in losses} == {
+            "one": 40 * 8192,
+            "<b>two": 20 * 8192,
+        }
+        metrics = table_of(user, 0)
+        assert metrics["Step"] == ["40 of 40", "20 of 20"]
+        assert metrics["arc: acc"] == ["62.0% (52.0% to 71.0%), step 40", "–"]
+        assert metrics["Status"] == ["done", "stopped"]
+        await until(lambda: table_of(user, 1))
+        assert table_of(user, 1) == {"optimizer.learning_rate": ["0.0001", "0.0003"]}
 
     with_user(visit)
+
+
+def test_a_run_that_disappears_and_a_recipe_of_another_version_are_told() -> None:
+    make_run("one")
+    make_run("two")
+    (Path("runs") / "one" / "recipe.yaml").write_text("future: {key: 1}\n", encoding="utf-8")
+
+    async def visit(user) -> None:
+        await user.open("/compare?runs=one/two/two/..&over=nonsense")
+        shutil.rmtree("runs/two")
+        await user.should_see("two: the run folder is gone", retries=60)
+        await until(lambda: table_of(user, 1))
+        assert "cannot be read: " in table_of(user, 1)["recipe.yaml"][0]
+
+    with_user(visit)
+
+
+def test_no_run_and_too_many_runs() -> None:
+    for number in range(21):
+        make_run(f"run-{number:02}", events=[])
+    every = address_of_comparison([f"run-{number:02}" for number in range(21)])
+
+    async def visit(user) -> None:
+        await user.open("/compare")
+        await user.should_see("Choose runs above")
+        await user.open(every)
+        await user.should_see("Compare 20 runs")
+        await user.should_see("at most 20 runs are compared; 1 are left out")
+
+    with_user(visit)
+
+
+def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> None:
+    commands = RecordedCommands()
+    folder = make_run("one", end=RunEnded(step=40, status="done"))
+    make_run("two")
+    weights = folder / "checkpoints" / "step-00000020" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(bytes(2_000_000))
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        table = await opened_list(user)
+        rows = {row["name"]: row for row in table.rows}
+        await select(user, table, rows["one"])
+        delete = next(iter(user.find(kind=ui.button, content="Delete").elements))
+        await until(lambda: delete.enabled)
+        user.find(kind=ui.button, content="Delete").click()
+        await user.should_see("Delete 1 run, 1.9 MiB?")
+        await user.should_see("1.9 MiB: 1 checkpoint")
+        user.find("Keep").click()
+        await user.should_not_see("This cannot be undone")
+        assert commands.started == []
+
+        user.find(kind=ui.button, content="Delete").click()
+        await user.should_see("This cannot be undone")
+        user.find("Delete them").click()
+        await until(lambda: commands.started)
+        assert commands.started == [("runs", "rm", "runs/one", "--yes")]
+
+    with_user(visit, commands)
+
+
+async def select(user, table, *rows) -> None:
+    """As a click on the checkboxes of these rows."""
+    arguments = {"keys": [row["name"] for row in rows], "rows": list(rows), "added": True}
+    user.find(type(table)).trigger("selection", arguments)
+    await until(lambda: [row["name"] for row in table.selected] == arguments["keys"])

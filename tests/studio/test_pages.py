@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import RecordedCommands, make_run, with_user
+from studio_for_tests import RecordedCommands, make_run, opened_list, with_user
 
 from bloomery.monitor.events import RunEnded, Warned
 from runs_for_tests import made_up_run
@@ -15,17 +15,6 @@ pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-async def opened_list(user):
-    """The table of the list of runs, once its rows are there."""
-    from nicegui import ui
-
-    await user.open("/")
-    table = next(iter(user.find(ui.table).elements))
-    while "loading" in table.props:
-        await asyncio.sleep(0.01)
-    return table
 
 
 def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:

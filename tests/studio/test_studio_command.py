@@ -114,6 +114,12 @@ def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
         assert browser.value("location.search") == ""
         assert browser.value("document.cookie") == ""  # HttpOnly
         assert browser.value("document.querySelector('tbody td b')") is None
+        browser.look(width=390)  # a card per run
+        browser.open(url)
+        browser.until("document.querySelectorAll('.q-table--grid .q-checkbox').length === 1")
+        browser.look(width=1400)
+        browser.open(url)
+        browser.until("document.querySelectorAll('tbody tr').length === 1")
         browser.value("document.querySelector('tbody a').click()")
         browser.until("document.querySelectorAll('canvas').length >= 5")
         assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"

@@ -265,12 +265,7 @@ def _evaluate_task(
 
 def _table(report: "TaskReport") -> list[str]:
     """Each metric with its interval, and the difference of two models with its p-value."""
-
-    def figure(value: float, low: float | None, high: float | None, number_format: str) -> str:
-        interval = ""
-        if low is not None and high is not None:
-            interval = f" ({low:{number_format}} to {high:{number_format}})"
-        return f"{value:{number_format}}{interval}"
+    from bloomery.monitor.words import number_format_of, with_interval
 
     names = [report.model]
     if report.against is not None:
@@ -282,19 +277,19 @@ def _table(report: "TaskReport") -> list[str]:
         # A metric of the harness may be computed on fewer items than the task has.
         fewer_items = result.items != report.items
         lines.append(result.metric + (f", {result.items:,} items" if fewer_items else ""))
-        number_format = ".4f" if result.metric.endswith("bits_per_byte") else ".1%"
+        number_format = number_format_of(result.metric)
         model = result.model
-        model_figure = figure(model.value, model.low, model.high, number_format)
+        model_figure = with_interval(model.value, model.low, model.high, number_format)
         lines.append(f"  {report.model:<{width}}{model_figure}")
 
         # A comparison adds the other model, the signed difference and its test.
         if result.against is None or result.difference is None:
             continue
         against = result.against
-        against_figure = figure(against.value, against.low, against.high, number_format)
+        against_figure = with_interval(against.value, against.low, against.high, number_format)
         lines.append(f"  {report.against:<{width}}{against_figure}")
         difference = result.difference
-        signed_figure = figure(
+        signed_figure = with_interval(
             difference.value, difference.low, difference.high, f"+{number_format}"
         )
         lines.append(f"  {'difference':<{width}}{signed_figure}")

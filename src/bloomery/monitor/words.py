@@ -239,6 +239,17 @@ def figure(value: float | None, spec: str, unit: str) -> str:
     return "" if value is None else f"{value:{spec}}{unit}"
 
 
+def number_format_of(metric: str) -> str:
+    """Shares are percent, bits per byte have four digits."""
+    return ".4f" if metric.endswith("bits_per_byte") else ".1%"
+
+
+def with_interval(value: float, low: float | None, high: float | None, spec: str) -> str:
+    """A value with its confidence interval, where it has one."""
+    interval = "" if low is None or high is None else f" ({low:{spec}} to {high:{spec}})"
+    return f"{value:{spec}}{interval}"
+
+
 def format_joules(joules: float) -> str:
     """In Wh or kWh, three digits."""
     kwh = joules / JOULES_IN_KWH

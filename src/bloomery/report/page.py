@@ -14,7 +14,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
 from bloomery.monitor.screen import plot
 from bloomery.monitor.summary import JOULES_IN_KWH, MEASURABLE_TOKENS, in_millions
-from bloomery.monitor.words import figure, format_joules
+from bloomery.monitor.words import figure, format_joules, number_format_of, with_interval
 from bloomery.plan.advise import claims_of, energy_kwh
 from bloomery.report.charts import (
     SIGNS,
@@ -227,17 +227,17 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
 
 def _intervals(event: TaskDone) -> Intervals:
     """One metric of a task; with the other model of a comparison, and the difference as a note."""
-    share = not event.metric.endswith("bits_per_byte")
+    spec = number_format_of(event.metric)
     note = f"{event.items:,} items, step {event.step:,}"
     rows = [("this run", event.value or 0.0, event.low, event.high)]
     if event.against_value is not None and event.difference is not None:
         rows.append((event.against, event.against_value, event.against_low, event.against_high))
-        form = "+.1%" if share else "+.4f"
-        note += f"; difference {event.difference:{form}}"
-        if event.difference_low is not None and event.difference_high is not None:
-            note += f" ({event.difference_low:{form}} to {event.difference_high:{form}})"
+        difference = with_interval(
+            event.difference, event.difference_low, event.difference_high, f"+{spec}"
+        )
+        note += f"; difference {difference}"
         note += "" if event.p_value is None else f", p = {event.p_value:.2g} ({event.test})"
-    return Intervals(f"{event.task}: {event.metric}", rows, share, note)
+    return Intervals(f"{event.task}: {event.metric}", rows, spec.endswith("%"), note)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

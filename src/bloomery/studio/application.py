@@ -26,11 +26,10 @@ PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
 
 def add_pages(watching: Watching, commands: Commands) -> None:
     """Registers every page with NiceGUI, which has one application per process."""
-
     sensors = Sensors()
 
     async def runs() -> None:
-        await runs_page(watching)
+        await runs_page(watching, commands)
 
     async def one_run(name: str) -> None:
         await run_page(watching, commands, name)
@@ -38,17 +37,20 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def new_run(run: str = "") -> None:
         await new_run_page(watching, commands, run)
 
-    async def compare(runs: str = "") -> None:
-        await compare_page(watching, runs)
+    async def compare(runs: str = "", over: str = "") -> None:
+        await compare_page(watching, runs, over)
 
     async def machine() -> None:
         await machine_page(sensors, commands)
 
-    ui.page("/new", response_timeout=PAGE_SECONDS)(new_run)
-    ui.page("/compare", response_timeout=PAGE_SECONDS)(compare)
-    ui.page("/machine", response_timeout=PAGE_SECONDS)(machine)
-    ui.page("/", response_timeout=PAGE_SECONDS)(runs)
-    ui.page("/run/{name}", response_timeout=PAGE_SECONDS)(one_run)
+    for address, build in (
+        ("/", runs),
+        ("/run/{name}", one_run),
+        ("/new", new_run),
+        ("/compare", compare),
+        ("/machine", machine),
+    ):
+        ui.page(address, response_timeout=PAGE_SECONDS)(build)
 
 
 def serve_studio(

@@ -9,9 +9,10 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from bloomery.monitor.events import Event, RunEnded, Saved, Warned
-from bloomery.studio.curves import Point
+from bloomery.studio.curves import Axis, Point
 
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
+DASHES = ("solid", "dashed", "dotted")
 PLANNED = "#8a8f98"
 _TEXT = "#8a8f98"  # legible on light and on dark
 _GRID = "rgba(138, 143, 152, 0.25)"
@@ -45,14 +46,14 @@ class ChartMark:
 
 
 class Curves(Protocol):
-    """Points of a curve by its name, between two steps."""
+    """Points of a curve by its name, between two positions on the horizontal axis."""
 
-    def points(self, name: str, first: int = 0, last: int | None = None) -> list[Point]: ...
+    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]: ...
 
 
 @final
 class LineChart:
-    """Mutable: curves of a run by step, the whole run always in view; a zoom loads more points of its part."""
+    """Mutable: curves over one axis, the whole run always in view; a zoom loads more points of its part."""
 
     def __init__(
         self,
@@ -62,17 +63,19 @@ class LineChart:
         unit: str = "",
         levels: Sequence[Level] = (),
         has_dots: bool = False,
-        across: str = "step",
+        has_legend: bool = True,
+        across: Axis = "step",
     ) -> None:
-        """`has_dots`: `show` may get `extra` points."""
+        """`has_dots`: `show` may get `extra` points. `has_legend`: where there is more than one curve."""
         self.title = title
         self._has_dots = has_dots
         self.names = tuple(names)
-        self._has_steps = across == "step"
+        self._has_legend = has_legend
+        self._across = across
         self._points: dict[str, list[Point]] = {name: [] for name in self.names}
         self._extra: dict[str, list[Point]] = {}
         self._marks: tuple[ChartMark, ...] = ()
-        self._zoom: tuple[int, int] | None = None
+        self._zoom: tuple[float, float] | None = None
         self._levels = tuple(levels)
         heading = f"{title}, {unit}" if unit else title
         with ui.column().classes("w-full gap-0") as self._box:
@@ -87,7 +90,7 @@ class LineChart:
 
     def show(
         self,
-        curves: "Curves",
+        curves: Curves,
         *,
         extra: dict[str, list[Point]] | None = None,
         marks: Sequence[ChartMark] = (),
@@ -118,7 +121,7 @@ class LineChart:
         elif tails:
             ui.run_javascript(f"studioTails({self.element.id}, {json.dumps(tails)})")
 
-    def _visible(self, curves: "Curves", name: str) -> list[Point]:
+    def _visible(self, curves: Curves, name: str) -> list[Point]:
         points = curves.points(name)
         if self._zoom is None:
             return points
@@ -132,13 +135,13 @@ class LineChart:
         batch = arguments.get("batch") or [arguments]
         bounds = batch[0] if isinstance(batch[0], dict) else {}
         curves = self._curves
-        steps = [points[-1][0] for points in self._points.values() if points]
-        if curves is None or not steps or not self._has_steps:
+        ends = [points[-1][0] for points in self._points.values() if points]
+        if curves is None or not ends:
             return
-        last_step = max(steps)
-        first = _bound(bounds.get("startValue"), bounds.get("start"), last_step, 0)
-        last = _bound(bounds.get("endValue"), bounds.get("end"), last_step, int(last_step))
-        self._zoom = None if first <= 0 and last >= last_step else (first, last)
+        end = max(ends)
+        first = _bound(bounds.get("startValue"), bounds.get("start"), end, 0.0)
+        last = _bound(bounds.get("endValue"), bounds.get("end"), end, end)
+        self._zoom = None if first <= 0 and last >= end else (first, last)
         self.show(curves, extra=self._extra, marks=self._marks)
 
     def _series(self) -> list[dict[str, Any]]:
@@ -149,8 +152,8 @@ class LineChart:
                 "type": "line",
                 "showSymbol": False,
                 "data": points,
-                "lineStyle": {"width": 1.4},
-                "itemStyle": {"color": COLORS[index % len(COLORS)]},
+                "lineStyle": {"width": 1.4, "type": dash_of(index)},
+                "itemStyle": {"color": color_of(index)},
                 "emphasis": {"disabled": True},
             }
             if index == 0:
@@ -164,7 +167,7 @@ class LineChart:
                     "showSymbol": True,
                     "symbolSize": 6,
                     "data": points,
-                    "itemStyle": {"color": COLORS[(index + len(self._points)) % len(COLORS)]},
+                    "itemStyle": {"color": color_of(index + len(self._points))},
                 }
             )
         return series
@@ -195,6 +198,16 @@ class LineChart:
             "tooltip": {"formatter": "{b}"},
         }
 
+    def _ticks(self, axis: dict[str, Any]) -> dict[str, Any]:
+        """How the horizontal axis is labeled."""
+        if self._across == "step":
+            return {"minInterval": 1}
+        labels = {**axis["axisLabel"], "showMaxLabel": False}  # the end is no round number
+        if self._across == "hours":
+            return {"axisLabel": {**labels, "formatter": "{value} h"}}
+        short = "v => v >= 1e9 ? v / 1e9 + 'B' : v >= 1e6 ? v / 1e6 + 'M' : v >= 1e3 ? v / 1e3 + 'k' : v"
+        return {"axisLabel": {**labels, ":formatter": short}}
+
     def _options(self) -> dict[str, Any]:
         axis: dict[str, Any] = {
             "axisLabel": {"color": _TEXT, "hideOverlap": True},
@@ -209,13 +222,7 @@ class LineChart:
         return {
             "animation": False,
             "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
-            "xAxis": {
-                **axis,
-                "type": "value",
-                "min": 0,
-                "max": "dataMax",
-                "minInterval": 1 if self._has_steps else 0,
-            },
+            "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax"} | self._ticks(axis),
             "yAxis": vertical,
             "tooltip": {"trigger": "axis", "confine": True},
             "legend": {
@@ -224,7 +231,7 @@ class LineChart:
                 "left": 0,
                 "right": 60,
                 "textStyle": {"color": _TEXT},
-                "show": len(self.names) > 1 or self._has_dots,
+                "show": self._has_legend and (len(self.names) > 1 or self._has_dots),
             },
             "toolbox": {
                 "right": 8,
@@ -236,6 +243,16 @@ class LineChart:
             "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
             "series": self._series(),
         }
+
+
+def color_of(index: int) -> str:
+    """Of the curve with this index in a chart."""
+    return COLORS[index % len(COLORS)]
+
+
+def dash_of(index: int) -> str:
+    """Of the curve with this index: another where the colors begin again."""
+    return DASHES[index // len(COLORS) % len(DASHES)]
 
 
 def marks_of(incidents: Sequence[tuple[Event, str]]) -> list[ChartMark]:
@@ -258,11 +275,11 @@ def _common(old: list[Point], new: list[Point]) -> int:
     )
 
 
-def _bound(value: object, percent: object, last_step: float, default: int) -> int:
+def _bound(value: object, percent: object, end: float, default: float) -> float:
     if isinstance(value, int | float):
-        return int(value)
+        return value
     if isinstance(percent, int | float):
-        return round(percent / 100 * last_step)
+        return percent / 100 * end
     return default
 
 

@@ -1,209 +1,346 @@
-"""The page that compares runs: their curves over one another, what differs in their recipes, their final figures."""
+"""The page that compares runs: their curves over one axis, final metrics, and their recipes as a diff. No torch."""
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import quote
 
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
-from bloomery.core.units import format_count, format_seconds
+from bloomery.core.units import counted, format_seconds
 from bloomery.monitor.events import TaskDone
-from bloomery.monitor.words import eval_text
-from bloomery.recipe.load import merged_text
-from bloomery.studio.charts import LineChart
-from bloomery.studio.curves import Point
-from bloomery.studio.frame import address_of, notify, page
-from bloomery.studio.recipe_form import value_text
-from bloomery.studio.watching import OpenRun, Watching
+from bloomery.monitor.summary import in_millions
+from bloomery.monitor.words import format_joules, number_format_of, with_interval
+from bloomery.recipe.load import load_recipe
+from bloomery.studio.charts import LineChart, color_of, dash_of
+from bloomery.studio.curves import AXES, Axis, Point
+from bloomery.studio.frame import address_of, page
+from bloomery.studio.run_page import charts_of, evaluations_of
+from bloomery.studio.watching import FIRST_SECONDS, OpenRun, RunRow, Watching, method_of, model_of
 
-MOST_RUNS = 20
 UPDATE_SECONDS = 2.0
-_AXES = {"step": "step", "tokens": "tokens", "hours": "hours"}
-_CURVES = ("loss", "reward", "gradient norm", "tokens per second")
+MOST_RUNS = 20
+UNREADABLE = "recipe.yaml"  # the key of the reason why a recipe cannot be read
+_MISSING = "–"
+# A column of the tables is a run; `color` and `dash` are those of its curves.
+_HEADING = """
+<q-th :props="props" style="vertical-align: bottom">
+  <a v-if="props.col.address" :href="props.col.address" class="studio-run-heading"
+    :style="{borderTop: `4px ${props.col.dash} ${props.col.color}`}">{{ props.col.label }}</a>
+  <span v-else>{{ props.col.label }}</span>
+</q-th>
+"""
 
 
-async def compare_page(watching: Watching, names: str) -> None:
-    with page("Compare", "/compare"):
-        ui.label("Compare").classes("text-xl font-semibold").props("role=heading aria-level=1")
-        known_names = [row.name for row in await asyncio.to_thread(watching.rows)]
-        chosen = [name for name in names.split("/") if name in known_names][:MOST_RUNS]
-        selection = (
-            ui.select(known_names, value=chosen, multiple=True, label=f"Runs, at most {MOST_RUNS}")
-            .props("use-chips dense outlined")
-            .classes("w-full")
-        )
-        with ui.row().classes("items-center"):
-            ui.label("Over")
-            axis = ui.toggle(_AXES, value="step").props("dense no-caps")
-        content = ui.column().classes("w-full gap-4")
-        drawn: list[tuple[LineChart, Overlay]] = []
-
-        async def draw() -> None:
-            """Everything anew, for the chosen runs and the axis."""
-            runs = []
-            for name in (selection.value or [])[:MOST_RUNS]:
-                try:
-                    runs.append(watching.run(name))
-                except UserError as error:  # deleted since
-                    notify(error)
-            await asyncio.gather(*(asyncio.to_thread(run.update) for run in runs))
-            content.clear()
-            drawn.clear()
-            with content:
-                if not runs:
-                    ui.label("Choose runs above, or mark them in the list of runs.")
-                    return
-                drawn.extend(_charts(runs, str(axis.value)))
-                _figures(runs)
-                _differences(runs)
-
-        async def update() -> None:
-            runs = {run for _, overlay in drawn for run in overlay.runs.values()}
-            await asyncio.gather(*(asyncio.to_thread(run.update) for run in runs))
-            for chart, overlay in drawn:
-                chart.show(overlay)
-
-        selection.on_value_change(draw)
-        axis.on_value_change(draw)
-        await draw()
-        ui.timer(UPDATE_SECONDS, update)
-
-
-@dataclass(frozen=True)
-class Overlay:
-    """One curve of several runs, by their names. `axis`: step, tokens or hours."""
-
-    runs: Mapping[str, OpenRun]
-    curve: str
-    axis: str
-
-    def points(self, name: str, first: int = 0, last: int | None = None) -> list[Point]:
-        """A zoom loads detail where the axis is the step."""
-        run = self.runs[name]
-        with run.lock:
-            if self.axis == "step":
-                return run.curves.points(self.curve, first, last)
-            places = run.curves.by_name.get(self.axis)
-            points = run.curves.points(self.curve)
-            if places is None or not points:
-                return []
-            across = places.at([point[0] for point in points])
-        return [[x, point[1]] for x, point in zip(across, points, strict=True)]
-
-
-def _charts(runs: Sequence[OpenRun], axis: str) -> Iterator[tuple[LineChart, Overlay]]:
-    by_name = {harmless(run.reader.folder.name): run for run in runs}
-    with ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2"):
-        for curve in _CURVES:
-            with_curve = {name: run for name, run in by_name.items() if curve in run.curves.by_name}
-            if with_curve:
-                overlay = Overlay(with_curve, curve, axis)
-                chart = LineChart(curve.capitalize(), tuple(with_curve), across=axis)
-                chart.show(overlay)
-                yield chart, overlay
-
-
-def figures_of(runs: Sequence[OpenRun]) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row per run. Scores have their 95% confidence interval."""
-    tasks = list(dict.fromkeys(key for run in runs for key in run.tasks))
-    headings = ["run", "status", "step", "loss", "validation", "tokens", "tokens/s", "time"]
-    headings += [f"{task}, {metric}" for task, metric in tasks]
-    rows = []
-    for run in runs:
-        summary = run.summary
-        best = summary.best
-        rows.append(
-            [
-                run.reader.folder.name,
-                run.status,
-                f"{summary.step:,}",
-                "" if summary.smoothed is None else f"{summary.smoothed:.4f}",
-                "" if best is None else f"{eval_text(best, 4)} at step {best.step:,}",
-                format_count(summary.tokens),
-                "" if not summary.tokens_per_second else f"{summary.tokens_per_second:,.0f}",
-                format_seconds(summary.seconds),
-                *(_score(run.tasks.get(key)) for key in tasks),
-            ]
-        )
-    return headings, [[harmless(cell) for cell in row] for row in rows]
-
-
-def _score(task: TaskDone | None) -> str:
-    if task is None or task.value is None:
-        return ""
-    interval = (
-        "" if task.low is None or task.high is None else f" [{task.low:.3g}, {task.high:.3g}]"
-    )
-    return f"{task.value:.4g}{interval}"
-
-
-def _figures(runs: Sequence[OpenRun]) -> None:
-    headings, rows = figures_of(runs)
-    ui.label("Figures").classes("text-lg font-semibold").props("role=heading aria-level=2")
-    _table(headings, rows)
-
-
-def differences_of(texts: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Keys with different values, and the value of each run; "" where a run does not set the key."""
-    flat = {name: dict(_flat(merged_text(text, ()), "")) for name, text in texts.items()}
-    keys = sorted({key for values in flat.values() for key in values})
-    rows = []
-    for key in keys:
-        values = [flat[name].get(key, "") for name in texts]
-        if len(set(values)) > 1:
-            rows.append([key, *values])
-    return ["key", *texts], [[harmless(cell) for cell in row] for row in rows]
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value_text(value)
-
-
-def _differences(runs: Sequence[OpenRun]) -> None:
-    ui.label("Recipes").classes("text-lg font-semibold").props("role=heading aria-level=2")
-    texts = {}
-    for run in runs:
-        try:
-            content = read_whole(run.reader.folder / "recipe.yaml")
-            texts[run.reader.folder.name] = content.decode("utf-8", errors="replace")
-        except (OSError, UserError) as error:
-            ui.label(harmless(f"{run.reader.folder.name}: {error}"))
-    headings, rows = differences_of(texts)
-    if rows:
-        _table(headings, rows)
-    else:
-        ui.label("The recipes are the same." if len(runs) > 1 else "Choose a second run.")
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    columns = [
-        {
-            "name": str(index),
-            "label": heading,
-            "field": str(index),
-            "align": "left",
-            "sortable": True,
-        }
-        for index, heading in enumerate(headings)
-    ]
-    table = ui.table(
-        columns=columns,
-        rows=[{str(index): cell for index, cell in enumerate(row)} for row in rows],
-        row_key="0",
-        pagination=0,
-    )
-    table.props("flat bordered dense hide-pagination wrap-cells").classes("w-full")
-
-
-def address_of_comparison(names: Sequence[str]) -> str:
+def address_of_comparison(names: Sequence[str], axis: Axis = "step") -> str:
     """The page with these runs; no name of a folder has a slash."""
-    return f"/compare?runs={address_of('/'.join(names)).removeprefix('/run/')}"
+    over = "" if axis == "step" else f"&over={axis}"
+    return f"/compare?runs={quote('/'.join(names), safe='')}{over}"
+
+
+def axis_of(text: str) -> Axis:
+    """The axis that the address names; "step" where it names none of them."""
+    return next((axis for axis in AXES if axis == text), "step")
+
+
+async def compare_page(watching: Watching, names: str, over: str) -> None:
+    """`names`: of the runs, with slashes between them. `over`: step, tokens or hours."""
+    runs = list[OpenRun]()
+    problems = list[str]()
+    asked = list(dict.fromkeys(filter(None, names.split("/"))))
+    axis = axis_of(over)
+    for name in asked[:MOST_RUNS]:
+        try:
+            runs.append(watching.run(name))
+        except UserError as error:
+            problems.append(f"error: {error.problem}")
+    if len(asked) > MOST_RUNS:
+        problems.append(
+            f"at most {MOST_RUNS} runs are compared; {len(asked) - MOST_RUNS} are left out"
+        )
+    reading = [asyncio.create_task(asyncio.to_thread(run.update)) for run in runs]
+    if reading:
+        await asyncio.wait(reading, timeout=FIRST_SECONDS)
+    with page("Compare", "/compare"):
+        _show_choice(watching, runs, axis)
+        if not runs:
+            text = "\n".join(problems) or "Choose runs above, or mark them in the list of runs."
+            ui.label(text).classes("studio-text")
+            return
+        view = CompareView(runs, problems, axis)
+        ui.timer(UPDATE_SECONDS, view.update)
+        ui.timer(0, view.show_recipes, once=True)
+
+
+def _show_choice(watching: Watching, runs: Sequence[OpenRun], axis: Axis) -> None:
+    """The title, and a field that adds a run."""
+    chosen = [run.reader.folder.name for run in runs]
+
+    def add(event: ValueChangeEventArguments[str]) -> None:
+        ui.navigate.to(address_of_comparison([*chosen, event.value], axis))
+
+    def list_runs(rows: Sequence[RunRow]) -> None:
+        field.set_options([row.name for row in rows if row.name not in chosen])
+
+    async def read() -> None:
+        list_runs(await asyncio.to_thread(watching.rows))
+
+    with ui.row().classes("w-full items-center gap-3"):
+        title = f"Compare {counted(len(runs), 'runs')}" if runs else "Compare"
+        ui.label(title).classes("text-xl font-semibold").props("role=heading aria-level=1")
+        ui.space()
+        if len(runs) < MOST_RUNS:
+            field = ui.select([], with_input=True, label="Add a run", on_change=add)
+            field.props("dense outlined").classes("w-64 max-w-full")
+            list_runs(watching.known_rows())
+            ui.timer(0, read, once=True)
+
+
+@final
+class Overlay:
+    """One curve of several runs, by the name of the run."""
+
+    def __init__(self, runs: Mapping[str, OpenRun], curve: str, axis: Axis) -> None:
+        self._runs = runs
+        self._curve = curve
+        self._axis = axis
+
+    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+        run = self._runs[name]
+        with run.lock:
+            return run.curves.points_over(self._axis, self._curve, first, last)
+
+
+@final
+class CompareView:
+    """Mutable: one open page that compares runs."""
+
+    def __init__(self, runs: Sequence[OpenRun], problems: Sequence[str], axis: Axis) -> None:
+        self.runs = {harmless(run.reader.folder.name): run for run in runs}
+        self.axis: Axis = axis
+        self._problems = tuple(problems)
+        self._drawn: object = None
+        self._charts: dict[str, LineChart] = {}
+        with ui.row().classes("w-full gap-2 items-end"):
+            for index, name in enumerate(self.runs):
+                self._show_name(index, name)
+            ui.space()
+            with ui.row().classes("items-center no-wrap"):
+                ui.label("Over")
+                ui.toggle(list(AXES), value=axis, on_change=self._change_axis).props(
+                    "dense no-caps unelevated padding='xs md' aria-label='Horizontal axis'"
+                )
+        self._problem = ui.label().classes("studio-text text-negative").props("role=status")
+        self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
+        self._metrics = self._table("Final metrics")
+        self._recipes = self._table("What differs in the recipes")
+        self._recipes.props("loading")
+        self._draw()
+
+    def _show_name(self, index: int, name: str) -> None:
+        line = f"border-bottom: 4px {dash_of(index)} {color_of(index)}"
+        with ui.row().classes("items-center gap-0 no-wrap").style(line):
+            ui.link(name, address_of(name)).classes("break-all text-sm")
+            if len(self.runs) > 1:
+                ui.button(icon="close", on_click=lambda: self._remove(name)).props(
+                    "flat dense size=xs"
+                ).props(f"aria-label={json.dumps(f'Leave out run {index + 1}')}")
+
+    def _names(self) -> list[str]:
+        return [run.reader.folder.name for run in self.runs.values()]
+
+    def _remove(self, name: str) -> None:
+        others = [run.reader.folder.name for key, run in self.runs.items() if key != name]
+        ui.navigate.to(address_of_comparison(others, self.axis))
+
+    def _change_axis(self, event: ValueChangeEventArguments[str]) -> None:
+        self.axis = axis_of(event.value)
+        ui.navigate.history.replace(address_of_comparison(self._names(), self.axis))
+        for chart in self._charts.values():
+            chart.delete()
+        self._charts.clear()
+        self._drawn = None
+        self._draw()
+
+    def _table(self, title: str) -> ui.table:
+        """An empty table with a column per run."""
+        columns: list[dict[str, Any]] = [
+            {"name": "key", "label": "", "field": "key", "align": "left"}
+        ]
+        for index, name in enumerate(self.runs):
+            columns.append(
+                {
+                    "name": f"run{index}",
+                    "label": name,
+                    "field": f"run{index}",
+                    "align": "left",
+                    "address": address_of(name),
+                    "color": color_of(index),
+                    "dash": dash_of(index),
+                }
+            )
+        with ui.element("section").classes("w-full"):
+            ui.label(title).classes("text-lg font-semibold").props("role=heading aria-level=2")
+            table = ui.table(columns=columns, rows=[], row_key="key", pagination=0)
+            table.classes("w-full studio-compare")
+            table.props("flat bordered dense hide-pagination wrap-cells")
+            table.add_slot("header-cell", _HEADING)
+        return table
+
+    async def update(self) -> None:
+        idle = [run for run in self.runs.values() if not run.is_reading]
+        await asyncio.gather(*(asyncio.to_thread(run.update) for run in idle))
+        self._draw()
+
+    def _draw(self) -> None:
+        """What has changed since the last time."""
+        state = [(run.status, run.reader.tail.read_lines) for run in self.runs.values()]
+        if state == self._drawn:
+            return
+        self._drawn = state
+        notes = [
+            f"{name}: {harmless(run.problem)}" for name, run in self.runs.items() if run.problem
+        ]
+        notes += [f"{name}: reading events" for name, run in self.runs.items() if run.is_reading]
+        self._problem.text = "\n".join([*self._problems, *notes])
+        self._problem.visible = bool(self._problem.text)
+        self._draw_charts()
+        self._metrics.rows = _rows([self._locked_metrics(run) for run in self.runs.values()])
+
+    def _locked_metrics(self, run: OpenRun) -> dict[str, str]:
+        with run.lock:
+            return dict(metrics_of(run))
+
+    def _draw_charts(self) -> None:
+        names = tuple(self.runs)
+        for title, (curve, unit) in self._shared_charts().items():
+            self._chart(title, names, unit).show(Overlay(self.runs, curve, self.axis))
+            if title == "Loss":
+                self._draw_evaluations()
+
+    def _draw_evaluations(self) -> None:
+        evaluations = dict[str, list[Point]]()
+        for name, run in self.runs.items():
+            with run.lock:
+                points = evaluations_of(run).get("validation", [])
+                evaluations[name] = run.curves.moved(self.axis, points)
+        if any(evaluations.values()):
+            chart = self._chart("Validation loss", (), "")
+            chart.show(Overlay(self.runs, "", self.axis), extra=evaluations)
+
+    def _chart(self, title: str, names: tuple[str, ...], unit: str) -> LineChart:
+        if title not in self._charts:
+            with self._grid:
+                self._charts[title] = LineChart(
+                    title, names, unit=unit, across=self.axis, has_legend=False
+                )
+        return self._charts[title]
+
+    def _shared_charts(self) -> dict[str, tuple[str, str]]:
+        """Curve and unit by title, of the curves that any of the runs has; no curves of single GPUs."""
+        charts = dict[str, tuple[str, str]]()
+        for run in self.runs.values():
+            with run.lock:
+                for title, names, unit, _ in charts_of(run):
+                    if len(names) == 1 and " of GPU " not in names[0]:
+                        known = charts.setdefault(title, (names[0], unit))
+                        charts[title] = names[0], unit if known[1] == unit else ""
+        return charts
+
+    async def show_recipes(self) -> None:
+        """Reads the recipes, which takes a tenth of a second each."""
+        folders = [run.reader.folder for run in self.runs.values()]
+        recipes = [await asyncio.to_thread(recipe_of, folder) for folder in folders]
+        keys = {key for recipe in recipes for key in recipe}
+        different = {key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1}
+        different |= keys & {UNREADABLE}
+        self._recipes.props(remove="loading")
+        self._recipes.props(f'no-data-label="no key of {len(keys)} differs"')
+        self._recipes.rows = _rows(
+            [{key: recipe[key] for key in recipe if key in different} for recipe in recipes]
+        )
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Rows by key, in the order in which the columns have them."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return [
+        {"key": key}
+        | {f"run{index}": column.get(key, _MISSING) for index, column in enumerate(columns)}
+        for key in keys
+    ]
+
+
+def metrics_of(run: OpenRun) -> Iterator[tuple[str, str]]:
+    """Labels and values. Hold the lock of the run."""
+    summary = run.summary
+    plan = run.reader.plan
+    yield "Status", run.status
+    if plan is not None:
+        yield "Model", model_of(plan)
+        yield "Method", method_of(plan)
+    yield "Step", f"{summary.step:,}" + (f" of {summary.steps:,}" if summary.steps else "")
+    if summary.tokens:
+        yield "Tokens", in_millions(summary.tokens)
+    if summary.smoothed is not None:
+        yield f"Loss, {summary.unit}", f"{summary.smoothed:.4f}"
+    if summary.smoothed_reward is not None:
+        yield "Reward", f"{summary.smoothed_reward:.3f}"
+    evaluations = [event for event in summary.evaluations.values() if event.loss is not None]
+    if evaluations and not summary.scores_completions:
+        last = max(evaluations, key=lambda event: event.step)
+        best = min(evaluations, key=lambda event: event.loss or 0.0)
+        yield "Validation loss, last", f"{last.loss:.4f}"
+        yield "Validation loss, lowest", f"{best.loss:.4f} at step {best.step:,}"
+        if last.bits_per_byte is not None:
+            yield "Bits per byte, last", f"{last.bits_per_byte:.4f}"
+    if summary.tokens_per_second:
+        yield "Tokens per second", f"{summary.tokens_per_second:,.0f}"
+    if summary.peak_gib:
+        yield "Peak memory", f"{summary.peak_gib:.1f} GiB"
+    yield "Time", format_seconds(summary.clock.seconds)
+    if (joules := summary.devices.joules) is not None:
+        yield "Energy", format_joules(joules)
+    for task in run.tasks.values():
+        against = f" against {task.against}" if task.against else ""
+        yield harmless(f"{task.task}: {task.metric}{against}"), score_text(task)
+
+
+def score_text(event: TaskDone) -> str:
+    """The score with its 95% confidence interval, and the difference to another model."""
+    spec = number_format_of(event.metric)
+    text = (
+        _MISSING if event.value is None else with_interval(event.value, event.low, event.high, spec)
+    )
+    if event.step:
+        text += f", step {event.step:,}"
+    if event.difference is not None:
+        difference = with_interval(
+            event.difference, event.difference_low, event.difference_high, f"+{spec}"
+        )
+        text += f"; difference {difference}"
+    return text
+
+
+def recipe_of(folder: Path) -> dict[str, str]:
+    """The values of the run's recipe by key, as JSON; where it cannot be read, the reason under UNREADABLE."""
+    try:
+        recipe = load_recipe(folder / "recipe.yaml").recipe
+    except (UserError, OSError) as error:
+        problem = error.problem if isinstance(error, UserError) else error.strerror
+        return {UNREADABLE: harmless(f"cannot be read: {problem}")}
+    return dict(_flat(recipe.model_dump(mode="json", by_alias=True), ""))
+
+
+def _flat(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield harmless(f"{path}{key}"), harmless(text)

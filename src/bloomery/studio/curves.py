@@ -4,7 +4,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from bloomery.monitor.events import DeviceStats, Event, Recovered, Resumed, Step
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
 Point = list[float]  # step and value, as ECharts reads it
+Axis = Literal["step", "tokens", "hours"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
 
 @final
@@ -40,7 +42,12 @@ class Curve:
         values: list[float] = np.interp(steps, known_steps, known_values).tolist()
         return [float(f"{value:.6g}") for value in values]
 
-    def points(self, first: int = 0, last: int | None = None) -> list[Point]:
+    def step_of(self, value: float) -> int:
+        """The last step whose value is at most this one, of values that never fall."""
+        index = bisect_right(self.values, value)
+        return self.steps[index - 1] if index else 0
+
+    def points(self, first: float = 0, last: float | None = None) -> list[Point]:
         """The lowest and the highest value of each bucket between two steps, in the order of their steps, and the last.
 
         The width of a bucket is the power of two with which at most MOST_BUCKETS hold all steps: new steps change the
@@ -111,6 +118,24 @@ class RunCurves:
             curve = self.by_name[name] = Curve()
         curve.add(step, value)
 
-    def points(self, name: str, first: int = 0, last: int | None = None) -> list[Point]:
+    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
         curve = self.by_name.get(name)
         return [] if curve is None else curve.points(first, last)
+
+    def points_over(
+        self, axis: Axis, name: str, first: float = 0, last: float | None = None
+    ) -> list[Point]:
+        """As `points`, with positions on this axis; `first` and `last` are such positions, too."""
+        positions = self.by_name.get(axis)
+        if positions is None:  # it is the step, or no step has been taken
+            return self.points(name, first, last)
+        until = None if last is None else positions.step_of(last)
+        return self.moved(axis, self.points(name, positions.step_of(first), until))
+
+    def moved(self, axis: Axis, points: list[Point]) -> list[Point]:
+        """Points by step as points on this axis."""
+        positions = self.by_name.get(axis)
+        if positions is None or not points:
+            return points
+        across = positions.at([step for step, _ in points])
+        return [[x, value] for x, (_, value) in zip(across, points, strict=True)]

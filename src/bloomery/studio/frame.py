@@ -32,6 +32,10 @@ body { font-size: 15px; }
 .body--dark .text-primary { color: #7fb6ec !important; }
 .body--dark .text-negative { color: #f28b94 !important; }
 .studio-command { background: rgba(128, 128, 128, 0.13); border-radius: 4px; padding: 0.1rem 0.5rem; }
+.studio-compare td, .studio-compare th { overflow-wrap: anywhere; min-width: 8rem; white-space: pre-wrap; }
+.studio-compare tr > :first-child { position: sticky; left: 0; z-index: 1; background: #fff; }
+.body--dark .studio-compare tr > :first-child { background: #1d1d1d; }
+.studio-run-heading { color: inherit; text-decoration: none; display: block; padding-top: 2px; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
 a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
 :focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
@@ -63,11 +67,12 @@ def page(title: str, path: str) -> Iterator[None]:
     def change_colors() -> None:
         dark.value = not dark.value
 
-    with ui.header().classes("items-center px-4 py-1 gap-2").props("elevated"):
-        ui.label("Bloomery").classes("text-lg font-semibold")
-        with ui.element("nav").classes("flex gap-1").props('aria-label="Pages"'):
+    with ui.header().classes("items-center px-2 sm:px-4 py-1 gap-2 flex-nowrap").props("elevated"):
+        ui.label("Bloomery").classes("text-lg font-semibold max-sm:hidden")
+        nav = ui.element("nav").classes("flex flex-nowrap sm:gap-1 min-w-0 overflow-x-auto")
+        with nav.props('aria-label="Pages"'):
             for place in PLACES:
-                link = ui.link(place.name, place.path).classes("studio-link")
+                link = ui.link(place.name, place.path).classes("studio-link whitespace-nowrap")
                 if place.path == path:
                     link.props("aria-current=page")
         ui.space()

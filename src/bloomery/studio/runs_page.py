@@ -7,8 +7,10 @@ from typing import Any
 from nicegui import ui
 
 from bloomery.core.units import format_seconds
-from bloomery.studio.compare_page import address_of_comparison
-from bloomery.studio.frame import STATUS_COLORS, address_of, page
+from bloomery.studio.commands import Command, Commands
+from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
+from bloomery.studio.deleting import SUBJECT, ask_to_delete
+from bloomery.studio.frame import STATUS_COLORS, address_of, page, show_command
 from bloomery.studio.watching import RunRow, Watching
 
 UPDATE_SECONDS = 2.0
@@ -48,13 +50,15 @@ _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
+    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name" />
     <a :href="props.row.address" class="text-primary text-weight-medium">{{ props.row.name }}</a>
     <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
     <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
     <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs" />
     <div class="text-caption">
       <span v-for="col in props.cols.filter((c) => !['name', 'status'].includes(c.name) && props.row.shown[c.name])"
-        class="q-mr-md"><span style="opacity: 0.7">{{ col.label }}</span> {{ props.row.shown[col.name] }}</span>
+        class="q-mr-md inline-block">
+        <span class="opacity-75">{{ col.label }}</span> {{ props.row.shown[col.name] }}</span>
     </div>
   </q-card>
 </div>
@@ -95,16 +99,17 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
     }
 
 
-async def runs_page(watching: Watching) -> None:
+async def runs_page(watching: Watching, commands: Commands) -> None:
     # A first look at hundreds of runs may take a second: the page does not wait for it.
     rows = [row_of_table(row) for row in watching.known_rows()]
     with page("Runs", "/"):
         with ui.row().classes("w-full items-center"):
             ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.space()
-            compare = ui.button("Compare", icon="stacked_line_chart").props(
-                "outline dense no-caps padding='xs sm'"
-            )
+            compare = ui.button("Compare", icon="stacked_line_chart")
+            delete = ui.button("Delete", icon="delete_outline")
+            for button in (compare, delete):
+                button.props("outline dense no-caps padding='xs sm'")
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter runs"'
             )
@@ -118,10 +123,14 @@ async def runs_page(watching: Watching) -> None:
             }
             for key, heading, is_number in _COLUMNS
         ]
+        command = ui.column().classes("w-full gap-0")
+        command.visible = False
         table = ui.table(
             columns=columns, rows=rows, row_key="name", selection="multiple", pagination=0
         ).classes("w-full")
-        table.props('flat bordered dense :grid="$q.screen.lt.md" hide-pagination binary-state-sort')
+        table.props(
+            'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort'
+        )
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
             table.props("loading")
@@ -133,13 +142,28 @@ async def runs_page(watching: Watching) -> None:
         table.add_slot("item", _CARD)
         table.add_slot("no-data", "No runs in runs/ yet: start one with <code>bloomery demo</code>")
 
-        def open_comparison() -> None:
-            ui.navigate.to(address_of_comparison([row["name"] for row in table.selected]))
+        def selected() -> list[str]:
+            return [row["name"] for row in table.selected]
 
-        compare.on_click(open_comparison)
-        compare.bind_enabled_from(table, "selected", lambda selected: len(selected) > 1)
+        async def on_delete() -> None:
+            if await ask_to_delete(watching, commands, selected()):
+                table.selected = []
+                await update()
+
+        compare.on_click(lambda: ui.navigate.to(address_of_comparison(selected())))
+        compare.bind_enabled_from(table, "selected", lambda rows: 1 < len(rows) <= MOST_RUNS)
+        delete.on_click(on_delete)
+        delete.bind_enabled_from(table, "selected", bool)
+        shown: list[tuple[Command, int | None]] = []
 
         async def update() -> None:
+            deleting = commands.of(SUBJECT)
+            if deleting is not None and (deleting, deleting.code) not in shown[-1:]:
+                shown.append((deleting, deleting.code))
+                command.visible = True
+                command.clear()
+                with command:
+                    show_command(deleting)
             new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
             if new_rows != table.rows:
                 table.rows = new_rows

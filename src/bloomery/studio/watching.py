@@ -151,7 +151,8 @@ class OpenRun:
         self.curves = RunCurves()
         self.status = "reading"
         self.problem = ""  # why its events cannot be read
-        self.tasks: dict[tuple[str, str], TaskDone] = {}  # the newest by task and metric
+        # The newest by task, metric and the model of a comparison.
+        self.tasks: dict[tuple[str, str, str], TaskDone] = {}
         self.samples: deque[Sampled] = deque(maxlen=KEPT_SAMPLES)
         self.used = time.monotonic()
         self.lock = threading.Lock()
@@ -195,7 +196,7 @@ class OpenRun:
             case StepDone():
                 self.curves.add_hours(event.step, self.summary.clock.seconds)
             case TaskDone():
-                self.tasks[event.task, event.metric] = event
+                self.tasks[event.task, event.metric, event.against] = event
             case Sampled():
                 self.samples.append(as_shown(event))
         self._num_events += 1

@@ -1,0 +1,74 @@
+"""The question before runs are deleted: what goes with them. Does not import torch."""
+
+import asyncio
+from collections.abc import Sequence
+
+from nicegui import ui
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
+from bloomery.core.units import counted, format_bytes
+from bloomery.runs.cleaning import Leftover, deletable
+from bloomery.studio.commands import Commands
+from bloomery.studio.frame import notify
+from bloomery.studio.watching import Watching
+
+SUBJECT = "deleted runs"  # of `bloomery runs rm`
+
+
+async def ask_to_delete(watching: Watching, commands: Commands, names: Sequence[str]) -> bool:
+    """Lists what goes with the runs, asks, and starts `bloomery runs rm`; whether it was started."""
+    items, refusals = await asyncio.to_thread(_found, watching, names)
+    with ui.dialog() as dialog, ui.card().classes("w-full max-w-[44rem] gap-3"):
+        total = format_bytes(sum(item.bytes for item in items))
+        question = (
+            f"Delete {counted(len(items), 'runs')}, {total}?" if items else "Nothing to delete"
+        )
+        ui.label(question).classes("text-lg font-semibold").props("role=heading aria-level=2")
+        with ui.column().classes("w-full gap-2 max-h-[50vh] overflow-auto no-wrap"):
+            for item in items:
+                with ui.column().classes("gap-0"):
+                    ui.label(harmless(str(item.path))).classes("font-medium break-all")
+                    ui.label(harmless(f"{format_bytes(item.bytes)}: {item.loss}")).classes(
+                        "text-sm"
+                    )
+            for refusal in refusals:
+                text = f"kept: {refusal.where}: {refusal.problem}"
+                ui.label(harmless(f"{text}; fix: {refusal.fix}")).classes(
+                    "text-negative break-words"
+                )
+        if items:
+            ui.label("This cannot be undone. Exports and prepared datasets stay.").classes(
+                "text-sm"
+            )
+        with ui.row().classes("w-full justify-end"):
+            ui.button("Keep", on_click=lambda: dialog.submit(False)).props("flat no-caps autofocus")
+            if items:
+                ui.button("Delete them", on_click=lambda: dialog.submit(True)).props(
+                    "no-caps unelevated color=negative"
+                )
+    agreed = bool(await dialog)
+    dialog.delete()
+    if not agreed:
+        return False
+    try:
+        commands.start("runs", "rm", *(str(item.path) for item in items), "--yes", subject=SUBJECT)
+    except UserError as error:
+        notify(error)
+        return False
+    return True
+
+
+def _found(watching: Watching, names: Sequence[str]) -> tuple[list[Leftover], list[UserError]]:
+    """What can be deleted, and why the others cannot."""
+    items = list[Leftover]()
+    refusals = list[UserError]()
+    for name in names:
+        try:
+            items.append(deletable(watching.run(name).reader.folder))
+        except UserError as error:
+            refusals.append(error)
+        except OSError as error:  # deleted or changed meanwhile
+            problem = f"cannot be read: {error.strerror}"
+            refusals.append(UserError(problem, where=f"runs/{name}", fix="try again"))
+    return items, refusals
