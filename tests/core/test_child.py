@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core.child import Child, kill_group, output_of
+from bloomery.core.child import JOB_SIGNALS, Child, kill_group, output_of
 
 HERE = Path(__file__).parent
 
@@ -79,6 +79,19 @@ def test_a_child_dies_with_its_parent():
     )
     assert gone(int(parent.stdout))
     kill_group(int(parent.stdout))  # what the child had started
+
+
+@pytest.mark.parametrize("number", JOB_SIGNALS)
+def test_a_signal_to_all_processes_of_a_job_does_not_end_a_child(number):
+    """The worker that gives rewards is needed until the last step is saved."""
+    with child(pids=True) as worker:
+        own, started = worker.next(60)["pids"]
+        os.kill(own, number)
+        assert worker.ask({"do": "double", "name": "still here"}, seconds=60) == {
+            "name": "still here"
+        }
+        os.kill(started, number)  # what it starts has the defaults
+        assert gone(started)
 
 
 def test_the_answer_of_a_command():

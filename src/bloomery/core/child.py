@@ -46,6 +46,8 @@ from typing import Any, Literal, final
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"  # no other host reaches it
 TAIL_LINES = 200
+# Slurm sends them to every process of a job, at its time limit and for `bloomery save`: the training process acts alone.
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LONGEST_REASON = 300  # characters of an error message from a child
 # A killed process with much memory ends slowly; one that is stuck in a driver never does.
 DYING_SECONDS = 30.0
@@ -297,7 +299,10 @@ def last_words(lines: Sequence[str]) -> str:
 
 
 def accept() -> Message:
-    """The job of this process, which from now on ends when its parent ends."""
+    """The job of this process, which from now on ends when its parent ends, and not by a signal to the whole job."""
+    # A handler that does nothing: programs that this process starts get the defaults, which SIG_IGN would replace.
+    for number in JOB_SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
     die_with_parent(int(sys.argv[2]))
     socket = int(sys.argv[1])
     job = _received(socket)
