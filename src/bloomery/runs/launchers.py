@@ -473,6 +473,8 @@ class Board:
             elif message is not None and message.attempt > previous_attempt and state.works:
                 self.message = message
                 return message
+            elif state.gone:
+                return None
             time.sleep(POLL_SECONDS)
         return None
 
@@ -486,12 +488,17 @@ class Board:
             or message.attempt != attempt
             or message.code is not None
             or not state.works
+            or state.gone
         )
 
     def failed(self) -> bool:
-        """As another rank: whether rank 0 has said that the run failed: nobody hears the last words of a rank now."""
-        message = self._message_of(self._client.state)
-        return message is not None and message.code not in (None, 0, 75)
+        """As another rank: whether rank 0 has said that the run failed, or its host is lost.
+
+        Nobody hears the last words of a rank then.
+        """
+        state = self._client.state
+        message = self._message_of(state)
+        return state.gone or (message is not None and message.code not in (None, 0, 75))
 
     def saves(self) -> bool:
         """As another rank: whether the ranks have agreed to save and to stop."""

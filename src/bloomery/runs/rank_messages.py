@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import secrets
 import signal
@@ -33,6 +34,7 @@ from bloomery.core.files import private_folder, read_whole, replace_atomically
 CONNECT_SECONDS = 1.0  # between two looks for rank 0's server
 FILES_SECONDS = 5.0  # between two looks at the files of the board, without a connection
 ANSWER_SECONDS = 10.0  # for the first line of a new connection
+GONE_SECONDS = 2.0  # without a connection to a rank 0 that was reached before
 CLOSE_SECONDS = 2.0  # for the other end to read what was sent last
 # Without an answer for so long a connection is closed: idle seconds, seconds between probes, probes.
 PROBES = (3, 2, 2)
@@ -67,7 +69,8 @@ class State:
     """What a later rank knows of rank 0. `message`: its last one.
 
     `version`: of the file of that message, "" for one that came over a connection. `works`: rank 0 is at work.
-    `mistake`: of the launch, as the arguments of a UserError. `looked`: False before anything is known.
+    `mistake`: of the launch, as the arguments of a UserError. `looked`: False before anything is known. `gone`: its
+    server was reached and is not any more, whatever its files say: of a lost host they look alive for two minutes.
     """
 
     message: Entry | None = None
@@ -75,6 +78,7 @@ class State:
     works: bool = False
     mistake: Entry | None = None
     looked: bool = True
+    gone: bool = False
 
     def error(self) -> UserError | None:
         return None if self.mistake is None else UserError(**self.mistake)
@@ -334,15 +338,19 @@ class MessageClient:
         if listener is not None:
             server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LINE_BYTES)
         look_at = time.monotonic()
+        lost_at = math.inf
         try:
             while True:
                 server_entry = self._server_entry()
-                if server_entry is not None and await self._reach(server_entry):
+                answer_seconds = ANSWER_SECONDS if lost_at == math.inf else GONE_SECONDS
+                if server_entry is not None and await self._reach(server_entry, answer_seconds):
+                    lost_at = time.monotonic()
                     # The lock of a rank 0 that was killed is free a moment later.
-                    look_at = time.monotonic() + CONNECT_SECONDS / 2
-                if time.monotonic() >= look_at:
+                    look_at = lost_at + CONNECT_SECONDS / 2
+                is_gone = time.monotonic() - lost_at > GONE_SECONDS
+                if time.monotonic() >= look_at or (is_gone and not self.state.gone):
                     look_at = time.monotonic() + FILES_SECONDS
-                    self._set(self._look())
+                    self._set(replace(self._look(), gone=is_gone))
                 await asyncio.sleep(CONNECT_SECONDS)
         finally:
             if server is not None and path is not None:
@@ -358,10 +366,10 @@ class MessageClient:
                 return entry
         return None
 
-    async def _reach(self, server_entry: Mapping[str, Any]) -> bool:
+    async def _reach(self, server_entry: Mapping[str, Any], answer_seconds: float) -> bool:
         """Hears rank 0's server until the connection ends. Whether there was one."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(answer_seconds):
                 reader, writer = await asyncio.open_connection(
                     server_entry["address"], server_entry["port"], limit=LINE_BYTES
                 )
@@ -369,7 +377,7 @@ class MessageClient:
             return False  # an earlier server that was killed, or one that this host does not reach
         _probe(writer)
         _send(writer, {"token": str(server_entry.get("token", ""))})
-        return await self._hear(reader, writer, ANSWER_SECONDS)
+        return await self._hear(reader, writer, answer_seconds)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Another process of this host."""

@@ -37,6 +37,7 @@ SHARED_POLL_SECONDS = 0.7  # of events in a folder that several hosts may share
 KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
 PEER_WORDS_SECONDS = 4.0  # the same where other processes supervise them
+AFTER_LOSS_SECONDS = 1.0  # the same where a host is lost
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
@@ -193,6 +194,10 @@ class _Peer:
             self._ended = self._board.end_of(self._rank)
         return None if self._ended is None else int(self._ended["code"])
 
+    @property
+    def is_lost(self) -> bool:
+        return self._ended is not None and bool(self._ended.get("lost"))
+
     def terminate(self) -> None:
         """The ranks agree on a stop themselves."""
 
@@ -283,7 +288,12 @@ class _Group:
             for rank in running:
                 if self._file(rank).exists():  # a rank that has not begun would die of the signal
                     self.members[rank].dump()
-        if self._overdue or seconds_now - self._failed_at > self._patience:
+        # The others of a lost rank have nothing to say about it: they wait for it.
+        is_lost = any(
+            isinstance(member, _Peer) and member.is_lost for member in self.members.values()
+        )
+        patience = AFTER_LOSS_SECONDS if is_lost else self._patience
+        if self._overdue or seconds_now - self._failed_at > patience:
             self.kill()
 
     def _file(self, rank: int) -> Path:
