@@ -46,7 +46,7 @@ from typing import Any, Literal, final
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"  # no other host reaches it
 TAIL_LINES = 200
-# Slurm sends them to every process of a job, at its time limit and for `bloomery save`: the training process acts alone.
+# Slurm sends these to every process of a job, at its time limit and for `bloomery save`. Only training acts on them.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LONGEST_REASON = 300  # characters of an error message from a child
 # A killed process with much memory ends slowly; one that is stuck in a driver never does.
