@@ -25,6 +25,7 @@ from bloomery.cli.common import (
     step_option,
     text_flags,
 )
+from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.text import did_you_mean, harmless
@@ -302,6 +303,7 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
     help="Listen on this port.",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
+@click.option("--parent", type=int, hidden=True)  # studio: the model does not outlive it
 @click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
 @click.option(
     "--max-requests",
@@ -359,6 +361,7 @@ def serve_command(
     host: str,
     port: int,
     open_browser: bool,
+    parent: int | None,
     template: str | None,
     slots: int,
     queue: int,
@@ -377,6 +380,8 @@ def serve_command(
 
     Example: bloomery serve last --open
     """
+    if parent is not None:
+        die_with_parent(parent)
     # Mistyped names, a missing token and a taken port are reported before torch is imported and a model is loaded.
     sources = [_parse_model(model, step) for model in models]
     adapter_paths = dict(_parse_adapter(adapter) for adapter in adapters)

@@ -3,15 +3,18 @@
 import socket
 from collections.abc import Callable
 
-from fastapi import FastAPI
-from nicegui import ui
+from fastapi import FastAPI, Request
+from nicegui import app, ui
 
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
+from bloomery.studio.chat_page import chat_page
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
 from bloomery.studio.guard import Guard
 from bloomery.studio.machine_page import Sensors, machine_page
+from bloomery.studio.model_server import ModelServers
+from bloomery.studio.models_page import models_page
 from bloomery.studio.new_run_page import new_run_page
 from bloomery.studio.run_page import run_page
 from bloomery.studio.runs_page import runs_page
@@ -27,6 +30,7 @@ PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
 def add_pages(watching: Watching, commands: Commands) -> None:
     """Registers every page with NiceGUI, which has one application per process."""
     sensors = Sensors()
+    servers = ModelServers()
 
     async def runs() -> None:
         await runs_page(watching, commands)
@@ -43,14 +47,25 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def machine() -> None:
         await machine_page(sensors, commands)
 
+    async def models() -> None:
+        await models_page(commands)
+
+    async def chat(request: Request) -> None:
+        query = request.query_params
+        await chat_page(servers, query.getlist("model"), query.get("device", ""))
+
     for address, build in (
         ("/", runs),
         ("/run/{name}", one_run),
         ("/new", new_run),
         ("/compare", compare),
         ("/machine", machine),
+        ("/models", models),
+        ("/chat", chat),
     ):
         ui.page(address, response_timeout=PAGE_SECONDS)(build)
+    app.add_route("/serve/{path:path}", servers.forward, methods=["GET", "POST"])
+    app.on_shutdown(servers.close)
 
 
 def serve_studio(

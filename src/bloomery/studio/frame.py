@@ -37,6 +37,8 @@ body { font-size: 15px; }
 .body--dark .studio-compare tr > :first-child { background: #1d1d1d; }
 .studio-run-heading { color: inherit; text-decoration: none; display: block; padding-top: 2px; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
+nav { scrollbar-width: none; }
+@media (max-width: 640px) { a.studio-link { padding: 0.35rem 0.4rem; font-size: 14px; } }
 a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
 :focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
 """
@@ -51,6 +53,7 @@ PLACES = (
     Place("/", "Runs"),
     Place("/new", "New run"),
     Place("/compare", "Compare"),
+    Place("/models", "Models"),
     Place("/machine", "Machine"),
 )
 

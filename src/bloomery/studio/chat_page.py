@@ -1,0 +1,72 @@
+"""The page on which models answer: the one of `bloomery serve`, whose models a process of its own has loaded."""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+from nicegui import ui
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
+from bloomery.studio.frame import page
+from bloomery.studio.model_server import ModelServers
+
+UPDATE_SECONDS = 0.5
+
+
+async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -> None:
+    with page("Chat", "/models"):
+        try:
+            view = ChatView(servers, models, "cpu" if device == "cpu" else "auto")
+        except UserError as error:
+            ui.label(f"error: {error.problem}").classes("text-lg")
+            ui.label(f"fix: {error.fix}")
+            ui.link("Models", "/models")
+            return
+        ui.timer(UPDATE_SECONDS, view.update)
+
+
+@final
+class ChatView:
+    """Mutable: one open chat. Loading continues when the page is closed, and the model ends when no page is open."""
+
+    def __init__(self, servers: ModelServers, models: Sequence[str], device: str) -> None:
+        self.servers = servers
+        self.server = servers.open(models, device)
+        self._state = ""
+        with ui.row().classes("w-full items-center gap-3"):
+            ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
+            ui.label(harmless(", ".join(models))).classes("break-all opacity-75")
+            ui.space()
+            self._end = ui.button("End the model", icon="eject", on_click=self.server.close)
+            self._again = ui.button("Load again", icon="refresh", on_click=ui.navigate.reload)
+            for button in (self._end, self._again):
+                button.props("outline dense no-caps padding='xs sm'")
+        self._progress = ui.linear_progress(show_value=False, size="4px").props("indeterminate")
+        self._output = ui.label().classes("studio-text").props("role=status")
+        self._content = ui.column().classes("w-full")
+        self.update()
+
+    def update(self) -> None:
+        server = self.server
+        state = server.state
+        if state != "ended":
+            server.used = time.monotonic()
+        if state == "loading":
+            self._output.text = server.text() or "starting"
+        if state == self._state:
+            return
+        self._state = state
+        self._progress.visible = state == "loading"
+        self._end.visible = state != "ended"
+        self._again.visible = state == "ended"
+        self._output.visible = state != "ready"
+        self._content.clear()
+        if state == "ready":
+            with self._content:
+                ui.element("iframe").props('src="/serve/" title="Chat with the models"').classes(
+                    "w-full border-0"
+                ).style("height: calc(100vh - 9rem); min-height: 28rem")
+        elif state == "ended":
+            reason = "the model's process has ended; another chat may have replaced it"
+            self._output.text = f"{server.text()}\n{reason}".strip()

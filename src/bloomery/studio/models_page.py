@@ -1,0 +1,289 @@
+"""The page of models: checkpoints and adapters of runs, exports; to chat with, and to export. Does not import torch."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from nicegui import ui
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.core.text import harmless
+from bloomery.core.units import format_bytes
+from bloomery.export import GGUF_TYPES, K_TYPES
+from bloomery.runs.folder import all_runs
+from bloomery.studio.commands import Command, Commands
+from bloomery.studio.frame import notify, page, show_command
+from bloomery.studio.model_server import MOST_MODELS
+from bloomery.train.model_folder import (
+    best_on_disk,
+    best_weight_steps,
+    folder_of_step,
+    saved_steps,
+)
+
+UPDATE_SECONDS = 5.0
+SUBJECT = "exports"  # of their commands
+_EXPORT_FOLDERS = (Path(), Path("exports"), Path("models"))  # where exports are looked for
+_LAYOUTS = {
+    "hf": "Hugging Face folder",
+    "merged": "adapter merged into its base",
+    "adapter": "LoRA adapter for PEFT",
+    "gguf": "GGUF file for llama.cpp",
+    "ollama": "folder for ollama create",
+    "vllm": "bfloat16 for vLLM",
+}
+_COLUMNS = (
+    # key, heading, is a number
+    ("name", "Model", False),
+    ("step", "Step", True),
+    ("kind", "Kind", False),
+    ("size", "Size", True),
+    ("changed", "Saved", True),
+)
+_NAME_CELL = """
+<q-td :props="props">{{ props.value }}
+  <q-badge v-if="props.row.best" color="positive" class="q-ml-sm">best</q-badge></q-td>
+"""
+_TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
+_CARD = """
+<div class="q-pa-xs col-12">
+  <q-card flat bordered class="q-pa-sm">
+    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.model" />
+    <span class="text-weight-medium">{{ props.row.name }}</span>
+    <q-badge v-if="props.row.best" color="positive" class="q-ml-sm">best</q-badge>
+    <div class="text-caption">
+      <span v-for="col in props.cols.filter((c) => props.row.shown[c.name])" class="q-mr-md inline-block">
+        <span class="opacity-75">{{ col.label }}</span> {{ props.row.shown[col.name] }}</span>
+    </div>
+  </q-card>
+</div>
+"""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk. `model`: the MODEL argument of commands, without its step. `changed`: seconds since 1970."""
+
+    model: str
+    step: int | None
+    kind: str
+    size: int
+    changed: float
+    is_best: bool = False
+
+    @property
+    def argument(self) -> str:
+        """As `bloomery serve` names it."""
+        return self.model if self.step is None else f"{self.model}@{self.step}"
+
+
+def stored_models() -> list[StoredModel]:
+    """Checkpoints of the runs in `runs/`, and model folders next to it; the newest first."""
+    models = list[StoredModel]()
+    for run in all_runs():
+        with suppress(UserError, OSError):  # a run that is deleted meanwhile, or not readable
+            models += _of_run(run)
+    for folder in _export_folders():
+        with suppress(OSError):
+            size, changed = _size_of(folder)
+            models.append(StoredModel(f"./{folder}", None, kind_of(folder), size, changed))
+    return sorted(models, key=lambda model: -model.changed)
+
+
+def _of_run(run: Path) -> Iterator[StoredModel]:
+    checkpoints = run / "checkpoints"
+    best = best_on_disk(checkpoints)
+    for step in sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)}):
+        folder = folder_of_step(checkpoints, step)
+        with suppress(FileNotFoundError):  # a newer checkpoint has replaced it
+            size, changed = _size_of(folder)
+            yield StoredModel(
+                f"runs/{run.name}", step, kind_of(folder), size, changed, is_best=step == best
+            )
+
+
+def _export_folders() -> Iterator[Path]:
+    places = [*_EXPORT_FOLDERS, *all_runs()]
+    for place in places:
+        with suppress(OSError):
+            for folder in sorted(place.iterdir()) if place.is_dir() else ():
+                has_model = any(
+                    (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+                )
+                if has_model and not folder.name.startswith("."):
+                    yield folder
+
+
+def _size_of(folder: Path) -> tuple[int, float]:
+    """Bytes of the weights, and when the folder was written. Raises OSError."""
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return weights, folder.stat().st_mtime
+
+
+def kind_of(folder: Path) -> str:
+    """A full model by its architecture, an adapter by its base; "damaged" where that cannot be read."""
+    is_adapter = (folder / "adapter_config.json").is_file()
+    name = "adapter_config.json" if is_adapter else "config.json"
+    try:
+        config = json.loads(read_whole(folder / name))
+        text = config["base_model_name_or_path"] if is_adapter else config["model_type"]
+    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
+        return "damaged"
+    return harmless(f"adapter of {Path(str(text)).name}" if is_adapter else f"full, {text}")
+
+
+def row_of_table(model: StoredModel) -> dict[str, Any]:
+    """Values to sort by, and `shown`: the text of each cell."""
+    return {
+        "model": model.argument,
+        "name": harmless(model.model.removeprefix("runs/")),
+        "step": model.step,
+        "kind": model.kind,
+        "size": model.size,
+        "changed": model.changed,
+        "best": model.is_best,
+        "shown": {
+            "step": "" if model.step is None else f"{model.step:,}",
+            "kind": model.kind,
+            "size": format_bytes(model.size),
+            "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(model.changed)),
+        },
+    }
+
+
+def address_of_chat(models: Sequence[str], device: str) -> str:
+    """The page on which these models answer. `device`: auto or cpu."""
+    pairs = [("model", model) for model in models]
+    return f"/chat?{urlencode([*pairs, ('device', device)])}"
+
+
+async def models_page(commands: Commands) -> None:
+    with page("Models", "/models"):
+        with ui.row().classes("w-full items-center"):
+            ui.label("Models").classes("text-xl font-semibold").props("role=heading aria-level=1")
+            ui.space()
+            device = ui.select(["auto", "cpu"], value="auto", label="Device")
+            device.props("dense outlined").classes("w-28")
+            chat = ui.button("Chat", icon="chat_bubble_outline")
+            export = ui.button("Export", icon="file_download")
+            for button in (chat, export):
+                button.props("outline dense no-caps padding='xs sm'")
+            search = ui.input(placeholder="Filter").props(
+                'dense outlined clearable aria-label="Filter models"'
+            )
+        exports = ui.column().classes("w-full gap-0")
+        exports.visible = False
+        table = _table()
+        table.bind_filter_from(search, "value", lambda text: text or "")
+
+        def selected() -> list[dict[str, Any]]:
+            return list(table.selected)
+
+        async def on_export() -> None:
+            if await ask_to_export(commands, selected()[0]["model"]):
+                show_exports()
+
+        def on_chat() -> None:
+            models = [row["model"] for row in selected()]
+            ui.navigate.to(address_of_chat(models, str(device.value)))
+
+        chat.on_click(on_chat)
+        chat.bind_enabled_from(table, "selected", lambda rows: 0 < len(rows) <= MOST_MODELS)
+        export.on_click(on_export)
+        export.bind_enabled_from(table, "selected", lambda rows: len(rows) == 1)
+        shown: list[tuple[Command, int | None]] = []
+
+        def show_exports() -> None:
+            command = commands.of(SUBJECT)
+            if command is not None and (command, command.code) not in shown[-1:]:
+                shown.append((command, command.code))
+                exports.visible = True
+                exports.clear()
+                with exports:
+                    show_command(command)
+
+        async def update() -> None:
+            show_exports()
+            rows = [row_of_table(model) for model in await asyncio.to_thread(stored_models)]
+            if rows != table.rows:
+                table.rows = rows
+            table.props(remove="loading")
+
+        ui.timer(UPDATE_SECONDS, update)
+
+
+def _table() -> ui.table:
+    columns = [
+        {
+            "name": key,
+            "label": heading,
+            "field": key,
+            "sortable": True,
+            "align": "right" if is_number else "left",
+        }
+        for key, heading, is_number in _COLUMNS
+    ]
+    table = ui.table(
+        columns=columns, rows=[], row_key="model", selection="multiple", pagination=0
+    ).classes("w-full")
+    table.props(
+        'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort loading'
+    )
+    table.add_slot("body-cell-name", _NAME_CELL)
+    for key in ("step", "kind", "size", "changed"):
+        table.add_slot(f"body-cell-{key}", _TEXT_CELL)
+    table.add_slot("item", _CARD)
+    table.add_slot("no-data", "No models yet: a run saves them, and <code>bloomery export</code>")
+    return table
+
+
+async def ask_to_export(commands: Commands, argument: str) -> bool:
+    """Asks for the format, and starts `bloomery export`; whether it was started."""
+    model, separator, step = argument.rpartition("@")
+    if not (separator and step.isdecimal()):
+        model, step = argument, ""
+    stem = re.sub(r"[^\w.-]+", "-", f"{Path(model).name}{'-' if step else ''}{step}")
+
+    def path_for(layout: str) -> str:
+        return f"exports/{stem}-{layout}" + (".gguf" if layout == "gguf" else "")
+
+    def change_layout() -> None:
+        path.value = path_for(str(layout.value))
+        dtype.visible = layout.value == "gguf"
+
+    with ui.dialog() as dialog, ui.card().classes("w-full max-w-[36rem] gap-3"):
+        ui.label(f"Export {harmless(argument)}").classes("text-lg font-semibold break-all").props(
+            "role=heading aria-level=2"
+        )
+        layout = ui.select(_LAYOUTS, value="hf", label="Format", on_change=change_layout)
+        dtype = ui.select([*GGUF_TYPES, *K_TYPES], value="q8_0", label="Type of the weights")
+        dtype.visible = False
+        path = ui.input("To", value=path_for("hf"))
+        for field in (layout, dtype, path):
+            field.classes("w-full").props("outlined dense")
+        with ui.row().classes("w-full justify-end"):
+            ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat no-caps")
+            ui.button("Start", on_click=lambda: dialog.submit(True)).props("no-caps unelevated")
+    agreed = bool(await dialog)
+    options = [f"--to={layout.value}", f"--out={str(path.value).strip()}"]
+    if layout.value == "gguf":
+        options.append(f"--type={dtype.value}")
+    if step:
+        options.append(f"--step={step}")
+    dialog.delete()
+    if not agreed:
+        return False
+    try:
+        commands.start("export", *options, "--", model, subject=SUBJECT)
+    except UserError as error:
+        notify(error)
+        return False
+    return True

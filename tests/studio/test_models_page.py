@@ -1,0 +1,168 @@
+"""Models on disk, their export, and the server that answers for them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from studio_for_tests import RecordedCommands, make_run, until, with_user
+
+from bloomery.studio.commands import TOKEN as STUDIO_TOKEN
+from models_for_tests import make_model
+
+pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:
+    """A folder that looks like a model, or with base_model_name_or_path like an adapter."""
+    folder.mkdir(parents=True)
+    is_adapter = "base_model_name_or_path" in config
+    name = "adapter_config.json" if is_adapter else "config.json"
+    (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(bytes(weights))
+    return folder
+
+
+def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> None:
+    from bloomery.studio.models_page import stored_models
+    from bloomery.train.model_folder import note_best
+
+    checkpoints = make_run("<b>full") / "checkpoints"
+    make_folder(checkpoints / "step-00000020", model_type="llama")
+    make_folder(checkpoints / "best-00000010", model_type="llama", weights=500)
+    note_best(checkpoints, 10)
+    adapter = make_run("lora") / "checkpoints" / "step-00000007"
+    make_folder(adapter, base_model_name_or_path="/models/<i>Qwen2.5")
+    make_folder(Path("exports") / "poet", model_type="gemma")
+    (make_folder(Path("broken")) / "config.json").write_text("[" * 5000, encoding="utf-8")
+    make_run("empty")
+
+    models = {model.argument: model for model in stored_models()}
+    assert {name: (model.kind, model.size, model.is_best) for name, model in models.items()} == {
+        "runs/<b>full@10": ("full, llama", 500, True),
+        "runs/<b>full@20": ("full, llama", 1000, False),
+        "runs/lora@7": ("adapter of <i>Qwen2.5", 1000, False),
+        "./exports/poet": ("full, gemma", 1000, False),
+        "./broken": ("damaged", 1000, False),
+    }
+
+
+def test_an_export_is_a_command_of_the_chosen_format() -> None:
+    commands = RecordedCommands()
+    make_folder(make_run("lora") / "checkpoints" / "step-00000007", model_type="llama")
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/models")
+        table = next(iter(user.find(ui.table).elements))
+        await until(lambda: table.rows)
+        rows = list(table.rows)
+        user.find(ui.table).trigger(
+            "selection", {"keys": ["runs/lora@7"], "rows": rows, "added": True}
+        )
+        export = next(iter(user.find(kind=ui.button, content="Export").elements))
+        await until(lambda: export.enabled)
+        user.find(kind=ui.button, content="Export").click()
+        await user.should_see("Export runs/lora@7", retries=50)
+        selects = {each.props["label"]: each for each in user.find(ui.select).elements}
+        selects["Format"].value = "gguf"
+        user.find("Start").click()
+        await until(lambda: commands.started)
+        path = "exports/lora-7-gguf.gguf"
+        assert commands.started == [
+            ("export", "--to=gguf", f"--out={path}", "--type=q8_0", "--step=7", "--", "runs/lora")
+        ]
+
+    with_user(visit, commands)
+
+
+def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -> None:
+    async def visit(user) -> None:
+        await user.open("/chat?model=--host=0.0.0.0")  # a name, not an option
+        await user.should_see("no run '--host=0.0.0.0'", retries=300)
+        await user.should_see("Load again")
+        await user.open("/chat")
+        await user.should_see("error: cannot chat with 0 models")
+
+    with_user(visit)
+
+
+def test_a_server_ends_when_no_page_looks_and_when_studio_is_killed(tmp_path, monkeypatch) -> None:
+    from bloomery.studio import model_server
+
+    make_folder(tmp_path / "model", model_type="llama")
+    monkeypatch.setattr(model_server, "IDLE_SECONDS", 0.0)
+    server = model_server.ModelServers().open(["./model"])
+    assert server._process.wait(30) == -signal.SIGKILL
+
+    program = (
+        "import os, signal\n"
+        "from bloomery.studio.model_server import ModelServer\n"
+        "print(ModelServer(['./model'], 'cpu')._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    studio = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert studio.returncode == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while Path(f"/proc/{int(studio.stdout)}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monkeypatch) -> None:
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+    from starlette.testclient import TestClient
+
+    from bloomery.studio.model_server import ModelServers
+
+    monkeypatch.setenv(STUDIO_TOKEN, "a-secret-of-studio")
+    for name in ("one", "two"):
+        make_model(tmp_path / name)
+    servers = ModelServers()
+    route = Route("/serve/{path:path}", servers.forward, methods=["GET", "POST"])
+    client = TestClient(Starlette(routes=[route]))
+    assert client.get("/serve/v1/models").status_code == 503
+    server = servers.open(["./one", "./two"], "cpu")
+    try:
+        environment = Path(f"/proc/{server._process.pid}/environ").read_bytes()
+        assert server.token.encode() in environment and b"a-secret-of-studio" not in environment
+        assert servers.open(["./one", "./two"], "cpu") is server
+        end = time.monotonic() + 120
+        while server.state == "loading":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.state == "ready", server.text()
+        assert server.token not in server.text()
+
+        assert "<title>Bloomery: try a model</title>" in client.get("/serve/").text
+        assert client.get("/serve/metrics").status_code == 404
+        names = [model["id"] for model in client.get("/serve/v1/models").json()["data"]]
+        assert names == ["one", "two"]
+        asked = {"prompt": "def f", "max_tokens": 3, "logprobs": 2, "stream": True, "model": "two"}
+        with client.stream("POST", "/serve/v1/completions", json=asked) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert lines[-1] == "data: [DONE]"
+        chances = json.loads(lines[0].removeprefix("data: "))["choices"][0]["logprobs"]
+        assert len(chances["top_logprobs"][0]) >= 2
+        refusal = client.post("/serve/v1/completions", json={"model": "three", "prompt": "x"})
+        assert refusal.status_code == 404 and "served: one, two" in refusal.text
+
+        other = servers.open(["./one"], "cpu")
+        assert server.state == "ended" and other.state == "loading"
+        os.kill(other._process.pid, signal.SIGKILL)
+        other._process.wait()
+        assert client.get("/serve/").status_code == 503
+    finally:
+        servers.close()
