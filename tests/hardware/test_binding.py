@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bloomery.hardware.binding import Binding, cpu_list, judge, parse_cpus, read_binding
-from bloomery.hardware.sites import SITE_VARIABLE, find_site, site_here
+from bloomery.hardware.binding import Binding, cpu_list, binding_report, parse_cpus, read_binding
+from bloomery.hardware.sites import SITE_VARIABLE, find_site, local_site
 
 # OLCF's output of `srun -N1 -n8 -c7 --gpus-per-task=1 --gpu-bind=closest hello_jobstep` (frontier_user_guide.rst): for
 # each rank its first and last hardware thread and the bus of its GPU; and the NUMA node of the guide's note.
@@ -35,20 +35,20 @@ def test_cpu_lists_as_linux_writes_them() -> None:
 
 
 def test_olcfs_own_example_is_as_the_table() -> None:
-    report = judge(RANKS, site=find_site("frontier"), is_slurm=True)
+    report = binding_report(RANKS, site=find_site("frontier"), is_slurm=True)
     assert report.lines == (
         "16 ranks, each on the CPUs next to its GPU, all as the table of Frontier",
     )
     assert not report.warning
     with_threads = [replace(rank, cpus=f"{rank.cpus},64") for rank in RANKS[:1]]
-    assert not judge(with_threads * 2, site=find_site("frontier"), is_slurm=True).warning
+    assert not binding_report(with_threads * 2, site=find_site("frontier"), is_slurm=True).warning
 
 
 def test_ranks_in_the_order_of_gpu_numbers_are_all_wrong() -> None:
     """What happens without --gpu-bind=closest: rank 0 gets cores 1-7 and GPU 0, which is next to 48-55."""
     by_number = sorted(RANKS[:8], key=lambda rank: rank.gpu)
     swapped = [replace(gpu, cpus=rank.cpus) for gpu, rank in zip(by_number, RANKS[:8], strict=True)]
-    report = judge(swapped, site=find_site("frontier"), is_slurm=True)
+    report = binding_report(swapped, site=find_site("frontier"), is_slurm=True)
     # by chance GPUs 2 and 3 are next to the cores of ranks 2 and 3
     assert report.lines[0] == "6 of 8 ranks do not run on the CPUs next to their GPU"
     assert len(report.lines) == 1 + 1 + 6 and "0000:c1:00.0" in report.lines[2]
@@ -59,8 +59,8 @@ def test_ranks_in_the_order_of_gpu_numbers_are_all_wrong() -> None:
 def test_the_table_is_finer_than_numa_nodes() -> None:
     """GPUs 4 and 5 belong to one NUMA node and to two groups of cores."""
     swapped = [replace(RANKS[0], cpus=RANKS[1].cpus), replace(RANKS[1], cpus=RANKS[0].cpus)]
-    assert not judge(swapped, is_slurm=True).warning
-    assert judge(swapped, site=find_site("frontier"), is_slurm=True).warning
+    assert not binding_report(swapped, is_slurm=True).warning
+    assert binding_report(swapped, site=find_site("frontier"), is_slurm=True).warning
 
 
 def test_lumis_masks_put_each_rank_next_to_its_gpu() -> None:
@@ -83,38 +83,38 @@ def test_lumis_masks_put_each_rank_next_to_its_gpu() -> None:
         )
     ]
     assert all(len(parse_cpus(rank.cpus)) == site.cpus_per_gpu == 7 for rank in ranks)
-    assert judge(ranks, site=site, is_slurm=True) == judge(ranks, is_slurm=True)
-    assert not judge(ranks, is_slurm=True).warning
+    assert binding_report(ranks, site=site, is_slurm=True) == binding_report(ranks, is_slurm=True)
+    assert not binding_report(ranks, is_slurm=True).warning
     # the same nodes as Frontier's
-    assert not judge(ranks, site=find_site("frontier"), is_slurm=True).warning
+    assert not binding_report(ranks, site=find_site("frontier"), is_slurm=True).warning
 
 
 def test_a_launcher_that_binds_all_ranks_to_one_core() -> None:
     crowded = [replace(rank, cpus="1") for rank in RANKS]
-    report = judge(crowded, site=find_site("frontier"), is_slurm=True)
+    report = binding_report(crowded, site=find_site("frontier"), is_slurm=True)
     assert report.warning.startswith("8 ranks of frontier00256 share the CPUs 1: start ranks with")
 
 
 def test_ranks_that_are_not_bound() -> None:
     free = [replace(rank, cpus="0-127") for rank in RANKS[:8]]
-    local = judge(free)
+    local = binding_report(free)
     assert local.lines == ("8 ranks, not bound to CPUs",) and not local.warning
-    assert "--gpu-bind=closest" in judge(free, is_slurm=True).warning
+    assert "--gpu-bind=closest" in binding_report(free, is_slurm=True).warning
     # bound to the wrong ones is wrong anywhere
-    assert "numactl" in judge([replace(rank, cpus="16-31") for rank in RANKS[:2]]).warning
+    assert "numactl" in binding_report([replace(rank, cpus="16-31") for rank in RANKS[:2]]).warning
 
 
 def test_many_wrong_ranks_are_counted_and_the_first_listed() -> None:
     wrong = [replace(rank, cpus="0-127") for rank in RANKS] * 4
-    report = judge(wrong, site=find_site("frontier"), is_slurm=True)
+    report = binding_report(wrong, site=find_site("frontier"), is_slurm=True)
     assert report.lines[-1] == "and 48 more" and len(report.lines) == 1 + 1 + 16 + 1
 
 
 def test_without_gpus_or_numa_nodes_nothing_is_wrong() -> None:
     on_cpus = [Binding("here", rank, "0-1") for rank in range(2)]
-    assert judge(on_cpus, is_slurm=True).lines == ("2 ranks without a GPU",)
+    assert binding_report(on_cpus, is_slurm=True).lines == ("2 ranks without a GPU",)
     unknown = [replace(rank, numa=None, near_cpus="") for rank in RANKS[:2]]
-    report = judge(unknown, is_slurm=True)
+    report = binding_report(unknown, is_slurm=True)
     assert "unknown" in report.lines[0] and not report.warning
 
 
@@ -132,7 +132,7 @@ def test_the_kernel_says_what_is_next_to_a_gpu(tmp_path, numa) -> None:
     known = (3, "48-63,112-127") if numa == "3" else (None, "")
     assert (binding.numa, binding.near_cpus) == known and binding.cpus == "49-51"
     assert "frontier00256, local rank 6: CPUs 49-51; GPU 0000:c1:00.0" in str(binding)
-    assert judge([binding, binding], is_slurm=True).warning == ""
+    assert binding_report([binding, binding], is_slurm=True).warning == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity here")
@@ -148,11 +148,11 @@ def test_the_cpus_of_this_process() -> None:
 
 def test_a_job_script_names_its_site_to_the_ranks(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(SITE_VARIABLE, "frontier")
-    assert site_here() == find_site("frontier")
+    assert local_site() == find_site("frontier")
     mine = tmp_path / "mine.toml"
     mine.write_text('gpu = "MI210"\nbinding = [{ bus = "c1", cpus = "0-7" }]\n')
     monkeypatch.setenv(SITE_VARIABLE, str(mine))
-    site = site_here()
+    site = local_site()
     assert site is not None and site.binding[0].cpus == "0-7"
     mine.unlink()
-    assert site_here() is None
+    assert local_site() is None

@@ -230,7 +230,7 @@ def test_the_notes_say_how_to_submit(folder, words, submit) -> None:
         ([*JOBS[0], "--exclude", "a"], "--exclude does not apply to SkyPilot", "leave it out"),
         ([*JOBS[0], "--account", "A"], "--account does not apply to SkyPilot", "leave it out"),
         ([*JOBS[3], "--time", "4h"], "--time does not apply to Kubernetes", "train.max_time"),
-        ([*JOBS[3], "--exclude", "node[1-3]"], "knows no ranges", "node20,node21"),
+        ([*JOBS[3], "--exclude", "node[1-3]"], "supports no ranges", "node20,node21"),
         ([*JOBS[3], "--exclude", "a b"], "no list of hosts", "node17"),
         (
             ["--site", "kubernetes", "--gpu", "8xH100", "--nodes", "1", *VOLUME],

@@ -78,7 +78,7 @@ def command(
     """Write a Slurm job script for a recipe, and submit it.
 
     Plans for the site's nodes first; a run that does not fit is not submitted. Before its time limit the job saves,
-    returns to the queue and goes on, until the run is complete. The script goes to stdout, notes to stderr.
+    returns to the queue and resumes, until the run is complete. The script goes to stdout, notes to stderr.
     For `--site skypilot` and `--site kubernetes` a SkyPilot task and a PyTorchJob are printed; you submit them.
 
     \b
@@ -193,7 +193,7 @@ def _fitting_plan(
 
 
 def _step_seconds(plan: "RunPlan") -> float:
-    """The upper end of the plan's range; a minute where the plan knows no speed."""
+    """The upper end of the plan's range; a minute where the plan has no speed."""
     return 60.0 if plan.step_seconds is None else plan.step_seconds.high
 
 

@@ -18,7 +18,7 @@ class Binding:
     """The place of one rank, as texts that travel: CPUs as Linux lists them, "1-7,65-71".
 
     `gpu`: the PCI address 0000:d1:00.0, "" without one or where it is unknown. `numa`: the NUMA node of that GPU, and
-    `near_cpus` its CPUs; None and "" where the kernel does not say.
+    `near_cpus` its CPUs; None and "" where the kernel does not state them.
     """
 
     host: str
@@ -46,7 +46,7 @@ def read_binding(
     try:
         device = root / "sys/bus/pci/devices" / gpu
         number = int((device / "numa_node").read_text())
-        if gpu and number >= 0:  # -1: this machine has one node, or its firmware does not say
+        if gpu and number >= 0:  # -1: this machine has one node, or its firmware states none
             numa = number
             near_cpus = (root / f"sys/devices/system/node/node{numa}/cpulist").read_text().strip()
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ class BindingReport:
     warning: str = ""
 
 
-def judge(
+def binding_report(
     bindings: Sequence[Binding], *, site: Site | None = None, is_slurm: bool = False
 ) -> BindingReport:
     """Whether each rank runs on the CPUs next to its GPU: those of the site's table, or of the GPU's NUMA node.

@@ -134,7 +134,7 @@ def find_site(name: str) -> Site:
     return Site.model_validate({"setup": modules} | _packaged()[name])
 
 
-def site_here() -> Site | None:
+def local_site() -> Site | None:
     """The site on which this process runs: that of its job script, or the one that its host is known for."""
     name = os.environ.get(SITE_VARIABLE) or detect_site()
     try:

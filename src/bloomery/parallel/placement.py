@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import torch
 
-from bloomery.hardware.binding import Binding, BindingReport, judge, read_binding
+from bloomery.hardware.binding import Binding, BindingReport, binding_report, read_binding
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import visible_devices
-from bloomery.hardware.sites import site_here
+from bloomery.hardware.sites import local_site
 from bloomery.parallel.environment import node_name, rank_environment
 from bloomery.parallel.mesh import Mesh
 
@@ -21,7 +21,7 @@ def check_binding(mesh: Mesh) -> BindingReport | None:
     binding = read_binding(node_name(), rank_environment().local_rank, gpu)
     print(f"binding: rank {mesh.rank} on {binding}", flush=True)
     bindings = [Binding(**entry) for entry in mesh.all_gather_json(asdict(binding))]
-    return judge(bindings, site=site_here(), is_slurm="SLURM_JOB_ID" in os.environ)
+    return binding_report(bindings, site=local_site(), is_slurm="SLURM_JOB_ID" in os.environ)
 
 
 def _gpu_address() -> str:

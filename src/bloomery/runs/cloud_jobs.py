@@ -17,7 +17,7 @@ from bloomery.hardware.sites import CPU, Site
 from bloomery.hardware.specs import find_gpu
 from bloomery.runs.job_script import checked_hosts, named, script_templates
 
-# Exit codes that start a job again. SkyPilot is told ours; Kubeflow takes those above 127.
+# Exit codes that start a job again. SkyPilot takes those that its task lists, Kubeflow those above 127.
 AGAIN = {"skypilot": 75, "kubernetes": 203}
 # Where the ranks of a SkyPilot task meet. Kubeflow sets both variables itself.
 SKYPILOT_MEETING = ' MASTER_ADDR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" MASTER_PORT=29400'
@@ -166,7 +166,7 @@ def write_pytorch_job(
     if excluded_hosts is not None:
         if "[" in excluded_hosts:
             fix = "pass each name: node20,node21"
-            problem = "Kubernetes knows no ranges of hosts"
+            problem = "Kubernetes supports no ranges of hosts"
             raise UserError(problem, where="--exclude", fix=fix, code=2)
         hosts = {
             "key": "kubernetes.io/hostname",

@@ -1,4 +1,4 @@
-"""Job scripts for Slurm: what a site wants, when the run is told to save, and how it returns to the queue. No torch."""
+"""Job scripts for Slurm: what a site wants, when a run has to save, and how its job returns to the queue. No torch."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from bloomery.hardware.sites import SITE_VARIABLE, Queue, Site
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.launchers import job_run_name
 
-# To finish a step, agree on it and end, beside the save itself.
+# To finish a step, agree on it and end, in addition to the save itself.
 ENDING_SECONDS = 60.0
 START_SECONDS = 180.0  # of a job, until its first step
 # Copying the Python environment, 10 GB or more, pays where this many nodes would read it from one file system.
@@ -32,7 +32,7 @@ SLURM_SECONDS = 60.0  # sbatch answers within this time
 @final
 @dataclass(frozen=True)
 class JobScript:
-    """A job script. `seconds`: its time limit; `signal_seconds`: how long before that the run is told to save."""
+    """A job script. `seconds`: its time limit; `signal_seconds`: how long before that the run has to save."""
 
     text: str
     seconds: int
@@ -170,7 +170,7 @@ def _limit(
         raise UserError(
             f"the queue {queue.name} gives {nodes} nodes at most {longest:g} h",
             where="--time",
-            fix=f"pass --time {longest:g}h: a job that reaches it saves, returns to the queue and goes on",
+            fix=f"pass --time {longest:g}h: a job that reaches it saves, returns to the queue and resumes",
             code=2,
         )
     return seconds
