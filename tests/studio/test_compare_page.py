@@ -44,9 +44,7 @@ def table_of(user, title: int) -> dict[str, list[str]]:
     from nicegui import ui
 
     table = sorted(user.find(ui.table).elements, key=lambda element: element.id)[title]
-    return {
-        row["key"]: [row[name] for name in row if name.startswith("run")] for row in table.rows
-    }
+    return {row["key"]: [row[name] for name in row if name.startswith("run")] for row in table.rows}
 
 
 def test_curves_metrics_and_recipes_of_two_runs() -> None:

@@ -49,10 +49,11 @@ class Commands:
     started: list[Command] = field(default_factory=list)
 
     def start(self, *arguments: str, subject: str) -> Command:
-        """Raises UserError where a command about the same subject still runs."""
-        current = self.of(subject)
-        if current is not None and current.code is None:
-            raise UserError(f"`{current.line}` still runs", where=subject, fix="wait until it ends")
+        """Raises UserError where the same command still runs: two pages, or two clicks."""
+        for command in self.started:
+            if command.arguments == arguments and command.code is None:
+                problem = f"`{command.line}` still runs"
+                raise UserError(problem, where=subject, fix="wait until it ends")
         # A file without a name: a pipe would end the command when studio ends.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         process = subprocess.Popen(

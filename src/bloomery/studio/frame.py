@@ -36,6 +36,14 @@ body { font-size: 15px; }
 .studio-compare tr > :first-child { position: sticky; left: 0; z-index: 1; background: #fff; }
 .body--dark .studio-compare tr > :first-child { background: #1d1d1d; }
 .studio-run-heading { color: inherit; text-decoration: none; display: block; padding-top: 2px; }
+a.studio-name { font-weight: 500; }
+main a.nicegui-link, a.studio-name { color: #1f5c9c; }
+.body--dark main a.nicegui-link, .body--dark a.studio-name { color: #8ebcf0; }
+.body--dark main .q-btn--outline, .body--dark main .q-btn--flat, .body--dark main .q-field, .body--dark main .q-tab {
+  --q-primary: #8ebcf0;
+}
+.body--dark main .text-negative, .body--dark main .q-field { --q-negative: #f0939d; }
+.q-chip__icon { opacity: 1; color: inherit; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
 nav { scrollbar-width: none; }
 @media (max-width: 640px) { a.studio-link { padding: 0.35rem 0.4rem; font-size: 14px; } }

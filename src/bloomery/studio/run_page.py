@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import final
 from urllib.parse import quote
 
@@ -29,6 +30,9 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
     try:
         opened = watching.run(name)
     except UserError as error:
+        if commands.of(name) is not None:
+            _starting_page(watching, commands, name)
+            return
         with page("No such run", ""):
             ui.label(f"error: {error.problem}").classes("text-lg")
             ui.link("All runs", "/")
@@ -38,6 +42,33 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
     with page(harmless(name), ""):
         view = RunView(opened, commands)
         ui.timer(UPDATE_SECONDS, view.update)
+
+
+def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
+    """Of a run whose command has made no folder yet: what it prints, until there is one."""
+    with page(harmless(name), ""):
+        ui.label(harmless(name)).classes("text-xl font-semibold break-all").props(
+            "role=heading aria-level=1"
+        )
+        state = ui.label("starting").props("role=status")
+        output = ui.column().classes("w-full gap-0")
+        shown: list[tuple[int | None, str]] = []
+
+        def update() -> None:
+            command = commands.of(name)
+            assert command is not None
+            if (current := (command.code, command.text())) not in shown[-1:]:
+                shown.append(current)
+                output.clear()
+                with output:
+                    show_command(command, opened=True)
+            with suppress(UserError):
+                watching.run(name)
+                ui.navigate.reload()
+            if command.code is not None:
+                state.text = "the command ended before it made the folder of the run"
+
+        ui.timer(0.5, update)
 
 
 @final

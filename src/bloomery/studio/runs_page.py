@@ -31,7 +31,11 @@ _COLUMNS = (
 )
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 _NAME_CELL = """
-<q-td :props="props"><a :href="props.row.address" class="text-primary font-medium">{{ props.value }}</a></q-td>
+<q-td :props="props"><a :href="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
+"""
+_ALL_CHECKBOX = '<q-checkbox v-model="props.selected" dense aria-label="All runs" />'
+_CHECKBOX = """
+<q-checkbox v-model="props.selected" dense :aria-label="'Select ' + props.row.name" />
 """
 _STATUS_CELL = """
 <q-td :props="props">
@@ -51,10 +55,11 @@ _CARD = """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
     <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name" />
-    <a :href="props.row.address" class="text-primary text-weight-medium">{{ props.row.name }}</a>
+    <a :href="props.row.address" class="studio-name">{{ props.row.name }}</a>
     <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
     <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
-    <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs" />
+    <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs"
+      aria-hidden="true" />
     <div class="text-caption">
       <span v-for="col in props.cols.filter((c) => !['name', 'status'].includes(c.name) && props.row.shown[c.name])"
         class="q-mr-md inline-block">
@@ -134,6 +139,8 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
             table.props("loading")
+        table.add_slot("header-selection", _ALL_CHECKBOX)
+        table.add_slot("body-selection", _CHECKBOX)
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
