@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bloomery.hardware.binding import Binding, cpu_list, binding_report, parse_cpus, read_binding
+from bloomery.hardware.binding import Binding, binding_report, cpu_list, parse_cpus, read_binding
 from bloomery.hardware.sites import SITE_VARIABLE, find_site, local_site
 
 # OLCF's output of `srun -N1 -n8 -c7 --gpus-per-task=1 --gpu-bind=closest hello_jobstep` (frontier_user_guide.rst): for

@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
+from plans_of_runs import plan_of
 from runs_of_bloomery import (
     Bloomery,
     losses,
@@ -29,8 +30,9 @@ from runs_of_bloomery import (
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
-from bloomery.monitor.events import Event, Recovered, Resumed, StepDone, Warned, read_events
+from bloomery.monitor.events import Event, Phase, Recovered, Resumed, StepDone, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
+from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
 from bloomery.runs.devices import chosen_devices
@@ -322,6 +324,27 @@ def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(
     asking.start()
     assert act(["deaf", "hang"], ["deaf", "hang"], requests=requests) == 75
     asking.join()
+
+
+def test_a_stop_waits_for_steps_as_long_as_the_plan_has_them(act, monkeypatch, tmp_path) -> None:
+    """A step of 76 s, as on Frontier, was ended 25 s after the signal, and its run lost all since the last save."""
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    step_seconds = Estimate(value=2.0, low=1.0, high=4.0, origin="table")
+    plan = plan_of().model_copy(update={"step_seconds": step_seconds})
+    monkeypatch.setattr(supervisor, "read_plan", lambda _: plan)
+    requests = StopRequests()
+
+    def ask() -> None:
+        wait_for(lambda: len(list((tmp_path / "run").glob("deaf-*"))) == 2)
+        requests.ask(signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    step = ["deaf", "nap 2", "save", "nap 0.2", "exit 75"]
+    assert act(step, step, requests=requests) == 75
+    asking.join()
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    assert any(isinstance(event, Phase) and event.name == "saving" for event in events)
 
 
 def test_where_a_rank_waits_is_read_from_its_main_thread() -> None:

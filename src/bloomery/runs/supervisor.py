@@ -26,6 +26,7 @@ from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
 from bloomery.parallel.collective_notes import CollectiveNote, SharedNote, rank_behind
 from bloomery.parallel.environment import RENDEZVOUS, without_host
+from bloomery.plan.store import read_plan
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS, StopRequests, held_back
@@ -38,7 +39,9 @@ KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
 PEER_WORDS_SECONDS = 4.0  # the same where other processes supervise them
 AFTER_LOSS_SECONDS = 1.0  # the same where a host is lost
-STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
+# From a stop request until ranks that do not agree to save are ended; batch systems kill after 30. Long steps get more
+# time (`_stop_seconds`).
+STOP_SECONDS = 25.0
 STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
 HOSTS_FILE = "hosts.json"  # there: the host of each rank, by rank
@@ -239,12 +242,14 @@ class _Group:
         world: int,
         stacks: Path,
         over_elsewhere: Callable[[], bool] | None = None,
+        stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self.members = members
         self.ended = list[int]()  # ranks in the order of their ends
         self._world = world
         self._stacks = stacks
         self._over_elsewhere = over_elsewhere
+        self._stop_seconds = stop_seconds
         self._has_peers = any(isinstance(member, _Peer) for member in members.values())
         self._patience = PEER_WORDS_SECONDS if self._has_peers else LAST_WORDS_SECONDS
         self._failed_at = self._stopping_since = math.inf
@@ -281,7 +286,7 @@ class _Group:
         failed = any(self.members[rank].poll() not in self._good for rank in self.ended)
         failed |= self._over_elsewhere is not None and self._over_elsewhere()
         self._failed_at = min(self._failed_at, seconds_now) if failed else math.inf
-        self._overdue |= not self.saves and seconds_now - self._stopping_since > STOP_SECONDS
+        self._overdue |= not self.saves and seconds_now - self._stopping_since > self._stop_seconds
         running = [rank for rank in self.members if rank not in self.ended]
         if failed and not self._asked_stacks and self._dumped():
             self._asked_stacks = True
@@ -535,7 +540,7 @@ def run_stage(
             members[rank] = processes[-1]
         if board is not None and 0 in variables:
             members |= {rank: _Peer(board, rank) for rank in range(1, ranks)}
-        group = _Group(members, ranks, stacks, over_elsewhere)
+        group = _Group(members, ranks, stacks, over_elsewhere, _stop_seconds(folder))
         stop = group.stop if stage == "train" else lambda: kill_group(processes[0].child.pid)
         save = partial(processes[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
         absence = None if board is None or board.launch.rank else _Absence(board, on_event)
@@ -558,6 +563,18 @@ def run_stage(
                     board.save()
                 on_event(event)
         return group.result(stage)
+
+
+def _stop_seconds(folder: RunFolder) -> float:
+    """From a stop request until the ranks must have agreed to save: two steps, at the upper end of the plan's range.
+
+    A step of 512 GPUs may take longer than STOP_SECONDS. Job scripts ask for a stop early enough (`seconds_to_save`).
+    """
+    try:
+        step_seconds = read_plan(folder.plan).step_seconds
+    except UserError:  # before there is a plan; training reports one that cannot be read
+        step_seconds = None
+    return max(STOP_SECONDS, 0.0 if step_seconds is None else 2 * step_seconds.high)
 
 
 @final
