@@ -130,7 +130,7 @@ def write_pytorch_job(
         site,
         arguments,
         nodes=nodes,
-        node="$PET_NODE_RANK",
+        node="${PET_NODE_RANK:-$RANK}",  # the first since training operator 1.7
         folder="runs",
         run=job_name,
         job=job_name,
