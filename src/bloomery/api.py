@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bloomery.runs.evaluate_rewards import RewardScores
     from bloomery.runs.generate import Model
     from bloomery.runs.tasks.evaluate import Named, TaskReport
+    from bloomery.studio.notebook import StudioFrame
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
@@ -136,6 +137,16 @@ class Run:
         from bloomery.report.page import loss_plot
 
         return loss_plot(self.folder)
+
+    def studio(self, height: int = 800) -> "StudioFrame":
+        """The page of the run in a frame, in a notebook; `str()` of it is the address. `height`: pixels.
+
+        `bloomery studio` answers as a process of its own, on 127.0.0.1 with a random token, and ends with this one. It
+        needs the extra `studio`. Raises UserError.
+        """
+        from bloomery.studio.notebook import frame_of
+
+        return frame_of(self.folder, height)
 
     def model(self, step: str = "best") -> "Model":
         """The trained model with its tokenizer. Raises UserError."""

@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -
     async def visit(user) -> None:
         await user.open("/chat?model=--host=0.0.0.0")  # a name, not an option
         await user.should_see("no run '--host=0.0.0.0'", retries=300)
-        await user.should_see("Load again")
+        await user.should_see("Load again", retries=100)
         await user.open("/chat")
         await user.should_see("error: cannot chat with 0 models")
 
@@ -103,12 +103,12 @@ def test_a_server_ends_when_no_page_looks_and_when_studio_is_killed(tmp_path, mo
     make_folder(tmp_path / "model", model_type="llama")
     monkeypatch.setattr(model_server, "IDLE_SECONDS", 0.0)
     server = model_server.ModelServers().open(["./model"])
-    assert server._process.wait(30) == -signal.SIGKILL
+    assert server.process._process.wait(30) == -signal.SIGKILL
 
     program = (
         "import os, signal\n"
         "from bloomery.studio.model_server import ModelServer\n"
-        "print(ModelServer(['./model'], 'cpu')._process.pid, flush=True)\n"
+        "print(ModelServer(['./model'], 'cpu').process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     studio = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -135,15 +135,15 @@ def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monk
     assert client.get("/serve/v1/models").status_code == 503
     server = servers.open(["./one", "./two"], "cpu")
     try:
-        environment = Path(f"/proc/{server._process.pid}/environ").read_bytes()
+        environment = Path(f"/proc/{server.process.pid}/environ").read_bytes()
         assert server.token.encode() in environment and b"a-secret-of-studio" not in environment
         assert servers.open(["./one", "./two"], "cpu") is server
         end = time.monotonic() + 120
-        while server.state == "loading":
+        while server.process.state == "starting":
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert server.state == "ready", server.text()
-        assert server.token not in server.text()
+        assert server.process.state == "ready", server.process.text()
+        assert server.token not in server.process.text()
 
         assert "<title>Bloomery: try a model</title>" in client.get("/serve/").text
         assert client.get("/serve/metrics").status_code == 404
@@ -160,9 +160,9 @@ def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monk
         assert refusal.status_code == 404 and "served: one, two" in refusal.text
 
         other = servers.open(["./one"], "cpu")
-        assert server.state == "ended" and other.state == "loading"
-        os.kill(other._process.pid, signal.SIGKILL)
-        other._process.wait()
+        assert server.process.state == "ended" and other.process.state == "starting"
+        os.kill(other.process.pid, signal.SIGKILL)
+        other.process._process.wait()
         assert client.get("/serve/").status_code == 503
     finally:
         servers.close()

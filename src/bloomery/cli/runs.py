@@ -451,6 +451,7 @@ def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
 
 
 WIDTH = 100  # without a terminal
+STUDIO_PORT = 8100
 REDRAW_SECONDS = 0.5
 
 
@@ -463,7 +464,8 @@ REDRAW_SECONDS = 0.5
     help="Print one picture, then exit (default without a terminal).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def watch_command(run: str, print_once: bool, as_json: bool) -> None:
+@click.option("--web", is_flag=True, help="Open the run in the browser (extra studio).")
+def watch_command(run: str, print_once: bool, as_json: bool, web: bool) -> None:
     """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
 
     RUN is a path, a name under runs/, or `last`. Ctrl+C closes the view; training continues.
@@ -471,6 +473,9 @@ def watch_command(run: str, print_once: bool, as_json: bool) -> None:
     Example: ssh -t that-machine 'cd my-models && bloomery watch last'
     """
     folder = find_run(run)
+    if web:
+        _watch_in_browser(folder)
+        return
     view = _RunView(folder)
     if as_json:
         print_json(view.document())
@@ -482,6 +487,26 @@ def watch_command(run: str, print_once: bool, as_json: bool) -> None:
             echo(f"Training continues. Stop it with `bloomery stop {view.name}`.")
             return
     view.print()
+
+
+def _watch_in_browser(folder: Path) -> None:
+    """Studio at the page of the run, on the usual port or any other. Raises UserError."""
+    from bloomery.cli.studio import refuse_without_nicegui, show
+    from bloomery.serve.address import LOCAL, bound
+    from bloomery.studio.watching import address_of
+
+    refuse_without_nicegui()
+    path = folder.resolve()
+    if path.parent.name != "runs":
+        fix = f"bloomery watch {folder}, or move the run into a folder named runs"
+        raise UserError("studio shows the runs of a folder runs/", where=str(path), fix=fix)
+    os.chdir(path.parent.parent)  # the folder whose runs studio shows
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(bound(LOCAL[0], STUDIO_PORT))
+        except UserError:  # a studio is open already, perhaps in another folder
+            listener = stack.enter_context(bound(LOCAL[0], 0))
+        show(listener, LOCAL[0], address=address_of(path.name))
 
 
 class _RunView:

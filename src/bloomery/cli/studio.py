@@ -1,11 +1,13 @@
 """`bloomery studio`: runs in the browser."""
 
 import secrets
+import socket
 from importlib.util import find_spec
 
 import click
 
 from bloomery.cli.common import echo
+from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
 
 
@@ -25,7 +27,8 @@ from bloomery.core.errors import UserError
     help="Ask browsers for this token (default: a new one).",
 )
 @click.option("--no-open", is_flag=True, help="Print the address, open no browser.")
-def command(host: str, port: int, token: str | None, no_open: bool) -> None:
+@click.option("--parent", type=int, hidden=True)  # a notebook, which shows studio in a frame
+def command(host: str, port: int, token: str | None, no_open: bool, parent: int | None) -> None:
     """Show the runs of this folder in the browser, until Ctrl+C.
 
     Runs are processes of their own: they train on when this ends. The printed address has a token, without which
@@ -35,32 +38,49 @@ def command(host: str, port: int, token: str | None, no_open: bool) -> None:
     """
     from bloomery.serve.address import LOCAL, bound, refuse_weak, unguarded
 
+    if parent is not None:
+        die_with_parent(parent)
     if host not in LOCAL and not token:
         raise unguarded(host, f"bloomery studio --host {host} --token $(openssl rand -hex 16)")
     if token is not None:
         refuse_weak(token, "the token", "--token")
-    if find_spec("nicegui") is None:
-        fix = 'pip install "bloomery[studio]"'
-        raise UserError("bloomery studio needs NiceGUI", where="this environment", fix=fix)
-
+    refuse_without_nicegui()
     with bound(host, port) as listener:
-        from bloomery.studio.application import serve_studio
-
         if host not in LOCAL:
             echo(
                 f"open       {host} lets other machines in: with the token they read every run, start and stop\n"
                 "           training, and thereby run programs as you. The connection is not encrypted.",
                 err=True,
             )
+        show(listener, host, token=token, opens=not no_open, for_notebook=parent is not None)
 
-        def announce(url: str) -> None:
-            echo(f"studio     {url}  (Ctrl+C ends it; runs train on)", err=True)
 
-        serve_studio(
-            listener,
-            host=host,
-            token=token or secrets.token_urlsafe(16),
-            on_ready=announce,
-            show=not no_open,
-        )
+def refuse_without_nicegui() -> None:
+    """Raises UserError where the extra is not installed."""
+    if find_spec("nicegui") is None:
+        fix = 'pip install "bloomery[studio]"'
+        raise UserError("bloomery studio needs NiceGUI", where="this environment", fix=fix)
+
+
+def show(
+    listener: socket.socket,
+    host: str,
+    *,
+    token: str | None = None,
+    opens: bool = True,
+    address: str = "/",
+    for_notebook: bool = False,
+) -> None:
+    """Studio until Ctrl+C. `address`: of the page that is printed and, if `opens`, opened in a browser."""
+    from bloomery.studio.application import serve_studio
+
+    serve_studio(
+        listener,
+        host=host,
+        token=token or secrets.token_urlsafe(16),
+        on_ready=lambda url: echo(f"studio     {url}  (Ctrl+C ends it; runs train on)", err=True),
+        show=opens,
+        address=address,
+        for_notebook=for_notebook,
+    )
     echo("stopped", err=True)

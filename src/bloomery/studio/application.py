@@ -75,8 +75,11 @@ def serve_studio(
     token: str,
     on_ready: Callable[[str], None],
     show: bool,
+    address: str = "/",
+    for_notebook: bool = False,
 ) -> None:
-    """Answers requests until SIGINT or SIGTERM. Raises UserError where the address is taken by now."""
+    """Answers requests until SIGINT or SIGTERM. `address`: of the page that is opened first. `for_notebook`: pages of
+    this machine may have studio in a frame. Raises UserError where the address is taken by now."""
     listen(listener, host)
     add_pages(Watching(), Commands())
     application = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -89,12 +92,13 @@ def serve_studio(
         show_welcome_message=False,
     )
     url = url_of(host, listener)
-    guard = Guard(application, token, hosts_of(host), listener.getsockname()[1])
+    port = listener.getsockname()[1]
+    guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
     answer(
         config,
         listener,
-        f"{url}?token={token}",
+        f"{url.rstrip('/')}{address}?token={token}",
         on_ready=on_ready,
         on_stop=lambda: None,
         show=show,

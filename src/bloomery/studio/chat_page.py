@@ -38,7 +38,7 @@ class ChatView:
             ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.label(harmless(", ".join(models))).classes("break-all opacity-75")
             ui.space()
-            self._end = ui.button("End the model", icon="eject", on_click=self.server.close)
+            self._end = ui.button("End the model", icon="eject", on_click=self.server.process.close)
             self._again = ui.button("Load again", icon="refresh", on_click=ui.navigate.reload)
             for button in (self._end, self._again):
                 button.props("outline dense no-caps padding='xs sm'")
@@ -49,15 +49,15 @@ class ChatView:
 
     def update(self) -> None:
         server = self.server
-        state = server.state
+        state = server.process.state
         if state != "ended":
             server.used = time.monotonic()
-        if state == "loading":
-            self._output.text = server.text() or "starting"
+        if state == "starting":
+            self._output.text = server.process.text() or "starting"
         if state == self._state:
             return
         self._state = state
-        self._progress.visible = state == "loading"
+        self._progress.visible = state == "starting"
         self._end.visible = state != "ended"
         self._again.visible = state == "ended"
         self._output.visible = state != "ready"
@@ -69,4 +69,4 @@ class ChatView:
                 ).style("height: calc(100vh - 9rem); min-height: 28rem")
         elif state == "ended":
             reason = "the model's process has ended; another chat may have replaced it"
-            self._output.text = f"{server.text()}\n{reason}".strip()
+            self._output.text = f"{server.process.text()}\n{reason}".strip()

@@ -19,9 +19,17 @@ from bloomery.monitor.words import format_joules, number_format_of, with_interva
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.curves import AXES, Axis, Point
-from bloomery.studio.frame import address_of, page
+from bloomery.studio.frame import page
 from bloomery.studio.run_page import charts_of, evaluations_of
-from bloomery.studio.watching import FIRST_SECONDS, OpenRun, RunRow, Watching, method_of, model_of
+from bloomery.studio.watching import (
+    FIRST_SECONDS,
+    OpenRun,
+    RunRow,
+    Watching,
+    address_of,
+    method_of,
+    model_of,
+)
 
 UPDATE_SECONDS = 2.0
 MOST_RUNS = 20

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
-from urllib.parse import quote
 
 from nicegui import ui
 
@@ -92,11 +91,6 @@ def page(title: str, path: str) -> Iterator[None]:
         )
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
-
-
-def address_of(name: str) -> str:
-    """The page of a run."""
-    return f"/run/{quote(name, safe='')}"
 
 
 def notify(error: UserError) -> None:

@@ -15,8 +15,8 @@ POLICY = (
     "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; object-src 'none'; frame-ancestors 'self'"
 )
+_NOTEBOOKS = f"{POLICY} http://localhost:* http://127.0.0.1:*"  # they may have studio in a frame
 _HEADERS = {
-    "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
@@ -30,8 +30,18 @@ class Guard:
     `Authorization: Bearer TOKEN`. `hosts`: the only ones that requests may name; empty: any.
     """
 
-    def __init__(self, app: ASGIApp, token: str, hosts: tuple[str, ...], port: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str,
+        hosts: tuple[str, ...],
+        port: int,
+        *,
+        for_notebook: bool = False,
+    ) -> None:
+        """`for_notebook`: pages of this machine may have studio in a frame."""
         self.app = app
+        self.policy = _NOTEBOOKS if for_notebook else POLICY
         self.token = token
         self.hosts = frozenset(hosts)
         self.cookie = f"bloomery_studio_{port}"  # browsers share cookies between ports
@@ -43,13 +53,13 @@ class Guard:
         response = self._refusal(scope)
         if response is None:
             try:
-                await self.app(scope, receive, _with_headers(send))
+                await self.app(scope, receive, _with_headers(send, self.policy))
             except RuntimeError as error:
                 # Of a middleware of NiceGUI's, where the browser has left before its page was built.
                 if str(error) != "No response returned.":
                     raise
         elif scope["type"] == "http":
-            await response(scope, receive, _with_headers(send))
+            await response(scope, receive, _with_headers(send, self.policy))
         else:  # before it is accepted, a closed websocket is answered with 403
             await send({"type": "websocket.close", "code": 1008})
 
@@ -101,10 +111,11 @@ def _cookie(headers: Headers, name: str) -> str:
     return jar[name].value if name in jar else ""
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, policy: str) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
+            headers["Content-Security-Policy"] = policy
             for name, value in _HEADERS.items():
                 headers[name] = value
         await send(message)

@@ -1,32 +1,27 @@
 """The models that studio lets you try: loaded by one `bloomery serve`, which ends with studio. No torch."""
 
 import os
-import re
 import secrets
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, final
+from pathlib import Path
+from typing import final
 
 import httpx
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from bloomery.core.child import kill_group
 from bloomery.core.errors import UserError
-from bloomery.core.text import harmless, redact_secrets
 from bloomery.serve.address import TOKEN
 from bloomery.studio import commands
+from bloomery.studio.listening import ListeningProcess, parent_option
 
 IDLE_SECONDS = 300.0  # after the last look at its page, a model frees its memory
 MOST_MODELS = 2
 PATHS = ("", "v1/models", "v1/chat/completions", "v1/completions")  # of the server, for its page
-_ADDRESS = re.compile(r"^serving +(http://127\.0\.0\.1:\d+/)")
+_ADDRESS = r"^serving +(http://127\.0\.0\.1:\d+/)"
 _FORWARDED = ("content-type", "content-security-policy", "cache-control")
-State = Literal["loading", "ready", "ended"]
 
 
 @final
@@ -37,42 +32,14 @@ class ModelServer:
         self.models = tuple(models)
         self.device = device
         self.token = secrets.token_urlsafe(24)
-        self.url: str | None = None
         self.used = time.monotonic()
-        self._lines: deque[str] = deque(maxlen=40)
         environment = {name: text for name, text in os.environ.items() if name != commands.TOKEN}
-        options = ["--port=0", f"--parent={os.getpid()}", f"--devices={device}"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bloomery", "serve", *options, "--", *models],
-            stdin=subprocess.PIPE,  # closes when studio ends, however that happens
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**environment, TOKEN: self.token},
+        self.process = ListeningProcess(
+            *("serve", "--port=0", parent_option(), f"--devices={device}", "--", *models),
+            address=_ADDRESS,
+            environment={**environment, TOKEN: self.token},
+            folder=Path.cwd(),
         )
-        threading.Thread(target=self._read, name="model server", daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            text = line.decode("utf-8", errors="replace").rstrip()
-            if match := _ADDRESS.match(text):
-                self.url = match[1]
-            self._lines.append(redact_secrets(harmless(text.rpartition("\r")[2])))
-
-    @property
-    def state(self) -> State:
-        if self._process.poll() is not None:
-            return "ended"
-        return "loading" if self.url is None else "ready"
-
-    def text(self) -> str:
-        """The end of what it has printed."""
-        return "\n".join(self._lines.copy())
-
-    def close(self) -> None:
-        kill_group(self._process.pid)
-        self._process.wait()
 
 
 @final
@@ -90,11 +57,11 @@ class ModelServers:
             raise UserError(f"cannot chat with {len(models)} models", where="studio", fix=fix)
         with self._lock:
             current = self.current
-            if current is not None and current.state != "ended":
+            if current is not None and current.process.state != "ended":
                 if (current.models, current.device) == (tuple(models), device):
                     current.used = time.monotonic()
                     return current
-                current.close()
+                current.process.close()
             self.current = ModelServer(models, device)
             threading.Thread(
                 target=self._end_when_idle, args=(self.current,), name="idle model", daemon=True
@@ -102,17 +69,17 @@ class ModelServers:
             return self.current
 
     def _end_when_idle(self, server: ModelServer) -> None:
-        while server.state != "ended":
+        while server.process.state != "ended":
             left = server.used + IDLE_SECONDS - time.monotonic()
             if left <= 0:
-                server.close()
+                server.process.close()
                 return
             time.sleep(min(left, 5.0))
 
     def close(self) -> None:
         with self._lock:
             if self.current is not None:
-                self.current.close()
+                self.current.process.close()
 
     async def forward(self, request: Request) -> Response:
         """A request of the server's page, with the token. The page itself needs none."""
@@ -120,7 +87,7 @@ class ModelServers:
         server = self.current
         if path not in PATHS:
             return PlainTextResponse("not a path of the chat\n", 404)
-        if server is None or server.state != "ready":
+        if server is None or server.process.state != "ready":
             return PlainTextResponse("no model is loaded\n", 503)
         server.used = time.monotonic()
         client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), trust_env=False)
@@ -128,7 +95,10 @@ class ModelServers:
         if kind := request.headers.get("content-type"):
             headers["Content-Type"] = kind
         sent = client.build_request(
-            request.method, f"{server.url}{path}", headers=headers, content=await request.body()
+            request.method,
+            f"{server.process.url}{path}",
+            headers=headers,
+            content=await request.body(),
         )
         try:
             answer = await client.send(sent, stream=True)

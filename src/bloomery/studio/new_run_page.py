@@ -14,7 +14,7 @@ from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import packaged
 from bloomery.runs.folder import propose_folder
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import address_of, notify, page, show_command
+from bloomery.studio.frame import notify, page, show_command
 from bloomery.studio.recipe_form import (
     SOURCE,
     FormField,
@@ -28,7 +28,7 @@ from bloomery.studio.recipe_form import (
     with_key,
     write_recipe,
 )
-from bloomery.studio.watching import Watching
+from bloomery.studio.watching import Watching, address_of
 
 TYPING_SECONDS = 0.4  # without a key before a plan is made
 OPENED = ("data", "train")  # sections

@@ -10,8 +10,8 @@ from bloomery.core.units import format_seconds
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
-from bloomery.studio.frame import STATUS_COLORS, address_of, page, show_command
-from bloomery.studio.watching import RunRow, Watching
+from bloomery.studio.frame import STATUS_COLORS, page, show_command
+from bloomery.studio.watching import RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
 _COLUMNS = (

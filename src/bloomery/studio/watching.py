@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
+from urllib.parse import quote
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
@@ -77,6 +78,11 @@ class RunRow:
     @property
     def progress(self) -> float | None:
         return min(self.step / self.steps, 1.0) if self.steps else None
+
+
+def address_of(name: str) -> str:
+    """The page of a run."""
+    return f"/run/{quote(name, safe='')}"
 
 
 def method_of(plan: RunPlan) -> str:
