@@ -20,6 +20,7 @@ import triton_page  # noqa: E402  # a script, found through the line above
 from bloomery.model.attention.tiles import COMPILED_AS, KERNELS, TileShape, tile_candidates  # noqa: E402
 
 ROWS = json.loads(triton_page.FIGURES.read_text(encoding="utf-8"))
+VARIANTS = ("documents", "dropout", "all")  # spilled registers, vector and other instructions of each
 VERSIONS = sorted({row["triton"] for row in ROWS})
 
 
@@ -36,6 +37,29 @@ def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_same(compiled_rows: list[dict], rows: list[dict]) -> None:
+    """The same kernels: tile, registers, shared memory, dot instruction, and no spill where the table has none.
+
+    LLVM orders a few instructions otherwise on another machine: 9 of the 203 rows differed between two, by at most one
+    spilled register of a hundred, and 3.3% of the other instructions.
+    """
+    assert len(compiled_rows) == len(rows)
+    for compiled_row, row in zip(compiled_rows, rows, strict=True):
+        for name, value in row.items():
+            if name not in KERNELS:
+                assert compiled_row[name] == value, (row, name)
+                continue
+            for figure, known in value.items():
+                found = compiled_row[name][figure]
+                if figure not in VARIANTS:
+                    assert found == known, (row, name, figure)
+                    continue
+                assert (found[0] == 0) == (known[0] == 0), (row, name, figure)
+                assert found[0] == pytest.approx(known[0], abs=1), (row, name, figure)
+                assert found[1:] == pytest.approx(known[1:], rel=0.04), (row, name, figure)
+        assert compiled_row.keys() == row.keys()
 
 
 def test_the_page_shows_the_table():
@@ -65,7 +89,7 @@ def test_a_row_compiled_again():
         if (row["triton"], row["arch"], row["dtype"], row["width"])
         == ("3.8.0", "gfx908", "fp16", 64)
     )
-    assert compiled(environment, "gfx908", "fp16", 64) == [row]
+    assert_same(compiled(environment, "gfx908", "fp16", 64), [row])
 
 
 @pytest.mark.soak
@@ -75,7 +99,7 @@ def test_the_whole_table_compiled_again(version):
     of_version = [row for row in ROWS if row["triton"] == version]
     for arch, dtype in dict.fromkeys((row["arch"], row["dtype"]) for row in of_version):
         rows = [row for row in of_version if (row["arch"], row["dtype"]) == (arch, dtype)]
-        assert compiled(environment, arch, dtype, 64, 128, 256) == rows
+        assert_same(compiled(environment, arch, dtype, 64, 128, 256), rows)
 
 
 @pytest.mark.soak
@@ -90,7 +114,7 @@ def test_architectures_that_count_as_another(arch, code):
         for kernel in KERNELS:
             assert row[kernel]["tile"] == same[kernel]["tile"]
             assert row[kernel]["dot"] == same[kernel]["dot"]
-            for variant in ("documents", "dropout", "all"):
+            for variant in VARIANTS:
                 spilled, vector, _ = row[kernel][variant]
                 assert spilled == same[kernel][variant][0]
                 assert vector == pytest.approx(same[kernel][variant][1], rel=0.03)
@@ -116,7 +140,7 @@ def test_other_widths_compile_to_the_code_of_the_next(width):
             == ("3.8.0", arch, dtype, 128)
         )
         for kernel in KERNELS:
-            for variant in ("documents", "dropout", "all"):
+            for variant in VARIANTS:
                 assert row[kernel][variant][0] == padded[kernel][variant][0]
                 assert row[kernel][variant][1] == pytest.approx(
                     padded[kernel][variant][1], rel=0.025
