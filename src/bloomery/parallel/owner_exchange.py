@@ -13,6 +13,7 @@ from bloomery.parallel.ownership import OwnedTensor
 
 Key = tuple[str, str]  # part and name of a tensor as ranks hold it
 ALIGNMENT = 64  # bytes, of a tensor in a buffer
+CONNECT_TAG = 2**30  # above those of all pieces
 
 
 @final
@@ -66,6 +67,7 @@ def bring_to_owners(
     Otherwise it is asked for round by round. Raises RuntimeError when another rank has ended.
     """
     rank = dist.get_rank()
+    _connect(rank, owned_tensors, group)
     # Each piece has a tag of its own, by which both ends know it.
     tensors_by_owner: dict[int, list[_Tagged]] = {}
     first_tag = 0
@@ -100,6 +102,29 @@ def bring_to_owners(
             _finish(sends)
     if sends_ahead:
         _finish(sends)
+
+
+def _connect(rank: int, owned_tensors: Sequence[OwnedTensor], group: dist.ProcessGroup) -> None:
+    """Uses every connection of this rank once.
+
+    Where ranks connect when they first send to each other, the first message waits until the other rank uses the
+    connection as well. Ranks that first wait for pieces could wait for each other in a circle; here each uses all of
+    its connections before it waits for a message.
+    """
+    partners = {
+        owned.owner if piece.rank == rank else piece.rank
+        for owned in owned_tensors
+        for piece in owned.pieces
+        if (rank in (owned.owner, piece.rank)) and owned.owner != piece.rank
+    }
+    messages = []
+    for partner in sorted(partners):
+        for start in (dist.isend, dist.irecv):
+            content = torch.zeros(1, dtype=torch.uint8)
+            work = start(content, partner, group=group, tag=CONNECT_TAG)
+            assert work is not None, "every rank is in the group"
+            messages.append(_Message(work, content))
+    _finish(messages)
 
 
 class _Tagged(NamedTuple):

@@ -1,6 +1,8 @@
 """Joins this process to the ranks of a run, and leaves them."""
 
+import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, final
 
@@ -12,12 +14,13 @@ from bloomery.parallel.environment import RankEnvironment, rank_environment
 from bloomery.parallel.fsdp import return_freed_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import BACKWARD, FORWARD
-from bloomery.plan.types import TrainPlan
+from bloomery.plan.types import LAZY_CONNECTIONS, TrainPlan
 
 # All ranks start together, but may import torch from a slow file system.
 JOIN_SECONDS = 600.0
 # A backstop: the deadline of the worker ends a hang much earlier.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+LEAVE_SECONDS = 10.0
 
 
 @final
@@ -72,10 +75,20 @@ def join(plan: TrainPlan) -> Mesh:
     )
 
 
-def leave() -> None:
-    """End the process group, where there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def leave(mesh: Mesh) -> None:
+    """At the end of training: waits for the other ranks, for LEAVE_SECONDS at most, where connections are lazy.
+
+    A rank that has ended cannot be connected to any more, and with rank 0 the store ends, in which ranks find each
+    other: the last message of a run may be the first one between two ranks.
+    """
+    if mesh.world == 1 or os.environ.get(LAZY_CONNECTIONS) != "1":
+        return
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + LEAVE_SECONDS
+    with suppress(RuntimeError):  # rank 0 has seen all of them, and is gone with the store
+        store.add("left", 1)
+        while store.add("left", 0) < mesh.world and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _may_use_nccl(plan: TrainPlan) -> bool:

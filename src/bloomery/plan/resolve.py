@@ -40,6 +40,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.types import (
+    LAZY_CONNECTIONS,
     CheckpointPlan,
     DataPlan,
     DatasetFacts,
@@ -581,7 +582,8 @@ def _number(value: int | str) -> int | None:
 def plan_environment(plan: RunPlan) -> dict[str, str]:
     """Environment variables that the plan needs before torch is imported; the user's own are not looked at."""
     fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
-    return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
+    lazy = {LAZY_CONNECTIONS: "1"} if plan.train.connects_lazily else {}
+    return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed, **lazy}
 
 
 def child_environment(plan: RunPlan, user_environment: Mapping[str, str]) -> dict[str, str]:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, final
 from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
+from bloomery.parallel.descriptors import allow_descriptors, most_sockets
 from bloomery.parallel.environment import LinkFailed
-from bloomery.runs.folder import RunFolder
+from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.supervisor import HOSTS_FILE, STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
@@ -265,6 +266,7 @@ def _train(
     with loading():
         from bloomery.parallel.placement import check_binding
         from bloomery.parallel.preflight import check_ranks, meet
+        from bloomery.parallel.process_group import leave
         from bloomery.plan.store import read_plan
         from bloomery.train.length import Timer
         from bloomery.train.loop import run
@@ -278,6 +280,8 @@ def _train(
     )
     if deadline is not None:
         deadline.meet()
+        rank = int(os.environ.get("RANK", "0"))
+        allow_descriptors(most_sockets(plan.train, rank), who=f"rank {rank} on {host_name()}")
     mesh = meet(plan.train)
     if notes is not None:
         mesh.clock.notes.write_to(notes)
@@ -355,6 +359,7 @@ def _train(
             where=f"model and data on {plan.train.device}",
             fix="close other programs that use its memory, or use a smaller model or optimizer.kind=adafactor",
         ) from error
+    leave(mesh)
     return DONE if outcome == "done" else STOPPED
 
 
