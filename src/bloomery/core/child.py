@@ -301,8 +301,10 @@ def last_words(lines: Sequence[str]) -> str:
 def accept() -> Message:
     """The job of this process, which from now on ends when its parent ends, and not by a signal to the whole job."""
     # A handler that does nothing: programs that this process starts get the defaults, which SIG_IGN would replace.
-    for number in JOB_SIGNALS:
-        signal.signal(number, lambda _number, _frame: None)
+    # The child that compiles one grammar works in a thread of its own, where no handler can be set.
+    if threading.current_thread() is threading.main_thread():
+        for number in JOB_SIGNALS:
+            signal.signal(number, lambda _number, _frame: None)
     die_with_parent(int(sys.argv[2]))
     socket = int(sys.argv[1])
     job = _received(socket)
