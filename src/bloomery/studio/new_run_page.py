@@ -42,24 +42,26 @@ async def new_run_page(watching: Watching, commands: Commands, run: str = "") ->
     """`run`: the name of a run whose recipe it begins with."""
     with page("New run", "/new"):
         ui.label("New run").classes("text-xl font-semibold").props("role=heading aria-level=1")
-        view = NewRun(commands)
-        text = f"extends: {FIRST_RECIPE}\n"
-        name = FIRST_RECIPE
+        text = ""
         if run:
             try:
                 content = read_whole(watching.run(run).reader.folder / "recipe.yaml")
                 text = content.decode("utf-8", errors="replace")
-                name = run
+                ui.label(f"with the recipe of {harmless(run)}")
             except (UserError, OSError) as error:
                 ui.notify(harmless(str(error)), type="negative")
-        await view.use(text, name)
+        view = NewRun(commands, None if text else FIRST_RECIPE)
+        if text:
+            await view.use(text, run)
+        else:
+            await view.use(f"extends: {FIRST_RECIPE}\n", FIRST_RECIPE)
 
 
 @final
 class NewRun:
     """Mutable: one open page with a recipe that is not a run yet."""
 
-    def __init__(self, commands: Commands) -> None:
+    def __init__(self, commands: Commands, packaged_recipe: str | None) -> None:
         self.commands = commands
         self.text = ""
         self.name = "recipe"
@@ -68,7 +70,7 @@ class NewRun:
         self._inputs: dict[str, tuple[FormField, Any]] = {}
         self._filled: dict[str, str] = {}  # the last value of each input
         self._kinds: tuple[str, ...] = ()
-        self._chooser()
+        self._chooser(packaged_recipe)
         with ui.element("div").classes("w-full grid gap-6 grid-cols-1 lg:grid-cols-[5fr_7fr]"):
             with ui.column().classes("w-full min-w-0 gap-2"):
                 with ui.tabs().props("dense no-caps align=left") as tabs:
@@ -99,10 +101,10 @@ class NewRun:
                 self._suggestions = ui.column().classes("w-full gap-1")
         ui.timer(1.0, self._show_command)
 
-    def _chooser(self) -> None:
+    def _chooser(self, packaged_recipe: str | None) -> None:
         with ui.row().classes("w-full items-end gap-3"):
             recipes = ui.select(
-                sorted(packaged()), value=FIRST_RECIPE, label="Packaged recipe", with_input=True
+                sorted(packaged()), value=packaged_recipe, label="Packaged recipe", with_input=True
             ).classes("w-64")
 
             async def use_recipe() -> None:

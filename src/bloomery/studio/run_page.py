@@ -90,12 +90,14 @@ class RunView:
             self._save = self._button("Save now", "save", "save")
             self._stop = self._button("Save and stop", "stop", "stop")
             self._resume = self._button("Resume", "resume", "play_arrow")
+            self._evaluate = self._button("Evaluate", "eval", "fact_check")
             new_run = f"/new?run={quote(self.name, safe='')}"
             ui.button(
                 "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
             ).props("outline dense no-caps padding='xs sm'")
         self._problem = ui.label().classes("studio-text").props("role=status")
         self._command = ui.column().classes("w-full gap-0")
+        self._command.visible = False
         self._progress = ui.linear_progress(0, show_value=False, size="6px").props(
             "aria-hidden=true"
         )
@@ -108,6 +110,8 @@ class RunView:
         with ui.element("section").classes("w-full"):
             self._samples = ui.expansion("Samples").classes("w-full")
             self._samples.on_value_change(self._draw_samples)
+            self._plan = ui.expansion("Plan").classes("w-full")
+            self._plan.on_value_change(self._draw_plan)
             self._file("Log", "log.txt")
             self._file("Recipe", "recipe.yaml")
         with opened.lock:
@@ -129,6 +133,7 @@ class RunView:
 
     def _show_command(self) -> None:
         command = self.commands.of(self.name)
+        self._command.visible = command is not None
         self._command.clear()
         with self._command:
             show_command(command)
@@ -156,6 +161,24 @@ class RunView:
             for sample in reversed(self.opened.samples):
                 ui.label(f"step {sample.step:,}").classes("text-xs opacity-75")
                 ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
+
+    def _draw_plan(self) -> None:
+        """Each choice of the plan that the run executes, with its reason."""
+        if not self._plan.value:
+            return
+        self._plan.clear()
+        plan = self.opened.reader.plan
+        with self._plan:
+            if plan is None:
+                ui.label("no plan yet, or one of another version").classes("opacity-75")
+                return
+            rows = [choice.model_dump() for choice in plan.choices]
+            columns = [
+                {"name": name, "label": name, "field": name, "align": "left"}
+                for name in ("key", "value", "reason")
+            ]
+            table = ui.table(columns=columns, rows=rows, row_key="key", pagination=0)
+            table.props("flat dense hide-pagination wrap-cells").classes("w-full")
 
     def _end_of(self, file_name: str) -> str:
         path = self.opened.reader.folder / file_name
@@ -191,6 +214,7 @@ class RunView:
         self._save.enabled = self._stop.enabled = status in ("running", "paused")
         self._save.visible = self._stop.visible = is_live
         self._resume.visible = not is_live and status not in ("done", "deleted")
+        self._evaluate.visible = not is_live and opened.reader.run.saved is not None
 
         version = opened.reader.tail.read_lines
         if version == self._version and not is_live:
