@@ -30,7 +30,16 @@ from runs_of_bloomery import (
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
-from bloomery.monitor.events import Event, Phase, Recovered, Resumed, StepDone, Warned, read_events
+from bloomery.monitor.events import (
+    Event,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    StepDone,
+    Warned,
+    read_events,
+)
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
@@ -961,21 +970,24 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=1 RealMemory=1000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=1 RealMemory=1000
-PartitionName=batch Nodes=n1,n2 Default=YES State=UP MaxTime=60
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={third} CPUs=1 RealMemory=1000
+PartitionName=batch Nodes=n1,n2,n3 Default=YES State=UP MaxTime=60
 """
 
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Two nodes of Slurm on this machine, where it is installed and the tests may start it."""
+    """Three nodes of Slurm on this machine, where it is installed and the tests may start it."""
     folder = tmp_path / "slurm"
-    for name in ("state", "spool-n1", "spool-n2"):
+    for name in ("state", "spool-n1", "spool-n2", "spool-n3"):
         (folder / name).mkdir(parents=True)
-    port, first, second = free_ports(3)
+    port, first, second, third = free_ports(4)
     host = platform.node().partition(".")[0]
     configuration = folder / "slurm.conf"
     configuration.write_text(
-        OF_SLURM.format(host=host, folder=folder, port=port, first=first, second=second)
+        OF_SLURM.format(
+            host=host, folder=folder, port=port, first=first, second=second, third=third
+        )
     )
     monkeypatch.setenv("SLURM_CONF", str(configuration))
     Path("/run/munge").mkdir(exist_ok=True)
@@ -983,11 +995,12 @@ def slurm(tmp_path, monkeypatch):
     # it refuses to run twice
     subprocess.run(["runuser", "-u", "munge", "--", "munged"], capture_output=True)
     try:
-        for command in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+        nodes = (["slurmd", "-N", name] for name in ("n1", "n2", "n3"))
+        for command in (["slurmctld", "-c"], *nodes):
             subprocess.run(command, check=True, capture_output=True)
         ready = ["sinfo", "--noheader", "--format", "%t %D"]
         wait_for(
-            lambda: subprocess.run(ready, capture_output=True, text=True).stdout.strip() == "idle 2"
+            lambda: subprocess.run(ready, capture_output=True, text=True).stdout.strip() == "idle 3"
         )
         yield
     finally:
@@ -1121,3 +1134,25 @@ def test_a_job_goes_on_without_the_host_that_its_run_names(bloomery, one_thread,
     assert f"ExcNodeList={host}" in shown and f"NodeList={'n2' if host == 'n1' else 'n1'}" in shown
     assert [event for event in bloomery.events() if isinstance(event, Resumed)]
     assert bloomery.saw(StepDone, 16)()
+
+
+@pytest.mark.soak
+def test_a_job_whose_rank_is_killed_goes_on_without_its_host(bloomery, one_thread, request) -> None:
+    if why := why_not("srun"):
+        pytest.skip(why)
+    request.getfixturevalue("slurm")
+    folder = bloomery.folder
+    job = submitted_job(bloomery)
+    wait_for(bloomery.saw(StepDone, 6))
+    os.kill(rank_process(bloomery.run_dir.resolve(), 1), signal.SIGKILL)
+    wait_for(lambda: state_of_job(folder, job) == "PENDING")
+    wait_for(lambda: "requeued without n2" in (folder / f"tiny-{job}.log").read_text())
+    wait_for(lambda: state_of_job(folder, job) in ("", "COMPLETED"))
+    log = (folder / f"tiny-{job}.log").read_text()
+    assert "rank 1 of training on n2 process killed from outside" in log
+    assert "`sbatch --exclude=n2`" in log and "`bloomery slurm RECIPE --exclude n2`" in log
+    shown = of_slurm(folder, "scontrol", "show", "job", job)
+    assert "ExcNodeList=n2" in shown and " NodeList=n[1,3]" in shown, shown
+    failed = next(event for event in bloomery.events() if isinstance(event, RunEnded))
+    assert failed.status == "failed" and failed.host == "n2"
+    assert_as_undisturbed(bloomery)

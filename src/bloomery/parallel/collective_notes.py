@@ -64,6 +64,7 @@ class CollectiveNotes:
         self._under_way = deque[tuple[str, DeviceEvent, DeviceEvent]]()
         self._first_has_started = False
         self._poller: threading.Thread | None = None
+        self._device_is_gone = False
         self._lock = threading.Lock()
 
     def write_to(self, descriptor: int) -> None:
@@ -86,6 +87,8 @@ class CollectiveNotes:
 
     def follow(self, name: str, start: DeviceEvent, end: DeviceEvent) -> None:
         """The device will enter a collective at `start` and has finished it at `end`; a thread looks after them."""
+        if self._device_is_gone:
+            return
         self._under_way.append((name, start, end))
         if self._poller is None:
             self._poller = threading.Thread(target=self._keep_polling, daemon=True, name="notes")
@@ -111,7 +114,9 @@ class CollectiveNotes:
         while not pause.wait(POLL_SECONDS):
             try:
                 self.poll()
-            except RuntimeError:  # a device that is gone: the training thread reports it
+            except RuntimeError:  # the training thread reports it
+                self._device_is_gone = True
+                self._under_way.clear()
                 return
 
     def _write(self) -> None:
