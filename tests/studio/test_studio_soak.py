@@ -18,6 +18,7 @@ from studio_for_tests import TOKEN, make_run, studio_process
 from bloomery.monitor.events import read_events
 from bloomery.monitor.summary import summary_of
 from browser import PROGRAM, Browser
+from models_for_tests import make_chat_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from runs_of_bloomery import write_workshop
@@ -110,8 +111,12 @@ def test_every_page_fits_its_window_and_has_no_serious_fault(
         "run": "run/first",
         "new": "new",
         "compare": "compare?runs=first%2Fsecond",
+        "models": "models",
         "machine": "machine",
     }
+    checkpoint = Path("runs") / "first" / "checkpoints" / "step-00000020"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     with studio_process(tmp_path) as url, Browser(tmp_path / "profile") as browser:
         browser.look(width=width, dark=dark)
         browser.open(f"{url}?token={TOKEN}")
@@ -135,3 +140,49 @@ def test_every_page_fits_its_window_and_has_no_serious_fault(
                 all_faults += [f"{page}: {fault}" for fault in faults]
         assert browser.problems == []
     assert not all_faults, "\n".join(all_faults)
+
+
+def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path) -> None:
+    """On the page of `bloomery serve`, inside the one of studio."""
+    for name in ("one", "two"):
+        make_chat_model(tmp_path / "models" / name)
+    with (
+        studio_process(tmp_path) as url,
+        Browser(tmp_path / "profile") as browser,
+    ):
+        browser.look(width=1400)
+        browser.open(f"{url}?token={TOKEN}")
+        browser.open(f"{url}models")
+        browser.until("document.querySelectorAll('tbody .q-checkbox').length === 2")
+        browser.value("document.querySelectorAll('tbody .q-checkbox').forEach(one => one.click())")
+        click(browser, "Chat")
+        browser.until("location.pathname === '/chat'", PATIENCE)
+        browser.until("!!document.querySelector('iframe')", PATIENCE)
+        inside = "document.querySelector('iframe').contentDocument"
+        browser.until(f"{inside}?.querySelectorAll('.column').length === 2", PATIENCE)
+        browser.value(f"{inside}.getElementById('max_tokens').value = 20")
+        browser.value(f"{inside}.getElementById('prompt').value = 'Hello'")
+        browser.value(f"{inside}.getElementById('form').requestSubmit()")
+        browser.until(
+            f"[...{inside}.querySelectorAll('.facts')].filter(one => one.innerText.includes('tokens/s')).length === 2",
+            PATIENCE,
+        )
+        hover = "dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+        browser.value(f"{inside}.querySelector('.answer span').{hover}")
+        browser.until(f"{inside}.querySelector('.detail').innerText.includes('%')")
+        assert browser.value(f"{inside}.querySelector('h1').hidden")
+
+        click(browser, "End the model")
+        shows(browser, "the model's process has ended")
+        browser.open(f"{url}models")
+        browser.until("document.querySelectorAll('tbody .q-checkbox').length === 2")
+        browser.value("document.querySelector('tbody .q-checkbox').click()")
+        click(browser, "Export")
+        click(browser, "Start")
+        browser.until(
+            "[...document.querySelectorAll('tbody td')].some(one => one.innerText.includes('./exports/'))",
+            PATIENCE,
+        )
+        assert browser.problems == []
+    (exported,) = (tmp_path / "exports").iterdir()
+    assert (exported / "model.safetensors").is_file()

@@ -93,6 +93,13 @@ def page(title: str, path: str) -> Iterator[None]:
         yield
 
 
+def label_checkboxes(table: ui.table, key: str) -> None:
+    """Names the checkboxes of a table for screen readers, each by the row's value of `key`."""
+    checkbox = '<q-checkbox v-model="props.selected" dense'
+    table.add_slot("header-selection", f'{checkbox} aria-label="Select all" />')
+    table.add_slot("body-selection", f"""{checkbox} :aria-label="'Select ' + props.row.{key}" />""")
+
+
 def notify(error: UserError) -> None:
     """An error as the command line words it."""
     ui.notify(

@@ -20,7 +20,7 @@ from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Command, Commands
-from bloomery.studio.frame import notify, page, show_command
+from bloomery.studio.frame import label_checkboxes, notify, page, show_command
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.train.model_folder import (
     best_on_disk,
@@ -237,6 +237,7 @@ def _table() -> ui.table:
     table.props(
         'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort loading'
     )
+    label_checkboxes(table, "model")
     table.add_slot("body-cell-name", _NAME_CELL)
     for key in ("step", "kind", "size", "changed"):
         table.add_slot(f"body-cell-{key}", _TEXT_CELL)

@@ -10,7 +10,7 @@ from bloomery.core.units import format_seconds
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
-from bloomery.studio.frame import STATUS_COLORS, page, show_command
+from bloomery.studio.frame import STATUS_COLORS, label_checkboxes, page, show_command
 from bloomery.studio.watching import RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
@@ -32,10 +32,6 @@ _COLUMNS = (
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 _NAME_CELL = """
 <q-td :props="props"><a :href="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
-"""
-_ALL_CHECKBOX = '<q-checkbox v-model="props.selected" dense aria-label="All runs" />'
-_CHECKBOX = """
-<q-checkbox v-model="props.selected" dense :aria-label="'Select ' + props.row.name" />
 """
 _STATUS_CELL = """
 <q-td :props="props">
@@ -139,8 +135,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
             table.props("loading")
-        table.add_slot("header-selection", _ALL_CHECKBOX)
-        table.add_slot("body-selection", _CHECKBOX)
+        label_checkboxes(table, "name")
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
