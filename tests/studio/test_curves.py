@@ -53,6 +53,21 @@ def test_new_steps_change_only_the_last_bucket_until_the_width_doubles() -> None
     assert curve.points()[: len(before) - 3] == before[:-3]
 
 
+def test_points_that_are_looked_at_again_and_again_are_those_of_one_look() -> None:
+    generator = random.Random(0)
+    curve = Curve()
+    for step in range(1, 3000):
+        curve.add(step, generator.random())
+        if step % 37 == 0:
+            curve.points()
+        if step == 1500:
+            curve.cut(1290)
+        if step == 2000:
+            curve.cut(100)
+    fresh = Curve(curve.steps[:], curve.values[:])
+    assert curve.points() == fresh.points()
+
+
 def test_a_zoom_has_every_value_of_its_part() -> None:
     values = [float(step % 11) for step in range(1, 50_001)]
     points = curve_of(values).points(1000, 1400)
@@ -75,6 +90,20 @@ def test_a_skipped_step_and_an_unknown_sensor_have_no_point() -> None:
     assert "loss" not in curves.by_name
     assert "temperature of GPU 0" not in curves.by_name
     assert curves.points("power of GPU 0") == [[1, 90.0]]
+
+
+@pytest.mark.parametrize("step", [-1, 2**32, 10**30])
+def test_a_step_that_no_run_has_is_left_out(step: int) -> None:
+    curves = RunCurves()
+    curves.add(step_done(1))
+    curves.add(step_done(step))
+    curves.add(step_done(2))
+    assert curves.points("loss") == [[1, 2.0], [2, 2.0]]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e300])
+def test_a_value_that_no_chart_shows_is_left_out(value: float) -> None:
+    assert curve_of([1.0, value, 3.0]).points() == [[1, 1.0], [3, 3.0]]
 
 
 def test_a_sample_of_an_earlier_step_is_left_out() -> None:

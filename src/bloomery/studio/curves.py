@@ -11,6 +11,8 @@ import numpy as np
 from bloomery.monitor.events import DeviceStats, Event, Recovered, Resumed, StepDone
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
+HIGHEST_STEP = 2**32 - 1
+HIGHEST_VALUE = 3e38  # of a float of 4 bytes
 Point = list[float]  # step and value, as ECharts reads it
 Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
@@ -19,13 +21,19 @@ AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 @final
 @dataclass
 class Curve:
-    """Mutable: values by step, 12 bytes each."""
+    """Mutable: values by step, 8 bytes each."""
 
-    steps: "array[int]" = field(default_factory=lambda: array("Q"))
+    steps: "array[int]" = field(default_factory=lambda: array("I"))
     values: "array[float]" = field(default_factory=lambda: array("f"))
+    # Points of the whole curve before its last bucket, with the width of the buckets and the index of the last.
+    _complete: list[Point] = field(default_factory=list)
+    _width: int = 0
+    _last_bucket: int = 0
 
     def add(self, step: int, value: float) -> None:
-        """Leaves out a value of an earlier step: a second process may have sampled it."""
+        """Leaves out a value of an earlier step, which a second process may have sampled, and what no chart shows."""
+        if not (0 <= step <= HIGHEST_STEP and -HIGHEST_VALUE < value < HIGHEST_VALUE):
+            return
         if not self.steps or step >= self.steps[-1]:
             self.steps.append(step)
             self.values.append(value)
@@ -33,7 +41,9 @@ class Curve:
     def cut(self, step: int) -> None:
         """Discards the values after `step`."""
         num_kept = bisect_right(self.steps, step)
-        del self.steps[num_kept:], self.values[num_kept:]
+        if num_kept < len(self.steps):
+            del self.steps[num_kept:], self.values[num_kept:]
+            self._width = 0
 
     def at(self, steps: Sequence[float]) -> list[float]:
         """The values at these steps, interpolated between those that are known."""
@@ -51,33 +61,56 @@ class Curve:
         """The lowest and the highest value of each bucket between two steps, in the order of their steps, and the last.
 
         The width of a bucket is the power of two with which at most MOST_BUCKETS hold all steps: new steps change the
-        last bucket alone until the width doubles.
+        last bucket alone until the width doubles. Of the whole curve, complete buckets are looked at once.
         """
         start = bisect_left(self.steps, first)
         end = len(self.steps) if last is None else bisect_right(self.steps, last)
         if start >= end:
             return []
-        # Copies: an array with a view of it cannot grow.
-        steps = np.array(self.steps[start:end], dtype=np.int64)
-        values = np.array(self.values[start:end], dtype=np.float64)
-        span = int(steps[-1] - steps[0]) + 1
+        span = self.steps[end - 1] - self.steps[start] + 1
         width = 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
+        if start or last is not None:
+            buckets = _extremes(self.steps[start:end], self.values[start:end], width)
+            return [point for _, bucket in buckets for point in bucket]
 
-        # Each bucket begins where the number of the bucket changes.
-        buckets = steps // width
-        begins = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
-        ends = np.append(begins[1:], len(steps))
-        points: list[Point] = []
-        for begin, after in zip(begins.tolist(), ends.tolist(), strict=True):
-            lowest = begin + int(np.argmin(values[begin:after]))
-            highest = begin + int(np.argmax(values[begin:after]))
-            points += [
-                [int(steps[index]), float(f"{values[index]:.6g}")]
-                for index in sorted(
-                    {lowest, highest, *([after - 1] if after == len(steps) else [])}
-                )
-            ]
-        return points
+        if width != self._width:
+            self._width = width
+            self._complete = []
+            self._last_bucket = 0
+        begin = self._last_bucket
+        *complete, (last_begin, last_points) = _extremes(
+            self.steps[begin:], self.values[begin:], width
+        )
+        for _, bucket in complete:
+            self._complete += bucket
+        self._last_bucket = begin + last_begin
+        return [*self._complete, *last_points]
+
+
+def _extremes(
+    step_array: "array[int]", value_array: "array[float]", width: int
+) -> list[tuple[int, list[Point]]]:
+    """For each bucket of `width` steps the index of its first value, and its lowest and highest value by step.
+
+    The last bucket has its last value, too.
+    """
+    steps = np.array(step_array, dtype=np.int64)
+    values = np.array(value_array, dtype=np.float64)
+    # Each bucket begins where the number of the bucket changes.
+    numbers = steps // width
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+    ends = np.append(begins[1:], len(steps))
+    buckets: list[tuple[int, list[Point]]] = []
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        indices = {
+            begin + int(np.argmin(values[begin:end])),
+            begin + int(np.argmax(values[begin:end])),
+        }
+        if end == len(steps):
+            indices.add(end - 1)
+        points = [[int(steps[index]), float(f"{values[index]:.6g}")] for index in sorted(indices)]
+        buckets.append((begin, points))
+    return buckets
 
 
 @final

@@ -102,6 +102,7 @@ class RunView:
             "aria-hidden=true"
         )
         self._figures = ui.row().classes("w-full gap-x-6 gap-y-2")
+        self._values: dict[str, ui.label] = {}  # of the figures, by label
         self._charts: dict[str, LineChart] = {}
         self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
         with ui.element("section").classes("w-full"):
@@ -224,16 +225,24 @@ class RunView:
         summary = opened.summary
         steps = summary.steps or opened.reader.facts.steps
         self._progress.value = min(summary.step / steps, 1.0) if steps else 0.0
-        self._figures.clear()
-        with self._figures:
-            for label, value in figures_of(opened):
-                with ui.column().classes("gap-0 studio-figure"):
-                    ui.label(label).classes("text-xs opacity-75")
-                    ui.label(value).classes("text-base font-medium")
+        self._draw_figures()
         if has_events:
             self._draw_charts()
             self._draw_events()
             self._draw_samples()
+
+    def _draw_figures(self) -> None:
+        figures = dict(figures_of(self.opened))
+        if list(figures) != list(self._values):
+            self._figures.clear()
+            self._values = {}
+            with self._figures:
+                for label in figures:
+                    with ui.column().classes("gap-0 studio-figure"):
+                        ui.label(label).classes("text-xs opacity-75")
+                        self._values[label] = ui.label().classes("text-base font-medium")
+        for label, value in figures.items():
+            self._values[label].text = value
 
     def _draw_charts(self) -> None:
         curves = self.opened.curves
