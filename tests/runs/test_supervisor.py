@@ -125,3 +125,28 @@ def test_a_real_child_that_aborts(tmp_path: Path) -> None:
         )
     )
     assert "after step 3 by SIGABRT: memory access fault" in said
+
+
+@pytest.mark.parametrize(
+    ("result", "host"),
+    [
+        (StageResult("train", 1, None, ("RuntimeError: HIP error: no device",), 8, "n2"), "n2"),
+        (StageResult("train", -signal.SIGKILL, None, (), 8, "n2"), "n2"),
+        (StageResult("train", -signal.SIGKILL, None, (), 8, "n2", lost=True), "n2"),
+        # Of a request to end, of a bug, and where all ranks are on one host.
+        (StageResult("train", -signal.SIGTERM, None, (), 8, "n2"), ""),
+        (StageResult("train", 1, None, ("ValueError: a wrong sample",), 8, "n2"), ""),
+        (StageResult("train", -signal.SIGKILL, None, (), 8), ""),
+    ],
+)
+def test_a_host_is_left_out_for_what_another_host_would_not_have(result, host) -> None:
+    error = failure(result, FOLDER, step=7)
+    assert error.host == host
+    assert ("leave the host out" in error.fix) == bool(host)
+    assert ("rank 8" in error.problem) and ("on n2" in error.problem) == bool(result.host)
+
+
+def test_a_rank_that_sees_no_gpu_before_the_ranks_have_met_has_its_host_left_out() -> None:
+    report = {"problem": "rank 8 on n2 sees no GPU", "where": "", "fix": "give it one", "code": 1}
+    error = failure(StageResult("train", 1, report, (), 8, "n2"), FOLDER, step=0)
+    assert error.host == "n2" and "start the ranks on other hosts than n2" in error.fix

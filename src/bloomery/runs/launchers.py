@@ -20,6 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
 from bloomery.parallel.collective_notes import CollectiveNote
+from bloomery.parallel.environment import node_name
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 from bloomery.runs.rank_messages import (
     FILES_SECONDS,
@@ -512,7 +513,7 @@ class Board:
             "code": ending.code,
             "report": ending.report,
             "tail": ending.tail,
-            "host": host_name(),
+            "host": node_name(),
             "attempt": attempt,
             "silent": ending.silent,
             "note": None if ending.note is None else asdict(ending.note),

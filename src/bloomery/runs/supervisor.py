@@ -25,9 +25,9 @@ from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
 from bloomery.parallel.collective_notes import CollectiveNote, SharedNote, rank_behind
-from bloomery.parallel.environment import RENDEZVOUS, without_host
+from bloomery.parallel.environment import RENDEZVOUS, node_name, without_host
 from bloomery.plan.store import read_plan
-from bloomery.runs.folder import RunFolder, host_name
+from bloomery.runs.folder import RunFolder
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS, StopRequests, held_back
 
@@ -56,7 +56,7 @@ LOST = re.compile(
 # The words of a device, its driver or its memory: another host may not have this fault.
 DEVICE_FAULT = re.compile(
     r"(HIP|CUDA|NCCL|RCCL) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|AcceleratorError"
-    r"|out of memory",
+    r"|out of memory|sees no GPU",
     re.IGNORECASE,
 )
 WORKER = "bloomery.runs.worker"
@@ -69,9 +69,9 @@ LOST_END: Mapping[str, Any] = {"code": -signal.SIGKILL, "lost": True}
 class StageResult:
     """How a child ended: its exit code (negative: the signal), what it reported, and its last lines.
 
-    `rank`: of several, the one that ended the others; None for one child. `host`: where it ran, "" for this host.
-    `note`: of its last collectives; None without any. `silent`: it ran until its parent ended it. `lost`: its host, or
-    all its processes, have gone without a word.
+    `rank`: of several, the one that ended the others; None for one child. `host`: where it ran, "" where all ranks are
+    on one host. `note`: of its last collectives; None without any. `silent`: it ran until its parent ended it. `lost`:
+    its host, or all its processes, have gone without a word.
     """
 
     stage: Stage
@@ -213,7 +213,7 @@ class _Peer:
 
     def result(self, stage: Stage, rank: int | None) -> StageResult:
         ending = self._ended or LOST_END
-        host = "" if ending.get("host") == host_name() else str(ending.get("host", ""))
+        host = "" if ending.get("host") == node_name() else str(ending.get("host", ""))
         return StageResult(
             stage,
             int(ending["code"]),
@@ -326,10 +326,15 @@ class _Group:
                 for rank_result in results
             ]
         )
-        hosts = hosts_of_ranks(RunFolder(self._stacks.parent))
-        if culprit.rank is None or culprit.rank >= len(hosts):
+        if culprit.rank is None:
             return culprit
-        return replace(culprit, host=hosts[culprit.rank])
+        hosts = hosts_of_ranks(RunFolder(self._stacks.parent))
+        if culprit.rank < len(hosts):
+            return replace(culprit, host=hosts[culprit.rank])
+        # Before the ranks have told each other their hosts: a rank of this host is named where others have another.
+        if not culprit.host and any(rank_result.host for rank_result in results):
+            return replace(culprit, host=node_name())
+        return culprit
 
     def _culprit(self, results: Sequence[StageResult]) -> StageResult:
         """The first killed rank, else the first lost one, else the first with a report.
@@ -639,7 +644,7 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     With the host of a rank that was killed, is lost, or whose device failed, and the line that leaves it out.
     """
     error = _failure(result, folder, step=step)
-    if error.host or result.rank is None or not hosts_of_ranks(folder):
+    if error.host or result.rank is None or not result.host:
         return error
     words = error.problem if result.report is not None else last_words(result.tail)
     was_killed = result.code < 0 and -result.code not in STOP_SIGNALS

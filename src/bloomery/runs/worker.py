@@ -24,8 +24,8 @@ from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 from bloomery.parallel.descriptors import allow_descriptors, most_sockets
-from bloomery.parallel.environment import LinkFailed
-from bloomery.runs.folder import RunFolder, host_name
+from bloomery.parallel.environment import LinkFailed, node_name
+from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.supervisor import HOSTS_FILE, STACK_SIGNAL, STACKS
 from bloomery.runs.telemetry import PAUSE, Waiting
@@ -281,7 +281,7 @@ def _train(
     if deadline is not None:
         deadline.meet()
         rank = int(os.environ.get("RANK", "0"))
-        allow_descriptors(most_sockets(plan.train, rank), who=f"rank {rank} on {host_name()}")
+        allow_descriptors(most_sockets(plan.train, rank), who=f"rank {rank} on {node_name()}")
     mesh = meet(plan.train)
     if notes is not None:
         mesh.clock.notes.write_to(notes)
