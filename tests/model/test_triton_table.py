@@ -24,8 +24,10 @@ VARIANTS = ("documents", "dropout", "all")  # spilled registers, vector and othe
 VERSIONS = sorted({row["triton"] for row in ROWS})
 
 
-def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -> list[dict]:
-    done = subprocess.run(
+def compilation(
+    environment: dict[str, str], arch: str, dtype: str, *widths: int
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
         [
             *(sys.executable, "-W", "ignore", ROOT / "scripts" / "triton_tiles.py", "--row"),
             *("--arch", arch, "--dtype", dtype, "--width", *map(str, widths)),
@@ -35,6 +37,10 @@ def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -
         text=True,
         check=False,
     )
+
+
+def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -> list[dict]:
+    done = compilation(environment, arch, dtype, *widths)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -99,7 +105,13 @@ def test_the_whole_table_compiled_again(version):
     of_version = [row for row in ROWS if row["triton"] == version]
     for arch, dtype in dict.fromkeys((row["arch"], row["dtype"]) for row in of_version):
         rows = [row for row in of_version if (row["arch"], row["dtype"]) == (arch, dtype)]
-        assert_same(compiled(environment, arch, dtype, 64, 128, 256), rows)
+        _, aborts, reason = rows[0].get("problem", "").partition("LLVM aborts the process: ")
+        if not aborts:
+            assert_same(compiled(environment, arch, dtype, 64, 128, 256), rows)
+            continue
+        done = compilation(environment, arch, dtype, 64, 128, 256)
+        assert done.returncode < 0
+        assert reason.removeprefix("it cannot select ") in done.stderr
 
 
 @pytest.mark.soak
