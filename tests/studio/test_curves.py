@@ -110,3 +110,9 @@ def test_a_sample_of_an_earlier_step_is_left_out() -> None:
     curve = curve_of([1.0, 2.0, 3.0])
     curve.add(2, 9.0)
     assert curve.points() == [[1, 1.0], [2, 2.0], [3, 3.0]]
+
+
+def test_a_step_beyond_any_run_is_left_out() -> None:
+    curve = curve_of([1.0, 2.0])
+    curve.add(2**40, 3.0)
+    assert curve.points() == [[1, 1.0], [2, 2.0]]

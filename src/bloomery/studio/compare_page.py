@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from bloomery.studio.frame import page
 from bloomery.studio.run_page import charts_of, evaluations_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
+    UNREAD,
     OpenRun,
     RunRow,
     Watching,
@@ -71,9 +73,6 @@ async def compare_page(watching: Watching, names: str, over: str) -> None:
         problems.append(
             f"at most {MOST_RUNS} runs are compared; {len(asked) - MOST_RUNS} are left out"
         )
-    reading = [asyncio.create_task(asyncio.to_thread(run.update)) for run in runs]
-    if reading:
-        await asyncio.wait(reading, timeout=FIRST_SECONDS)
     with page("Compare", "/compare"):
         _show_choice(watching, runs, axis)
         if not runs:
@@ -81,6 +80,7 @@ async def compare_page(watching: Watching, names: str, over: str) -> None:
             ui.label(text).classes("studio-text")
             return
         view = CompareView(runs, problems, axis)
+        await view.update()
         ui.timer(UPDATE_SECONDS, view.update)
         ui.timer(0, view.show_recipes, once=True)
 
@@ -110,18 +110,58 @@ def _show_choice(watching: Watching, runs: Sequence[OpenRun], axis: Axis) -> Non
 
 
 @final
-class Overlay:
-    """One curve of several runs, by the name of the run."""
+@dataclass(frozen=True)
+class Snapshot:
+    """What the page shows of a run. `charts`: curve and unit by title. `points`: of each curve, over the axis."""
 
-    def __init__(self, runs: Mapping[str, OpenRun], curve: str, axis: Axis) -> None:
-        self._runs = runs
-        self._curve = curve
-        self._axis = axis
+    state: tuple[str, int]  # status and lines read: another one has another snapshot
+    metrics: dict[str, str]
+    charts: dict[str, tuple[str, str]]
+    points: dict[str, list[Point]]
+    evaluations: list[Point]
+
+
+_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, [])
+
+
+def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
+    """Holds the lock of the run once: while events are read, each time waits for some of them."""
+    with run.lock:
+        # The curves of single GPUs have other names in each run.
+        charts = {
+            title: (names[0], unit)
+            for title, names, unit, _ in charts_of(run)
+            if len(names) == 1 and " of GPU " not in names[0]
+        }
+        return Snapshot(
+            state=_state_of(run),
+            metrics=dict(metrics_of(run)),
+            charts=charts,
+            points={curve: run.curves.points_over(axis, curve) for curve, _ in charts.values()},
+            evaluations=run.curves.moved(axis, evaluations_of(run).get("validation", [])),
+        )
+
+
+def _state_of(run: OpenRun) -> tuple[str, int]:
+    return run.status, run.reader.tail.read_lines
+
+
+@final
+@dataclass(frozen=True)
+class Overlay:
+    """One curve of several runs, by the name of the run; a zoom reads more points than the snapshots have."""
+
+    runs: Mapping[str, OpenRun]
+    snapshots: Mapping[str, Snapshot]
+    curve: str
+    axis: Axis
 
     def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
-        run = self._runs[name]
+        if not first and last is None:
+            return self.snapshots[name].points.get(self.curve, [])
+        run = self.runs[name]
         with run.lock:
-            return run.curves.points_over(self._axis, self._curve, first, last)
+            return run.curves.points_over(self.axis, self.curve, first, last)
 
 
 @final
@@ -132,7 +172,8 @@ class CompareView:
         self.runs = {harmless(run.reader.folder.name): run for run in runs}
         self.axis: Axis = axis
         self._problems = tuple(problems)
-        self._drawn: object = None
+        self._snapshots: dict[str, Snapshot] = {}
+        self._reading: asyncio.Task[None] | None = None
         self._charts: dict[str, LineChart] = {}
         with ui.row().classes("w-full gap-2 items-end"):
             for index, name in enumerate(self.runs):
@@ -148,7 +189,6 @@ class CompareView:
         self._metrics = self._table("Final metrics")
         self._recipes = self._table("What differs in the recipes")
         self._recipes.props("loading")
-        self._draw()
 
     def _show_name(self, index: int, name: str) -> None:
         line = f"border-bottom: 4px {dash_of(index)} {color_of(index)}"
@@ -172,7 +212,7 @@ class CompareView:
         for chart in self._charts.values():
             chart.delete()
         self._charts.clear()
-        self._drawn = None
+        self._snapshots = {}
         self._draw()
 
     def _table(self, title: str) -> ui.table:
@@ -201,45 +241,54 @@ class CompareView:
         return table
 
     async def update(self) -> None:
-        idle = [run for run in self.runs.values() if not run.is_reading]
-        await asyncio.gather(*(asyncio.to_thread(run.update) for run in idle))
+        """Draws what has been read within FIRST_SECONDS; the rest is read meanwhile."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.wait({self._reading}, timeout=FIRST_SECONDS)
         self._draw()
+
+    async def _read(self) -> None:
+        """One run after the other: several at once would take Python's lock from each other, and from the page."""
+        for run in self.runs.values():
+            if not run.is_reading:
+                await asyncio.to_thread(run.update)
 
     def _draw(self) -> None:
         """What has changed since the last time."""
-        state = [(run.status, run.reader.tail.read_lines) for run in self.runs.values()]
-        if state == self._drawn:
+        changed = [
+            name
+            for name, run in self.runs.items()
+            if name not in self._snapshots
+            or (run.status != UNREAD and self._snapshots[name].state != _state_of(run))
+        ]
+        if not changed:
             return
-        self._drawn = state
+        for name in changed:
+            run = self.runs[name]
+            is_new = run.status == UNREAD  # half a curve is drawn anew again and again: it waits
+            self._snapshots[name] = _NOTHING if is_new else snapshot_of(run, self.axis)
         notes = [
             f"{name}: {harmless(run.problem)}" for name, run in self.runs.items() if run.problem
         ]
-        notes += [f"{name}: reading events" for name, run in self.runs.items() if run.is_reading]
+        notes += [f"{name}: reading" for name, run in self.runs.items() if run.status == UNREAD]
         self._problem.text = "\n".join([*self._problems, *notes])
         self._problem.visible = bool(self._problem.text)
         self._draw_charts()
-        self._metrics.rows = _rows([self._locked_metrics(run) for run in self.runs.values()])
-
-    def _locked_metrics(self, run: OpenRun) -> dict[str, str]:
-        with run.lock:
-            return dict(metrics_of(run))
+        self._metrics.rows = _rows([self._snapshots[name].metrics for name in self.runs])
 
     def _draw_charts(self) -> None:
         names = tuple(self.runs)
-        for title, (curve, unit) in self._shared_charts().items():
-            self._chart(title, names, unit).show(Overlay(self.runs, curve, self.axis))
-            if title == "Loss":
-                self._draw_evaluations()
-
-    def _draw_evaluations(self) -> None:
-        evaluations = dict[str, list[Point]]()
-        for name, run in self.runs.items():
-            with run.lock:
-                points = evaluations_of(run).get("validation", [])
-                evaluations[name] = run.curves.moved(self.axis, points)
-        if any(evaluations.values()):
-            chart = self._chart("Validation loss", (), "")
-            chart.show(Overlay(self.runs, "", self.axis), extra=evaluations)
+        charts = dict[str, tuple[str, str]]()
+        for snapshot in self._snapshots.values():
+            for title, (curve, unit) in snapshot.charts.items():
+                same_unit = charts.get(title, (curve, unit))[1] == unit
+                charts[title] = curve, unit if same_unit else ""
+        evaluations = {name: self._snapshots[name].evaluations for name in names}
+        for title, (curve, unit) in charts.items():
+            overlay = Overlay(self.runs, self._snapshots, curve, self.axis)
+            self._chart(title, names, unit).show(overlay)
+            if title == "Loss" and any(evaluations.values()):
+                self._chart("Validation loss", (), "").show(overlay, extra=evaluations)
 
     def _chart(self, title: str, names: tuple[str, ...], unit: str) -> LineChart:
         if title not in self._charts:
@@ -248,17 +297,6 @@ class CompareView:
                     title, names, unit=unit, across=self.axis, has_legend=False
                 )
         return self._charts[title]
-
-    def _shared_charts(self) -> dict[str, tuple[str, str]]:
-        """Curve and unit by title, of the curves that any of the runs has; no curves of single GPUs."""
-        charts = dict[str, tuple[str, str]]()
-        for run in self.runs.values():
-            with run.lock:
-                for title, names, unit, _ in charts_of(run):
-                    if len(names) == 1 and " of GPU " not in names[0]:
-                        known = charts.setdefault(title, (names[0], unit))
-                        charts[title] = names[0], unit if known[1] == unit else ""
-        return charts
 
     async def show_recipes(self) -> None:
         """Reads the recipes, which takes a tenth of a second each."""

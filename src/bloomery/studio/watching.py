@@ -36,6 +36,7 @@ KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was
 MOST_OPEN = 24
 KEPT_SAMPLES = 40
 EVENTS_AT_ONCE = 2000  # that are read before a page may look
+UNREAD = "reading"  # the status of a run before its events have been read once
 FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
 
 
@@ -155,7 +156,7 @@ class OpenRun:
     def __init__(self, folder: Path, decode: Decode) -> None:
         self.reader = RunReader(folder, decode, keeps_curves=False)
         self.curves = RunCurves()
-        self.status = "reading"
+        self.status = UNREAD
         self.problem = ""  # why its events cannot be read
         # The newest by task, metric and the model of a comparison.
         self.tasks: dict[tuple[str, str, str], TaskDone] = {}
