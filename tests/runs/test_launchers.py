@@ -172,6 +172,16 @@ def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() ->
     assert first.job == again.job and first.start != again.start
 
 
+def test_ranks_that_were_started_in_two_shells_agree_on_the_start(monkeypatch) -> None:
+    """The later one heard rank 0, and took its messages for those of another start: it waited without end."""
+    given = by_hand_variables(0)
+    first = current_launch(given)
+    monkeypatch.setattr("bloomery.runs.launchers.os.getppid", lambda: os.getpid())
+    second = current_launch(given | {"RANK": "1"})
+    assert first and second and first.job != second.job
+    assert (first.start, first.meeting) == (second.start, second.meeting)
+
+
 def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe(
     tmp_path, monkeypatch
 ) -> None:

@@ -155,7 +155,7 @@ def current_launch(environment: Mapping[str, str] | None = None) -> Launch | Non
         rank % local_world if local_rank is None else local_rank,
         local_world,
         job,
-        start="/".join([job, str(world), *store, *restarts]),
+        start="/".join(["" if by_hand else job, str(world), *store, *restarts]),
         meeting="/".join([*(store if by_hand else [job]), *restarts]),
         address=address,
         port=port,
