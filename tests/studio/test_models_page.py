@@ -86,6 +86,24 @@ def test_an_export_is_a_command_of_the_chosen_format() -> None:
     with_user(visit, commands)
 
 
+def test_the_page_of_a_run_exports_its_best_checkpoint() -> None:
+    commands = RecordedCommands()
+    make_run("one")
+
+    async def visit(user) -> None:
+        await user.open("/run/one")
+        await user.should_see("Chat")
+        user.find("Export").click()
+        await user.should_see("Export runs/one", retries=50)
+        user.find("Start").click()
+        await until(lambda: commands.started)
+        assert commands.started == [
+            ("export", "--to=hf", "--out=exports/one-hf", "--", "runs/one")
+        ]
+
+    with_user(visit, commands)
+
+
 def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -> None:
     async def visit(user) -> None:
         await user.open("/chat?model=--host=0.0.0.0")  # a name, not an option

@@ -19,6 +19,7 @@ from bloomery.studio.charts import Level, LineChart, marks_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.curves import Point
 from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command
+from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, incidents_of, planned_speed
 
 UPDATE_SECONDS = 1.0
@@ -91,6 +92,10 @@ class RunView:
             self._stop = self._button("Save and stop", "stop", "stop")
             self._resume = self._button("Resume", "resume", "play_arrow")
             self._evaluate = self._button("Evaluate", "eval", "fact_check")
+            self._chat = ui.button("Chat", icon="chat_bubble_outline", on_click=self._open_chat)
+            self._export = ui.button("Export", icon="file_download", on_click=self._ask_to_export)
+            for button in (self._chat, self._export):
+                button.props("outline dense no-caps padding='xs sm'")
             new_run = f"/new?run={quote(self.name, safe='')}"
             ui.button(
                 "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
@@ -139,6 +144,13 @@ class RunView:
         with self._command:
             show_command(command)
         self._command_code = None if command is None else command.code
+
+    def _open_chat(self) -> None:
+        ui.navigate.to(address_of_chat([f"runs/{self.name}"], "auto"))
+
+    async def _ask_to_export(self) -> None:
+        if await ask_to_export(self.commands, f"runs/{self.name}"):
+            ui.navigate.to("/models")  # which shows what it prints
 
     def _file(self, title: str, file_name: str) -> None:
         """A file of the run, read when it is opened."""
@@ -215,7 +227,9 @@ class RunView:
         self._save.enabled = self._stop.enabled = status in ("running", "paused")
         self._save.visible = self._stop.visible = is_live
         self._resume.visible = not is_live and status not in ("done", "deleted")
-        self._evaluate.visible = not is_live and opened.reader.run.saved is not None
+        has_model = opened.reader.run.saved is not None and status != "deleted"
+        self._evaluate.visible = not is_live and has_model
+        self._chat.visible = self._export.visible = has_model
 
         version = opened.reader.tail.read_lines
         if version == self._version and not is_live:
