@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from studio_for_tests import RecordedCommands, make_run, opened_list, with_user
 
-from bloomery.monitor.events import RunEnded, Warned
+from bloomery.monitor.events import RunEnded, Sampled, Warned
 from runs_for_tests import made_up_run
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
@@ -56,6 +56,23 @@ def test_markup_and_escapes_in_names_and_events_are_text() -> None:
         labels = [element.text for element in user.find(ui.label).elements]
         assert name in labels
         assert "[31m<script>alert(2)</script>" in labels  # as text, without the escape character
+
+    with_user(visit)
+
+
+def test_a_sample_with_markup_and_escapes_is_text() -> None:
+    sample = Sampled(step=40, prompt="<b>", completion="\x1b]0;title\x07<script>alert(1)</script>")
+    make_run("demo", events=[*made_up_run(), sample])
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/run/demo")
+        samples = next(e for e in user.find(ui.expansion).elements if e.text == "Samples")
+        samples.value = True
+        await user.should_see("<script>alert(1)</script>", retries=50)
+        texts = [label.text for label in user.find(ui.label).elements if "<script>" in label.text]
+        assert texts == ["<b>]0;title<script>alert(1)</script>"]
 
     with_user(visit)
 

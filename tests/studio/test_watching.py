@@ -136,6 +136,15 @@ def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:
     assert opened.curves.points("loss")[-1] == [3, 1.5]
 
 
+def test_a_run_that_is_deleted_while_the_list_is_made_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_run("kept", end=RunEnded(step=40, status="done"))
+    (Path("runs") / "deleted").mkdir()  # its recipe is gone after the first look
+    monkeypatch.setattr("bloomery.runs.folder.is_run", lambda folder: True)
+    assert [row.name for row in Watching().rows()] == ["kept"]
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../demo", "a/b", "/etc", "nul\0", "absent"])
 def test_a_name_reaches_no_other_folder(name: str) -> None:
     make_run("demo")

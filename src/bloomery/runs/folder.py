@@ -384,10 +384,14 @@ def is_run(folder: Path) -> bool:
 def all_runs() -> list[Path]:
     """The run folders in `runs/`, newest last."""
     root = Path("runs")
-    folders = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
-    return sorted(
-        folders, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name)
-    )
+    dated_folders: list[tuple[float, str, Path]] = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        # A run may be deleted between two looks at it.
+        with suppress(OSError):
+            if is_run(folder):
+                date = (folder / "recipe.yaml").stat().st_mtime
+                dated_folders.append((date, folder.name, folder))
+    return [folder for _, _, folder in sorted(dated_folders)]
 
 
 def find_run(name: str) -> Path:
