@@ -63,6 +63,11 @@ ALLOWED = {
     "src/bloomery/serve/listen.py": ["import asyncio", "listen", "listener.listen", "listener.listen"],
     "src/bloomery/serve/tokenizing.py": ["import asyncio"],
     "src/bloomery/studio/application.py": ["listen"],  # that of serve/listen.py
+    "src/bloomery/studio/compare_page.py": ["import asyncio"],
+    "src/bloomery/studio/deleting.py": ["import asyncio"],
+    "src/bloomery/studio/machine_page.py": ["import asyncio"],
+    "src/bloomery/studio/models_page.py": ["import asyncio"],
+    "src/bloomery/studio/new_run_page.py": ["import asyncio"],
     "src/bloomery/studio/run_page.py": ["import asyncio"],
     "src/bloomery/studio/runs_page.py": ["import asyncio"],
     "src/bloomery/train/reward_functions.py": ["listener.bind", "listener.listen"],
