@@ -7,6 +7,7 @@ import select
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,10 @@ PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 CODES = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
+
+
+class Navigated(Exception):
+    """The page was left while it was asked something."""
 
 
 class Browser:
@@ -87,6 +92,8 @@ class Browser:
             ):
                 self.problems.append(said["params"]["entry"]["text"])
             if said.get("id") == self._number:
+                if "target navigated" in said.get("error", {}).get("message", ""):
+                    raise Navigated
                 assert "error" not in said, (method, said["error"])
                 return said["result"]
 
@@ -114,7 +121,10 @@ class Browser:
 
     def until(self, expression: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not self.value(expression):
+        while True:
+            with suppress(Navigated):  # the next look is at the new page
+                if self.value(expression):
+                    return
             assert time.monotonic() < end, expression
             time.sleep(0.05)
 
