@@ -77,6 +77,7 @@ def in_process(
                         flag,
                         resumed="--resumed" in arguments,
                         check="--no-check" not in arguments,
+                        notes=None,
                     )
         except UserError as error:
             report = {
