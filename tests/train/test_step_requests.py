@@ -1,5 +1,6 @@
 """What ranks tell each other at a step: two small collectives on the host, which carry the requests to a run."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from ranks import on_ranks, ranks
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
 
 
-def counted_run(plan_json: str, folder: str) -> tuple[str, list[int], list[int]]:
+def counted_run(
+    plan_json: str, folder: str
+) -> tuple[str, list[int], list[int], list[float], list[float]]:
     """One rank of a run whose last rank is asked to save after step 3 and to stop after step 6.
 
-    Its outcome, its steps, and the collectives of host numbers between two of them.
+    Its outcome, its steps, the collectives of host numbers between two of them, and when it took and emitted each.
     """
     plan = RunPlan.model_validate_json(plan_json)
     mesh = join(plan.train)
@@ -28,6 +31,8 @@ def counted_run(plan_json: str, folder: str) -> tuple[str, list[int], list[int]]
     count = 0
     counts = list[int]()
     saves = [mesh.rank == mesh.world - 1]
+    taken_at = list[float]()
+    emitted_at = list[float]()
 
     def counting(collective):
         def call(*arguments, **options):
@@ -41,6 +46,7 @@ def counted_run(plan_json: str, folder: str) -> tuple[str, list[int], list[int]]
 
     def emit(event) -> None:
         if isinstance(event, StepDone):
+            emitted_at.append(time.monotonic())
             steps.append(event.step)
             counts.append(count)
 
@@ -54,7 +60,9 @@ def counted_run(plan_json: str, folder: str) -> tuple[str, list[int], list[int]]
     for name, collective in originals.items():
         setattr(dist, name, counting(collective))
     try:
-        requests = StepRequests(asked, mesh.all_reduce_max)
+        requests = StepRequests(
+            asked, mesh.all_reduce_max, lambda _: taken_at.append(time.monotonic())
+        )
         outcome = run(
             plan,
             run_dir=Path(folder),
@@ -70,6 +78,8 @@ def counted_run(plan_json: str, folder: str) -> tuple[str, list[int], list[int]]
         outcome,
         steps,
         [after - before for before, after in pairwise(counts)],
+        taken_at,
+        emitted_at,
     )
 
 
@@ -87,9 +97,13 @@ def test_a_step_has_two_collectives_of_host_numbers_and_requests_reach_all_ranks
     plan_json = on_ranks(plan, replicate=2).model_dump_json()
     ends = ranks(2).call(counted_run, plan_json, str(tmp_path / "run"))
     # Asked while step 4 was reported, and seen after it; in the same way the stop.
-    for outcome, steps, counts in ends:
+    for outcome, steps, counts, _, _ in ends:
         assert outcome == "stopped" and steps == list(range(1, 8))
         assert counts[:2] == [2, 2] and counts[-1] == 2, counts
+    # Whoever has seen the event of a step may stop the run: no rank then has yet to take its first step.
+    (_, _, _, _, reported_at), (_, _, _, taken_at, _) = ends
+    assert len(taken_at) == 7
+    assert all(taken < reported for taken, reported in zip(taken_at, reported_at, strict=True))
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved == ["step-00000004", "step-00000007"]
 

@@ -120,6 +120,14 @@ class StopFlag:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE_SIGNAL})  # an earlier request arrives now
 
+    def take_step(self, step: int) -> None:
+        """From here on a stop saves.
+
+        Of several ranks each takes the step before rank 0 reports it. A later rank that took it when it has emitted
+        the event could still end without a save, at a stop by whoever has seen that event.
+        """
+        self.step = step
+
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
         if not self.save_asked:
@@ -146,7 +154,8 @@ class StopFlag:
         self.emit = emit
 
         def emit_event(event: Event) -> None:
-            self.step = event.step if isinstance(event, StepDone) else self.step
+            if isinstance(event, StepDone):
+                self.take_step(event.step)
             emit(event)
 
         return emit_event
@@ -319,7 +328,7 @@ def _train(
         is_paused = mesh.first_rank and pause.exists()
         return Asked(flag.stop_requested, is_paused, flag.take_save())
 
-    requests = StepRequests(asked, mesh.all_reduce_max)
+    requests = StepRequests(asked, mesh.all_reduce_max, flag.take_step)
     waiting = Waiting(flag.watching(emit), requests.now)
 
     def progress() -> None:

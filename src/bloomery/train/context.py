@@ -173,7 +173,7 @@ class RunContext:
         if plan.device == "cuda":
             device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
         # One collective for all that ranks tell each other after a step: at many ranks each takes its time.
-        asked = self.requests.own() if self.mesh.world > 1 else ()
+        asked = self.requests.after_step(self.step) if self.mesh.world > 1 else ()
         gathered = self.mesh.all_gather_floats(
             *asked,
             self._own_fraction(),

@@ -25,18 +25,25 @@ class StepRequests:
         self,
         own: Callable[[], Asked] = Asked,
         all_reduce_max: Callable[..., Sequence[float]] = lambda *numbers: numbers,
+        step_taken: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`own`: what is asked of this rank now; a save is asked once. `all_reduce_max`: over all ranks."""
+        """`own`: what is asked of this rank now; a save is asked once. `all_reduce_max`: over all ranks.
+
+        `step_taken` gets the number of each step, before any rank can report it.
+        """
         self._own = own
         self._all_reduce_max = all_reduce_max
+        self._step_taken = step_taken
         self._of_step: Asked | None = None  # until `now` has answered with it
         self._save_asked = False
 
-    def own(self) -> Asked:
+    def after_step(self, step: int) -> Asked:
+        """What is asked of this rank after the step, for `note`: every rank calls this before one gets the others'."""
+        self._step_taken(step)
         return self._own()
 
     def note(self, asked_by_rank: Sequence[Sequence[float]]) -> None:
-        """After a step: the `own` of every rank."""
+        """After a step: the `after_step` of every rank."""
         self._of_step = Asked(*(any(column) for column in zip(*asked_by_rank, strict=True)))
         self._save_asked |= self._of_step.save
 
