@@ -367,18 +367,17 @@ def _reduces_on_gpus(mesh: Mesh) -> bool:
 
 
 def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int, float]:
-    """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError without the right sum."""
+    """Bytes of one all-reduce, and its bus bandwidth: the best of three. Raises UserError where a sum was wrong."""
     count = GPU_NUMBERS if _reduces_on_gpus(mesh) else CPU_NUMBERS
     expected = mesh.world * (mesh.world + 1) / 2
     best_seconds = float("inf")
+    right_sums = list[bool]()
     for _ in range(3):
         numbers = torch.full((count,), float(mesh.rank + 1), device=mesh.device)
-        is_right = False
 
         def reduce_and_compare(numbers: Tensor = numbers) -> None:
-            nonlocal is_right
             mesh.all_reduce(numbers)
-            is_right = bool((numbers == expected).all())  # waits for the device
+            right_sums.append(bool((numbers == expected).all()))  # waits for the device
 
         mesh.barrier()
         start = time.perf_counter()
@@ -393,7 +392,7 @@ def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int
                 fix=GPU_FIX,
             )
 
-    right_by_rank = mesh.all_gather_floats(is_right)
+    right_by_rank = mesh.all_gather_floats(all(right_sums))
     wrong_ranks = [rank for rank, (right,) in enumerate(right_by_rank) if not right]
     if wrong_ranks:
         raise _at_fault(
