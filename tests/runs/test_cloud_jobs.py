@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -162,6 +163,13 @@ def test_a_job_has_fields_that_its_tool_knows(folder, words) -> None:
         ["bash", "-n"], input=script_of(document), text=True, capture_output=True
     )
     assert checked.returncode == 0 and not checked.stderr, checked.stderr
+
+
+def test_an_argument_of_several_lines_is_a_comment_of_several_lines(folder) -> None:
+    prompts = 'sample.prompts=["one\n  two: 2"]'
+    document = yaml.safe_load(job(prompts, *JOBS[0]))
+    jsonschema.validate(document, SKYPILOT)
+    assert shlex.quote(prompts) in script_of(document)
 
 
 def test_a_skypilot_task_asks_for_the_machines_of_the_plan(folder) -> None:

@@ -68,7 +68,11 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 
 
 def script(
-    arguments: str = "frontier.yaml", *, ranks: int = 2, excluded_hosts: str | None = None
+    arguments: str = "frontier.yaml",
+    *,
+    ranks: int = 2,
+    excluded_hosts: str | None = None,
+    command: str = "bloomery slurm",
 ) -> str:
     """As for a site without modules and GPUs."""
     job = write_job_script(
@@ -76,7 +80,7 @@ def script(
         site_name="generic",
         name="frontier",
         arguments=arguments,
-        command="bloomery slurm",
+        command=command,
         nodes=1,
         account=None,
         seconds=3600,
@@ -154,6 +158,14 @@ def test_a_job_returns_to_the_queue_without_the_hosts_that_its_run_names(
     made = updates.read_text().splitlines() if updates.exists() else []
     assert made == (["ExcNodeList=node1,node[3-4],node17,node9"] if excluded is None else excluded)
     assert not (tmp_path / "harm").exists()
+
+
+def test_an_argument_of_several_lines_does_not_end_the_options_of_the_job() -> None:
+    """Slurm reads no options after the first line that is no comment."""
+    arguments = """a.yaml 'sample.prompts=["first line\ntouch harm"]'"""
+    text = script(arguments, command=f"bloomery slurm {arguments} --nodes 1")
+    options, _, _ = text.rpartition("#SBATCH")
+    assert [line for line in options.splitlines() if not line.startswith("#")] == []
 
 
 def test_a_job_that_the_user_stops_does_not_return_to_the_queue(tmp_path) -> None:

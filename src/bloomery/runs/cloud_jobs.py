@@ -15,7 +15,7 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import CPU, Site
 from bloomery.hardware.specs import find_gpu
-from bloomery.runs.job_script import checked_hosts, named, script_templates
+from bloomery.runs.job_script import checked_hosts, commented, named, script_templates
 
 # Exit codes that start a job again. SkyPilot takes those that its task lists, Kubeflow those above 127.
 AGAIN = {"skypilot": 75, "kubernetes": 203}
@@ -251,7 +251,7 @@ def _yaml(document: dict[str, Any], command: str) -> str:
     yaml.default_flow_style = False
     yaml.width = 4096  # a line of a script stays one
     out = io.StringIO()
-    out.write(f"# {command}\n# Written by Bloomery {__version__}.\n")
+    out.write(f"# {commented(command)}\n# Written by Bloomery {__version__}.\n")
     yaml.dump(document, out)
     return out.getvalue()
 

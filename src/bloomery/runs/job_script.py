@@ -101,7 +101,7 @@ def write_job_script(
 
     template = script_templates().get_template("job_script.sh.jinja")
     text = template.render(
-        command=command,
+        command=commented(command),
         version=__version__,
         run=job_run_name(name, f"slurm-0.{TRAINING_STEP}").removesuffix(f"0.{TRAINING_STEP}")
         + f"$SLURM_JOB_ID.{TRAINING_STEP}",
@@ -226,6 +226,11 @@ def log_file(name: str, job: str) -> Path:
 def named(recipe_name: str) -> str:
     """The job's name, as the run folder has it."""
     return re.sub(r"[^\w.-]+", "-", recipe_name).strip("-.")[:80] or "bloomery"
+
+
+def commented(command: str) -> str:
+    """The command that wrote a file, for a comment of it that begins with "# ": an argument may have several lines."""
+    return "\n# ".join(command.splitlines())
 
 
 def script_templates() -> Environment:
