@@ -1,8 +1,10 @@
 """The notes of a rank's collectives: what its parent reads of a process that cannot tell any more."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -70,6 +72,17 @@ def test_a_device_is_where_its_events_say_and_not_where_its_host_is(monkeypatch)
     notes.poll()
     notes.poll()
     assert shared.read() == CollectiveNote(3, 2, "second", "second")
+    shared.close()
+
+
+def test_the_memory_of_notes_needs_no_disk_once_it_is_there(monkeypatch, tmp_path) -> None:
+    """A child that writes to a page without room on the disk would die of SIGBUS."""
+    if hasattr(os, "memfd_create"):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    shared = SharedNote()
+    status = os.fstat(shared.descriptor)
+    assert status.st_blocks * 512 >= status.st_size > 0
+    assert shared.read() is None
     shared.close()
 
 

@@ -136,9 +136,13 @@ class SharedNote:
 
     def __init__(self) -> None:
         """`descriptor`: to be passed to the child."""
-        self.descriptor, path = tempfile.mkstemp(prefix="bloomery-")
-        Path(path).unlink()  # gone with the last process that has it open
-        os.ftruncate(self.descriptor, _LAYOUT.size)
+        if hasattr(os, "memfd_create"):  # Linux
+            self.descriptor = os.memfd_create("bloomery-notes")
+        else:
+            self.descriptor, path = tempfile.mkstemp(prefix="bloomery-")
+            Path(path).unlink()  # gone with the last process that has it open
+        # All of it now: a child that writes to a mapped page for which the disk has no room dies of SIGBUS.
+        os.write(self.descriptor, bytes(_LAYOUT.size))
 
     def read(self) -> CollectiveNote | None:
         """None before the first collective."""

@@ -116,6 +116,9 @@ class MessageServer:
         self._token = secrets.token_hex(16)
         self._state = State(works=True)
         self._present = {own.identity: own}
+        # By identity: the connection on which a process has come last. It may come again before the kernel has found
+        # out that its earlier connection is broken.
+        self._connection_of = dict[str, StreamWriter]()
         self._ends = dict[int, Entry]()
         # By rank: since when a process is lost, and its host.
         self._lost = dict[int, tuple[float, str]]()
@@ -178,7 +181,9 @@ class MessageServer:
         """How a rank ended in this attempt: as its process said, or killed, where that is gone without a word."""
         if rank in self._ends:
             return self._ends[rank]
-        lost_since, host = self._lost.get(rank, (time.monotonic(), ""))
+        if (lost := self._lost.get(rank)) is None:
+            return None
+        lost_since, host = lost
         if time.monotonic() - lost_since < LOST_SECONDS:
             return None
         return {"code": -signal.SIGKILL, "report": None, "tail": [], "host": host, "lost": True}
@@ -211,30 +216,37 @@ class MessageServer:
             self._connections.add(writer)
             _send(writer, asdict(self._state))
             while line := await reader.readline():
-                self._receive(json.loads(line), members)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                self._receive(json.loads(line), writer, members)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # a broken connection, or a program that is none of ours: the connection ends
         finally:
             self._connections.discard(writer)
             for member in members.values():
-                self._lose(member, time.monotonic())
+                self._lose(member, writer, time.monotonic())
             writer.close()
 
-    def _receive(self, entry: Entry, members: dict[str, Member]) -> None:
+    def _receive(self, entry: Entry, writer: StreamWriter, members: dict[str, Member]) -> None:
+        """`members`: those that have come on this connection."""
         if entry["kind"] == "member":
             member = Member(**entry["member"])
             members[member.identity] = member
             self._present[member.identity] = member
+            self._connection_of[member.identity] = writer
             self._lost.pop(member.rank, None)
             self._judge(member)
         elif entry["kind"] == "gone" and entry["identity"] in members:
             # Its connection on its own host has closed: the process has ended, and does not connect again.
-            self._lose(members.pop(entry["identity"]), time.monotonic() - LOST_SECONDS)
+            member = members.pop(entry["identity"])
+            self._lose(member, writer, time.monotonic() - LOST_SECONDS)
         elif entry["kind"] == "end" and entry["attempt"] in (None, self._attempt):
             self._ends[int(entry["rank"])] = dict(entry["ending"])
 
-    def _lose(self, member: Member, since: float) -> None:
-        self._present.pop(member.identity, None)
+    def _lose(self, member: Member, writer: StreamWriter, since: float) -> None:
+        """Its process is gone, unless it has come again on another connection than this one."""
+        if self._connection_of.get(member.identity) is not writer:
+            return
+        del self._connection_of[member.identity]
+        del self._present[member.identity]
         if member.rank not in self.present_ranks():
             self._lost[member.rank] = (since, member.host)
 
@@ -294,11 +306,18 @@ class MessageClient:
 
     async def _run(self) -> None:
         while True:
-            path = self._socket_path()
-            other, listener = (None, None) if path is None else _joined_host(path)
+            path: Path | None = None
+            other: socket.socket | None = None
+            listener: socket.socket | None = None
+            # A full disk, or one that cannot be written: this process connects to rank 0 by itself.
+            with suppress(OSError):
+                path = self._socket_path()
+                if path is not None:
+                    other, listener = _joined_host(path)
             if other is not None:
                 reader, writer = await asyncio.open_unix_connection(sock=other, limit=LINE_BYTES)
-                await self._hear(reader, writer)
+                if not await self._hear(reader, writer):
+                    await asyncio.sleep(CONNECT_SECONDS)
             else:
                 await self._talk_for_host(path, listener)
 
@@ -318,7 +337,7 @@ class MessageClient:
         heard = False
         try:
             for entries in (self._entries, *self._entries_of.values()):
-                for entry in entries.values():
+                for entry in list(entries.values()):  # `end` adds one from another thread
                     _send(writer, entry)
             self._up = writer
             async with asyncio.timeout(first_seconds) as patience:
@@ -326,7 +345,7 @@ class MessageClient:
                     self._set(State(**json.loads(line)))
                     heard = True
                     patience.reschedule(None)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             pass  # a broken connection, or a program that is none of ours: it is looked for again
         finally:
             self._up = None
@@ -401,7 +420,10 @@ class MessageClient:
 
 
 def _joined_host(path: Path) -> tuple[socket.socket | None, socket.socket | None]:
-    """A connection to the process that talks for this host, or the socket on which this one listens as that process."""
+    """A connection to the process that talks for this host, or the socket on which this one listens as that process.
+
+    Raises OSError where the folder of `path` cannot be written.
+    """
     lock = os.open(path.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -413,8 +435,12 @@ def _joined_host(path: Path) -> tuple[socket.socket | None, socket.socket | None
             other.close()
         path.unlink(missing_ok=True)  # of a process that was killed
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(os.fspath(path))
-        listener.listen(socket.SOMAXCONN)
+        try:
+            listener.bind(os.fspath(path))
+            listener.listen(socket.SOMAXCONN)
+        except OSError:
+            listener.close()
+            raise
         return None, listener
     finally:
         os.close(lock)

@@ -32,7 +32,9 @@ from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS, StopRequests, held_back
 
 Stage = Literal["prepare", "train"]
-TAIL_LINES = 200  # kept of a child's output
+# Kept of a child's output. As JSON they fit into one message of a rank (`rank_messages.LINE_BYTES`).
+TAIL_LINES = 200
+TAIL_LINE_CHARACTERS = 1500
 POLL_SECONDS = 0.1
 SHARED_POLL_SECONDS = 0.7  # of events in a folder that several hosts may share
 KILL_WAIT_SECONDS = 10.0
@@ -140,7 +142,7 @@ class _Process:
         def keep_lines() -> None:
             assert self.child.stdout is not None
             for line in self.child.stdout:
-                self.tail.append(line.rstrip("\n"))
+                self.tail.append(line.rstrip("\n")[:TAIL_LINE_CHARACTERS])
                 on_line(line.rstrip("\n"))
 
         self.pump = threading.Thread(target=keep_lines, name="output of a child")
@@ -650,7 +652,8 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     was_killed = result.code < 0 and -result.code not in STOP_SIGNALS
     if result.lost or was_killed or DEVICE_FAULT.search(words):
         error.host = result.host
-        error.fix += f"\n       or leave the host out: {without_host(error.host)}"
+        leave_out = f"leave the host out: {without_host(error.host)}"
+        error.fix = f"{error.fix}\n       or {leave_out}" if error.fix else leave_out
     return error
 
 
