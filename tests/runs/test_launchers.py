@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plans_of_runs import plan_of
@@ -43,7 +44,7 @@ from bloomery.monitor.events import (
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
-from bloomery.runs import supervisor
+from bloomery.runs import supervisor, worker
 from bloomery.runs.devices import chosen_devices
 from bloomery.runs.folder import RunFolder, locked, new_run
 from bloomery.runs.follow import follow
@@ -322,6 +323,48 @@ def test_a_lost_connection_does_not_hide_the_error_that_closed_it(act) -> None:
     lost = "say RuntimeError: [enforce fail] Connection closed by peer [127.0.0.1]:3000"
     told = act([lost, "exit 1"], ["nap 0.3", "say ValueError: the first cause", "exit 1"])
     assert told.startswith("error: rank 1 of training failed after step 3: ValueError"), told
+
+
+class SilentRank:
+    """As on a GPU: it waits for its device, and does not notice that another rank has ended."""
+
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def dump(self) -> None:
+        """It has no stack."""
+
+    def kill(self) -> None:
+        self.code = -signal.SIGKILL
+
+    def result(self, stage: supervisor.Stage, rank: int | None) -> supervisor.StageResult:
+        return supervisor.StageResult(stage, -signal.SIGKILL, None, (), rank)
+
+
+def test_a_report_is_told_though_ranks_of_other_processes_wait_in_silence(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(supervisor, "PEER_WORDS_SECONDS", 0.1)
+    report = {"problem": "out of memory", "where": "", "fix": "", "code": 1, "host": ""}
+    ends = {2: {"code": worker.OUT_OF_MEMORY, "report": report, "tail": [], "host": "n2"}}
+    board = SimpleNamespace(end_of=ends.get)
+    peers = {rank: supervisor._Peer(board, rank) for rank in (1, 2, 3)}
+    group = supervisor._Group({0: SilentRank(), **peers}, 4, tmp_path / "stacks")
+    wait_for(group.over)
+    ending = group.result("train")
+    assert (ending.rank, ending.code, ending.report) == (2, worker.OUT_OF_MEMORY, report)
+    assert not ending.lost
+
+    # Where no rank explains the end, one that is gone without a word does.
+    lost = supervisor.StageResult("train", 1, None, ("RuntimeError: Connection closed by peer",), 0)
+    first = SilentRank()
+    monkeypatch.setattr(first, "result", lambda stage, rank: lost)
+    first.code = 1
+    group = supervisor._Group({0: first, 1: supervisor._Peer(board, 1)}, 2, tmp_path / "stacks")
+    wait_for(group.over)
+    assert group.result("train").rank == 1 and group.result("train").lost
 
 
 def test_an_agreed_save_and_a_stop_before_the_first_step_are_75(act) -> None:

@@ -367,7 +367,13 @@ class _Group:
             for member_result in failed
             if member_result.code < 0 and not member_result.silent and not member_result.lost
         ]
-        gone_ranks = [member_result for member_result in failed if member_result.lost]
+        # Gone before this process ended the others. A rank on a GPU waits for its device in silence: it counts as lost
+        # only where no other rank explains the end.
+        gone_ranks = [
+            member_result
+            for member_result in failed
+            if member_result.lost and not member_result.silent
+        ]
         reported = [member_result for member_result in failed if member_result.report is not None]
         if len(reported) > 1 and all(
             member_result.report == reported[0].report for member_result in reported
