@@ -606,8 +606,9 @@ def test_rank_0_names_the_ranks_that_have_not_come(locked_run, monkeypatch) -> N
         assert board.absent() == ""
 
 
-def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run) -> None:
-    """A launcher starts its ranks again in the same folder."""
+def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run, monkeypatch) -> None:
+    """A launcher starts its ranks again in the same folder. Slurm has a name of its own for the host."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
     rank_1 = (
         "import json, os, sys, time; from pathlib import Path;"
         "from bloomery.runs.folder import RunFolder;"
@@ -628,6 +629,10 @@ def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run) -> No
                 process.wait()
                 wait_for(lambda: board.end_of(1) is not None)
                 assert board.end_of(1)["code"] == -signal.SIGKILL
+                # It is the host of rank 0 as well, which is not to be left out.
+                peer = supervisor._Peer(board, 1)
+                assert peer.poll() == -signal.SIGKILL
+                assert peer.result("train", 1).lost and peer.result("train", 1).host == ""
         assert board.mistake() is None
 
 

@@ -305,7 +305,7 @@ class Board:
         self.path = folder.path / "ranks"
         self.message: Message | None = None
         self.met_rank_0 = False  # as another rank: whether rank 0 has been seen at work
-        own = Member(launch.rank, launch.world, os.getpid(), host_name(), launch.meeting)
+        own = Member(launch.rank, launch.world, os.getpid(), node_name(), launch.meeting)
         self._server = MessageServer(own, launch.variables)
         self._client = MessageClient(own, self.path / SERVER_FILE, self._state_of_files)
         self._ends = dict[int, dict[str, Any]]()  # as rank 0: those that were read in files
