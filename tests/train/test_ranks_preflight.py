@@ -37,6 +37,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
     plan, run_dir = RunPlan.model_validate_json(plan_json), Path(folder)
     mesh = preflight.meet(plan.train)
     before = (torch.__version__, Mesh.all_reduce, preflight.read_manifest)
+    reading_problem = preflight._reading_problem
     preflight.SHARED_SECONDS = 0.2
     if hosts:
         os.environ["SLURMD_NODENAME"] = hosts[mesh.rank]
@@ -75,6 +76,8 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
             run_dir = run_dir / "elsewhere"
         if mesh.rank == 1 and break_rank_1 == "dataset":
             preflight.read_manifest = unreadable
+        if mesh.rank == 1 and break_rank_1 == "long path":
+            preflight._reading_problem = lambda prepared: "資" * 1000 + ": No such file"
         if mesh.rank == 1 and break_rank_1 == "plan":
             plan = plan.model_copy(update={"name": "another"})
         if mesh.rank == 1 and break_rank_1 == "sum":
@@ -86,6 +89,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         return str(error)
     finally:
         torch.__version__, Mesh.all_reduce, preflight.read_manifest = before
+        preflight._reading_problem = reading_problem
         preflight.shutil.disk_usage = disk_usage
         exact_products.wrong_rows_of_product = wrong_rows
         torch.Tensor.__matmul__ = matmul
@@ -98,6 +102,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         ("torch", "has torch 1.0, and the other ranks have"),
         ("folder", "does not see what rank 0 writes into the run folder"),
         ("dataset", "cannot read the prepared dataset"),
+        ("long path", f"where: {'資' * 1000}: No such file"),
         ("plan", "has another plan"),
         ("sum", "received a wrong sum of all ranks"),
         ("disk", "has 1.0 MiB of disk for temporary files"),

@@ -1,7 +1,6 @@
 """Before the first step: ranks meet, compare what they are and try their links. The rank at fault is named."""
 
 import hashlib
-import json
 import secrets
 import shutil
 import tempfile
@@ -81,7 +80,7 @@ def _range(counts: Iterable[int]) -> str:
 @final
 @dataclass(frozen=True)
 class RankFacts:
-    """What the ranks compare; as JSON it must be shorter than mesh.STRING_BYTES."""
+    """What the ranks compare."""
 
     host: str
     torch: str
@@ -152,10 +151,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
 
     # 2. Every rank learns the facts of all, and judges them alike.
     own_facts = _facts(plan, shared_file, token)
-    facts_by_rank = [
-        RankFacts(**json.loads(facts))
-        for facts in mesh.all_gather_str(json.dumps(asdict(own_facts)))
-    ]
+    facts_by_rank = [RankFacts(**facts) for facts in mesh.all_gather_json(asdict(own_facts))]
     mesh.barrier()
     if mesh.first_rank:
         shared_file.unlink(missing_ok=True)
@@ -187,7 +183,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
 def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
     """The facts of this rank."""
     return RankFacts(
-        host=node_name()[:100],
+        host=node_name(),
         torch=torch.__version__,
         bloomery=__version__,
         plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
@@ -219,7 +215,7 @@ def _reading_problem(prepared: Path) -> str:
         read_manifest(prepared)
     except (UserError, OSError) as error:
         reason = error.problem if isinstance(error, UserError) else str(error.strerror)
-        return f"{prepared}: {reason}"[-200:]
+        return f"{prepared}: {reason}"
     return ""
 
 
