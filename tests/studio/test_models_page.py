@@ -184,3 +184,23 @@ def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monk
         assert client.get("/serve/").status_code == 503
     finally:
         servers.close()
+
+
+def test_a_model_that_is_stuck_in_a_driver_does_not_hold_studio_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.core.child import kill_group
+    from bloomery.studio import listening
+
+    # It waits for its input, and no signal ends it.
+    process = listening.ListeningProcess(
+        *("doctor", "--explain", "-"), address="never", environment=os.environ, folder=tmp_path
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(listening, "kill_group", lambda _: None)
+        patch.setattr(listening, "DYING_SECONDS", 0.1)
+        process.close()
+        assert process.state == "starting"
+    kill_group(process.pid)
+    process.close()
+    assert process.state == "ended"

@@ -41,7 +41,9 @@ def command(host: str, port: int, token: str | None, no_open: bool, parent: int 
     if parent is not None:
         die_with_parent(parent)
     if host not in LOCAL and not token:
-        raise unguarded(host, f"bloomery studio --host {host} --token $(openssl rand -hex 16)")
+        # Not as --token: every user of this machine can read the arguments of a process.
+        fix = "export BLOOMERY_STUDIO_TOKEN=$(openssl rand -hex 16)"
+        raise unguarded(host, f"{fix}; then run this again")
     if token is not None:
         refuse_weak(token, "the token", "--token")
     refuse_without_nicegui()

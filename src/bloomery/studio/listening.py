@@ -7,10 +7,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, final
 
-from bloomery.core.child import kill_group
+from bloomery.core.child import DYING_SECONDS, kill_group
 from bloomery.core.text import harmless, redact_secrets
 
 State = Literal["starting", "ready", "ended"]
@@ -66,8 +67,10 @@ class ListeningProcess:
         return "\n".join(self._lines.copy())
 
     def close(self) -> None:
+        """Kills it. One that is stuck in a driver ends later."""
         kill_group(self.pid)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DYING_SECONDS)
 
 
 def parent_option() -> str:
