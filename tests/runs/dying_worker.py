@@ -1,7 +1,8 @@
 """The training child, on a machine whose kernels crash: it dies in a step as `deaths.json` next to the run states.
 
 Each death is [condition on the plan, step, how]; how is a signal's number, a text that is raised, "memory" (each step's
-forward then finds none), "NaN" (each loss is) or "hold" (the rank does not go on to the next collective).
+forward then finds none), "NaN" (each loss is), "slow" (from that step on each takes longer) or "hold" (the rank does
+not go on to the next collective).
 """
 
 import json
@@ -34,6 +35,9 @@ def mortal(take_step, deaths):
             ):
                 if isinstance(how, int):
                     os.kill(os.getpid(), how)
+                if how == "slow":
+                    time.sleep(0.3)
+                    continue
                 if how == "hold":
                     time.sleep(600)
                 if how not in ("memory", "NaN"):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -19,6 +20,10 @@ from runs_of_bloomery import (
 from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan.store import read_plan
 
+DYING = (
+    "from bloomery.runs import supervisor; supervisor.WORKER = 'dying_worker';"
+    "from bloomery.cli import main; main()"
+)
 PIPELINE = ("tiny.yaml", "--run-dir", "runs/one", "-d", "cpu,cpu", "parallel.pipeline=2")
 
 
@@ -44,33 +49,35 @@ def calm(tmp_path_factory) -> Bloomery:
     return bloomery
 
 
-def test_killed_and_stopped_stages_leave_no_trace(bloomery, calm) -> None:
-    # A kill in a step: of the first stage, which writes checkpoints, and of the last.
-    for rank, layers, step in ((1, "layer 1", 2), (0, "layer 0", 5)):
-        begun = len(bloomery.events()) if bloomery.run_dir.exists() else 0
-        words = ("resume", "one") if begun else ("train", *PIPELINE)
-        with bloomery.start(*words) as process:
-            wait_for(
-                lambda begun=begun, step=step: any(
-                    isinstance(event, StepDone) and event.step >= step
-                    for event in bloomery.events()[begun:]
-                )
-            )
-            os.kill(rank_process(bloomery.run_dir, rank), signal.SIGKILL)
-            since = time.monotonic()
-            _, told = process.communicate(timeout=60)
-        assert process.returncode == 1 and time.monotonic() - since < 15
-        assert f"rank {rank} ({layers}) of training process killed from outside" in told, told
-        assert "Traceback" not in told
+def test_killed_and_stopped_stages_leave_no_trace(dying_workshop, calm) -> None:
+    bloomery = Bloomery(dying_workshop)
+    deaths = dying_workshop / "runs/deaths.json"
+    # A kill in a step: of the last stage, and of the first, which writes checkpoints.
+    for rank, layers, step, words in (
+        (1, "layer 1", 3, ("train", *PIPELINE)),
+        (0, "layer 0", 6, ("resume", "one")),
+    ):
+        deaths.write_text(json.dumps([[{"rank": rank}, step, signal.SIGKILL]]))
+        told = bloomery.here(*words)
+        last_step_at = max(event.time for event in bloomery.events() if isinstance(event, StepDone))
+        assert told.returncode == 1 and time.time() - last_step_at < 15
+        expected = (
+            f"rank {rank} ({layers}) of training process killed from outside after step {step - 1}"
+        )
+        assert expected in told.stderr, told.stderr
+        assert "Traceback" not in told.stderr
         assert ranks_of(bloomery.run_dir) == []
 
-    # A stop request to the parent saves, and ends in 75.
+    # A stop request to the parent saves, and ends in 75. The run must not end before it: its steps take time.
+    deaths.write_text(json.dumps([[{}, 1, "slow"]]))
     begun = len(bloomery.events())
-
-    def moment() -> bool:
-        return any(isinstance(event, StepDone) for event in bloomery.events()[begun:])
-
-    assert bloomery.run_until(moment, signal.SIGTERM, "resume", "one") == 75
+    with bloomery.start("resume", "one", command=(sys.executable, "-c", DYING)) as process:
+        wait_for(
+            lambda: any(isinstance(event, StepDone) for event in bloomery.events()[begun:])
+        )
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
     assert ranks_of(bloomery.run_dir) == []
     last_step = max(
         event.step for event in bloomery.events()[begun:] if isinstance(event, StepDone)
