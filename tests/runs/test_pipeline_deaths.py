@@ -72,9 +72,7 @@ def test_killed_and_stopped_stages_leave_no_trace(dying_workshop, calm) -> None:
     deaths.write_text(json.dumps([[{}, 1, "slow"]]))
     begun = len(bloomery.events())
     with bloomery.start("resume", "one", command=(sys.executable, "-c", DYING)) as process:
-        wait_for(
-            lambda: any(isinstance(event, StepDone) for event in bloomery.events()[begun:])
-        )
+        wait_for(lambda: any(isinstance(event, StepDone) for event in bloomery.events()[begun:]))
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 75

@@ -32,6 +32,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import private_folder, read_whole, replace_atomically
 
 CONNECT_SECONDS = 1.0  # between two looks for rank 0's server
+AGAIN_SECONDS = 0.1  # until the next connection to a process of this host that has said nothing
 FILES_SECONDS = 5.0  # between two looks at the files of the board, without a connection
 ANSWER_SECONDS = 10.0  # for the first line of a new connection
 GONE_SECONDS = 2.0  # without a connection to a rank 0 that was reached before
@@ -317,7 +318,7 @@ class MessageClient:
             if other is not None:
                 reader, writer = await asyncio.open_unix_connection(sock=other, limit=LINE_BYTES)
                 if not await self._hear(reader, writer):
-                    await asyncio.sleep(CONNECT_SECONDS)
+                    await asyncio.sleep(AGAIN_SECONDS)
             else:
                 await self._talk_for_host(path, listener)
 
