@@ -1,20 +1,27 @@
 """Curves against the values that they are made of."""
 
+import math
 import random
 from itertools import groupby
 
 import pytest
 
 from bloomery.monitor.events import DeviceStats, Resumed
-from bloomery.studio.curves import MOST_BUCKETS, Curve, RunCurves
-from runs_for_tests import step_done
+from bloomery.monitor.step_columns import StepColumns, in_groups
+from bloomery.monitor.summary import RunSummary, summary_of
+from bloomery.studio.curves import MOST_BUCKETS, Curve, CurveTable, RunCurves
+from runs_for_tests import made_up_run, step_done
 
 
-def curve_of(values: list[float], first: int = 1) -> Curve:
-    curve = Curve()
-    for step, value in enumerate(values, first):
-        curve.add(step, value)
-    return curve
+def table_of(values: list[float]) -> CurveTable:
+    """With one curve, "y", from step 1 on."""
+    table = CurveTable()
+    table.add(range(1, len(values) + 1), {"y": values})
+    return table
+
+
+def curve_of(values: list[float]) -> Curve:
+    return table_of(values).curves["y"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 599, 600, 601, 5000])
@@ -47,23 +54,27 @@ def test_a_spike_of_one_step_stays_in_a_long_run() -> None:
 
 
 def test_new_steps_change_only_the_last_bucket_until_the_width_doubles() -> None:
-    curve = curve_of([float(step % 7) for step in range(1, 2001)])
+    table = table_of([float(step % 7) for step in range(1, 2001)])
+    curve = table.curves["y"]
     before = curve.points()
-    curve.add(2001, 3.0)
+    table.add([2001], {"y": [3.0]})
     assert curve.points()[: len(before) - 3] == before[:-3]
 
 
 def test_points_that_are_looked_at_again_and_again_are_those_of_one_look() -> None:
     generator = random.Random(0)
-    curve = Curve()
+    table = CurveTable()
     for step in range(1, 3000):
-        curve.add(step, generator.random())
+        # Not every step has a value, and the last ones have none.
+        value = generator.random() if step % 3 and step < 2950 else math.nan
+        table.add([step], {"y": [value], "other": [1.0]})
         if step % 37 == 0:
-            curve.points()
+            table.curves["y"].points()
         if step == 1500:
-            curve.cut(1290)
+            table.cut(1290)
         if step == 2000:
-            curve.cut(100)
+            table.cut(100)
+    curve = table.curves["y"]
     fresh = Curve(curve.steps[:], curve.values[:])
     assert curve.points() == fresh.points()
 
@@ -107,12 +118,38 @@ def test_a_value_that_no_chart_shows_is_left_out(value: float) -> None:
 
 
 def test_a_sample_of_an_earlier_step_is_left_out() -> None:
-    curve = curve_of([1.0, 2.0, 3.0])
-    curve.add(2, 9.0)
-    assert curve.points() == [[1, 1.0], [2, 2.0], [3, 3.0]]
+    table = table_of([1.0, 2.0, 3.0])
+    table.add([2, 4, 3, 5], {"y": [9.0, 4.0, 9.0, 5.0]})
+    assert table.curves["y"].points() == [[step, float(step)] for step in range(1, 6)]
 
 
 def test_a_step_beyond_any_run_is_left_out() -> None:
-    curve = curve_of([1.0, 2.0])
-    curve.add(2**40, 3.0)
-    assert curve.points() == [[1, 1.0], [2, 2.0]]
+    table = table_of([1.0, 2.0])
+    table.add([2**40, 3], {"y": [9.0, 3.0]})
+    assert table.curves["y"].points() == [[1, 1.0], [2, 2.0], [3, 3.0]]
+
+
+def test_many_steps_at_once_are_the_steps_one_by_one() -> None:
+    """Curves and figures, of a run that is killed, skips a step and has a metric that begins late."""
+    events = list(made_up_run())
+    events += [step_done(step, metrics={"accuracy": step / 100}) for step in range(41, 60)]
+    events += [step_done(step, loss=None, metrics={"accuracy": 1.0}) for step in range(60, 64)]
+    one_by_one = RunCurves()
+    figures = RunSummary()
+    for event in events:
+        one_by_one.add(event)
+        figures.add(event)
+    together = RunCurves()
+    for group in in_groups(events):
+        if isinstance(group, StepColumns):
+            together.add_steps(group)
+        else:
+            together.add(group)
+    contents = [
+        {name: (c.steps.tobytes(), c.values.tobytes()) for name, c in curves.by_name.items()}
+        for curves in (one_by_one, together)
+    ]
+    assert contents[0] == contents[1]
+    assert len(one_by_one.by_name) == 8
+    assert one_by_one.points("accuracy")[0] == [41, 0.41]
+    assert summary_of(events) == figures

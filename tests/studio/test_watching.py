@@ -1,15 +1,33 @@
 """What pages show of run folders, whole and damaged, and what long ones cost."""
 
 import json
+import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from studio_for_tests import make_run
 
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import EventLog, RunEnded, Tail, read_ends, read_events
+from bloomery.monitor.events import (
+    DeviceStats,
+    Event,
+    EventLog,
+    Phase,
+    Resumed,
+    RunEnded,
+    StepHealth,
+    Tail,
+    Warned,
+    decode_json,
+    read_ends,
+    read_events,
+)
+from bloomery.monitor.screen import WatchedRun
+from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import summary_of
+from bloomery.studio.curves import RunCurves
 from bloomery.studio.watching import END_BYTES, Watching, fast_decode
 from runs_for_tests import made_up_run, step_done
 
@@ -46,6 +64,78 @@ def test_both_parsers_read_the_same_events() -> None:
     with path.open("ab") as file:
         file.write(b'{"event": "StepDone", "loss": NaN}\n\xff\xfe\n{"half')
     assert list(Tail(path, decode=fast_decode()).read()) == list(Tail(path).read())
+
+
+def events_of(seed: int) -> Iterator[Event]:
+    """Some hundred events of every kind that comes between steps, with repeated and skipped steps."""
+    generator = random.Random(seed)
+    yield Phase(name="tokens", time=999.0)
+    step = 0
+    for number in range(700):
+        time = 1000.0 + number
+        step += 1
+        loss = None if generator.random() < 0.02 else generator.random()
+        metrics = {"reward": generator.random()} if generator.random() < 0.3 else {}
+        yield step_done(step, loss, time, metrics=metrics)
+        draw = generator.random()
+        if draw < 0.1:
+            yield DeviceStats(step=step, time=time, device=0, seconds=1.0, power=90.0)
+        elif draw < 0.2:
+            yield StepHealth(step=step, time=time, seconds=1.0)
+        elif draw < 0.21:
+            yield Warned(step=step, time=time, reason="a warning")
+        elif draw < 0.22:
+            step = max(0, step - 30)
+            yield Resumed(step=step, time=time, path="checkpoints/step-00000001")
+        elif draw < 0.23:
+            yield Phase(step=step, time=time, name="compile")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_are_read_together_are_the_steps_one_by_one(seed: int) -> None:
+    """With the parser of each kind, and lines among them that are damaged, of another version or without a checksum."""
+    path = make_run("demo", events=events_of(seed)) / "events.jsonl"
+    lines = path.read_bytes().splitlines()
+    generator = random.Random(seed)
+    for place in generator.sample(range(1, len(lines)), seed):  # the first file is whole
+        damages = (
+            lines[place].replace(b"1", b"2", 1),
+            lines[place][:-30],
+            b'{"event": "StepDone", "step": "one"}',
+            b'{"event": "Unheard", "step": 1}',
+            b'{"event": "StepDone", "step": 1, "loss": [], "metrics": 3}',
+            lines[place].rpartition(b', "crc32"')[0] + b"}",
+        )
+        lines[place] = generator.choice(damages)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    for decode in (decode_json, fast_decode()):
+        one_by_one = Tail(path)
+        figures = WatchedRun(keeps_curves=False)
+        curves = RunCurves()
+        for event in one_by_one.read():
+            figures.add(event)
+            curves.add(event)
+        together = Tail(path, decode=decode)
+        same_figures = WatchedRun(keeps_curves=False)
+        same_curves = RunCurves()
+        num_columns = 0
+        for group in read_groups(together):
+            if isinstance(group, StepColumns):
+                num_columns += 1
+                same_figures.add_steps(group)
+                same_curves.add_steps(group)
+            else:
+                same_figures.add(group)
+                same_curves.add(group)
+        assert num_columns
+        assert together.read_lines == one_by_one.read_lines == len(lines)
+        assert together.unknown_lines == one_by_one.unknown_lines
+        same_figures.summary.latest = figures.summary.latest  # of an event between steps
+        assert same_figures.summary == figures.summary
+        for name, curve in curves.by_name.items():
+            assert same_curves.by_name[name].steps == curve.steps
+            assert same_curves.by_name[name].values.tobytes() == curve.values.tobytes()
 
 
 def test_a_line_of_known_fields_and_a_wrong_type_is_still_refused() -> None:

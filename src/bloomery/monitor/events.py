@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shlex
 import time
 import zlib
@@ -251,6 +250,8 @@ class RunEnded(Event):
 
     status: str  # done, stopped or failed
     error: str = ""  # of a failed run: what failed
+    where: str = ""  # of a failed run: the place of the error
+    fix: str = ""  # of a failed run: what to do about it
     # Of a failed run on several hosts: the one at fault, or "n3,n4" where it is one of these.
     host: str = ""
 
@@ -325,7 +326,7 @@ def to_json(event: Event) -> str:
 
 LONGEST_LINE = 2**20  # bytes; a longer line is no event
 CHUNK_BYTES = 2**20  # of a read
-_STAMP = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\Z')
+_STAMP = b', "crc32": "'
 _STAMP_BYTES = len(', "crc32": "00000000"}')
 # Fields and types of lines that were accepted: a million lines of a run have a few of them.
 _ACCEPTED_SHAPES: set[tuple[object, ...]] = set()
@@ -338,6 +339,11 @@ def decode_json(line: bytes) -> Any:
     return json.loads(line.decode("utf-8", errors="replace"))
 
 
+def is_whole(line: bytes) -> bool:
+    """Whether it ends with the right checksum of its bytes."""
+    return line[-_STAMP_BYTES:] == b'%b%08x"}' % (_STAMP, zlib.crc32(line[:-_STAMP_BYTES]))
+
+
 def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
     """None for a truncated or damaged line and for an unknown kind of event.
 
@@ -345,8 +351,7 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
     """
     content = line.encode("utf-8", errors="replace") if isinstance(line, str) else line
     content = content.rstrip()
-    stamp = _STAMP.search(content, max(0, len(content) - _STAMP_BYTES))
-    if stamp is not None and zlib.crc32(content[: stamp.start()]) != int(stamp[1], 16):
+    if content[-_STAMP_BYTES:].startswith(_STAMP) and not is_whole(content):
         return None
     try:
         entry: Any = decode(content)
@@ -354,7 +359,8 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
         return None
     if not isinstance(entry, dict):
         return None
-    kind = KINDS.get(str(entry.pop("event", "")))
+    name = entry.pop("event", None)
+    kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is RunStarted and entry.get("schema") != SCHEMA:
         version = f"Bloomery {entry.get('version', 'of an unknown version')}"
         raise UserError(
@@ -376,13 +382,14 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
             _ACCEPTED_SHAPES.add(shape)
         entry = {key: value for key, value in entry.items() if key in accepted}
     for name, types in _VALUE_TYPES[kind].items():
-        if not all(isinstance(value, types) for value in entry.get(name, {}).values()):
+        values = entry.get(name)
+        if values and not all(isinstance(value, types) for value in values.values()):
             return None
     if len(entry) < len(_ACCEPTED[kind]):
         return kind(**entry)
     # The constructor of a frozen dataclass sets one field at a time: half of the cost of reading a line.
     event = object.__new__(kind)
-    vars(event).update(entry)
+    object.__setattr__(event, "__dict__", entry)
     return event
 
 
@@ -471,12 +478,17 @@ class Tail:
         self._path = path
         self._end = end  # no byte after it is read
         self._position = start
-        self._decode = decode
+        self.decode = decode
         self._rest = b""
         self.read_lines = self.unknown_lines = 0  # unknown: damaged or of another version
 
     def read(self, *, is_complete: bool = False) -> Iterator[Event]:
         """Every new event; `is_complete`: nothing more is written, and the text after the last newline is a line."""
+        for lines in self.chunks(is_complete=is_complete):
+            yield from self.events_of(lines)
+
+    def chunks(self, *, is_complete: bool = False) -> Iterator[list[bytes]]:
+        """The new lines, those of CHUNK_BYTES at a time."""
         while True:
             try:
                 with os.fdopen(open_regular(self._path), "rb") as file:
@@ -494,21 +506,22 @@ class Tail:
             if len(self._rest) > LONGEST_LINE:
                 lines = [*lines, self._rest]
                 self._rest = b""
-            yield from self._events(lines)
+            yield list(filter(None, lines))
             # The end of the file: to open it again, only to see that, would cost a shared file system a call.
             if len(chunk) < CHUNK_BYTES:
                 break
         if is_complete:
             last_line = self._rest
             self._rest = b""
-            yield from self._events([last_line])
+            if last_line:
+                yield [last_line]
 
-    def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:
+    def events_of(self, lines: Iterable[bytes]) -> Iterator[Event]:
         """In order; damaged, too long and unknown lines are counted and left out."""
-        for line in filter(None, lines):
+        for line in lines:
             event = None
             if len(line) <= LONGEST_LINE:
-                event = from_json(line, self._decode)
+                event = from_json(line, self.decode)
             self.read_lines += 1
             self.unknown_lines += event is None
             if event is not None:

@@ -26,6 +26,7 @@ from bloomery.monitor.events import (
     StepDone,
     as_shown,
 )
+from bloomery.monitor.step_columns import StepColumns
 from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 from bloomery.monitor.words import (
     device_lines,
@@ -177,6 +178,9 @@ class WatchedRun:
     _open: bool = False  # it has steps and no RunEnded after them
 
     def add(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self.add_steps(StepColumns.of((event,)))
+            return
         event = as_shown(event)
         if isinstance(event, RunStarted | Resumed) and self._open:
             self.incidents.append(
@@ -185,10 +189,6 @@ class WatchedRun:
             self._open = False
         self.summary.add(event)
         match event:
-            case StepDone():
-                self._open = True
-                if self.keeps_curves:
-                    self._add_points(event)
             case Resumed() | Recovered():  # later steps are discarded
                 for points in self._curves:
                     points[:] = [point for point in points if point[0] <= event.step]
@@ -207,15 +207,22 @@ class WatchedRun:
         if text is not None and not isinstance(event, Saved):
             self.incidents.append((event, text))
 
-    def _add_points(self, event: StepDone) -> None:
-        step = float(event.step)
-        self.rates.append((step, event.learning_rate))
-        self.speeds.append((step, event.tokens_per_second))
-        if event.loss is not None:
-            self.curve.append((step, event.loss))
-        if (reward := event.metrics.get("reward")) is not None:
-            self.rewards.append((step, reward))
-        if len(self.rates) > _POINTS:  # no curve has more
+    def add_steps(self, steps: StepColumns) -> None:
+        """As `add` of each."""
+        self._open = True
+        self.summary.add_steps(steps)
+        self.incidents += [(step, incident_text(step) or "") for step in steps.skipped]
+        if not self.keeps_curves:
+            return
+        for points, values in (
+            (self.rates, steps.learning_rate),
+            (self.speeds, steps.tokens_per_second),
+            (self.curve, steps.loss),
+            (self.rewards, steps.metrics.get("reward", ())),
+        ):
+            pairs = zip(steps.step, values, strict=False)
+            points += [(float(step), value) for step, value in pairs if not math.isnan(value)]
+        while len(self.rates) > _POINTS:  # no curve has more
             for points in self._curves:
                 del points[1::2]
 

@@ -5,6 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import isnan
 from typing import Any, final
 
 from bloomery.monitor.events import (
@@ -19,9 +20,11 @@ from bloomery.monitor.events import (
     RunStarted,
     Saved,
     StepDone,
+    StepHealth,
     TaskDone,
     Warned,
 )
+from bloomery.monitor.step_columns import NEWEST, StepColumns, in_groups
 
 # Loss tokens of an evaluation: with fewer, a mean of losses that vary by 1 to 2 nats is off by more than 0.03.
 MEASURABLE_TOKENS = 2000
@@ -32,7 +35,6 @@ BARS = "▁▂▃▄▅▆▇█"
 NEWS = 0.1  # relative change of the number of steps that is printed
 JOULES_IN_KWH = 3.6e6
 _NOW = ("utilization", "temperature", "power", "clock_mhz", "throttled")
-_RECENT = 50  # steps that the speed is taken from
 
 
 @dataclass(frozen=True)
@@ -152,18 +154,33 @@ class Elapsed:
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        # Other threads and processes write these, out of order.
-        if isinstance(event, Saved | Warned | DeviceStats | TaskDone):
+        if isinstance(event, StepDone):
+            return self.add_steps((event.time,))[0]
+        # Other threads and processes write these, out of order; a step has written the others.
+        if isinstance(event, Saved | Warned | DeviceStats | StepHealth | TaskDone):
             return self.seconds
         # A new process after steps without an end: the previous one was killed.
         if isinstance(event, RunStarted) and self._stepped:
             self._before = None
         self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
         self._before = None if isinstance(event, RunEnded) else event.time
-        self._stepped = isinstance(event, StepDone) or (
-            self._stepped and not isinstance(event, RunStarted)
-        )
+        self._stepped = self._stepped and not isinstance(event, RunStarted)
         return self.seconds
+
+    def add_steps(self, times: Iterable[float]) -> list[float]:
+        """The seconds from the first event to each of the steps that ended at these times."""
+        seconds = self.seconds
+        before = self._before
+        seconds_at_steps = []
+        for time in times:
+            if before is not None and time > before:
+                seconds += time - before
+            before = time
+            seconds_at_steps.append(seconds)
+        self.seconds = seconds
+        self._before = before
+        self._stepped = self._stepped or bool(seconds_at_steps)
+        return seconds_at_steps
 
     def until(self, now: float) -> float:
         """The seconds up to `now`; constant once the run has ended."""
@@ -177,9 +194,14 @@ class MovingAverage:
     _mean: float = 0.0
     _weight: float = 0.0
 
-    def add(self, value: float) -> None:
-        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * value
-        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+    def add(self, values: Iterable[float]) -> None:
+        mean = self._mean
+        weight = self._weight
+        for value in values:
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+            weight = SMOOTHING * weight + (1 - SMOOTHING)
+        self._mean = mean
+        self._weight = weight
 
     @property
     def value(self) -> float | None:
@@ -223,17 +245,18 @@ class RunSummary:
     recoveries: int = 0
     saves: int = 0
     peak_gib: float = 0.0
-    recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=NEWEST))
     devices: Devices = field(default_factory=Devices)
 
     def add(self, event: Event) -> None:
         """Events in the order of the file."""
+        if isinstance(event, StepDone):
+            self.add_steps(StepColumns.of((event,)))
+            return
         self.began = event.time if self.began is None else self.began
         self.latest = event.time
         self.clock.add(event)
         match event:
-            case StepDone():
-                self._add_step(event)
             case EvalDone():
                 self.evaluations[event.step] = event
                 if self.phase is not None and self.phase.name == "evaluation":
@@ -298,25 +321,32 @@ class RunSummary:
         """Unit of the loss."""
         return "nats per token" if self.loss_unit == "token" else f"per {self.loss_unit}"
 
-    def _add_step(self, event: StepDone) -> None:
+    def add_steps(self, steps: StepColumns) -> None:
+        """As `add` of each."""
+        last = steps.newest[-1]
+        self.began = steps.time[0] if self.began is None else self.began
+        self.latest = last.time
+        self.clock.add_steps(steps.time)
         if self.phase is not None and self.phase.name == "compile":
-            self.compiling_steps.append(event.step_seconds)
-        self.step = event.step
-        self.tokens = event.tokens
-        self.last = event
+            self.compiling_steps.append(steps.step_seconds[0])
         self.phase = None
-        self.trained_seconds += event.step_seconds
-        self.steps_run += 1
-        self.peak_gib = max(self.peak_gib, event.memory_gib)
-        self.recent.append(event)
-        if (reward := event.metrics.get("reward")) is not None:
-            self.reward = reward
-            self.reward_average.add(reward)
-        if event.loss is None:
-            self.skipped += 1
-            return
-        self.losses.append(event.loss)
-        self.loss_average.add(event.loss)
+        self.step = last.step
+        self.tokens = last.tokens
+        self.last = last
+        self.recent.extend(steps.newest)
+        self.steps_run += len(steps.step)
+        for seconds in steps.step_seconds:
+            self.trained_seconds += seconds
+        self.peak_gib = max(self.peak_gib, max(steps.memory_gib))
+
+        losses = [loss for loss in steps.loss if not isnan(loss)]
+        self.skipped += len(steps.loss) - len(losses)
+        self.losses.extend(losses)
+        self.loss_average.add(losses)
+        rewards = [reward for reward in steps.metrics.get("reward", ()) if not isnan(reward)]
+        if rewards:
+            self.reward = rewards[-1]
+            self.reward_average.add(rewards)
 
     @property
     def smoothed(self) -> float | None:
@@ -452,8 +482,11 @@ def _usual(seconds: Sequence[float]) -> float:
 def summary_of(events: Iterable[Event]) -> RunSummary:
     """The figures after all of these events."""
     summary = RunSummary()
-    for event in events:
-        summary.add(event)
+    for group in in_groups(events):
+        if isinstance(group, StepColumns):
+            summary.add_steps(group)
+        else:
+            summary.add(group)
     return summary
 
 

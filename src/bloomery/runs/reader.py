@@ -10,6 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
 from bloomery.monitor.screen import WatchedRun
+from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import RunFacts, RunSummary
 from bloomery.plan.explained import run_facts
 from bloomery.plan.store import read_plan
@@ -40,13 +41,19 @@ class RunReader:
         """Figures of the plan, once there is one that this version reads."""
         return self._facts or RunFacts(name=self.folder.name)
 
-    def read(self, on_event: Callable[[Event], None] = lambda _: None) -> str:
-        """Reads new events, each of which `on_event` gets. Returns the status of the run. Raises UserError."""
+    def read(self, on_group: Callable[[Event | StepColumns], None] = lambda _: None) -> str:
+        """Reads new events. Returns the status of the run. Raises UserError.
+
+        `on_group` gets each event, and consecutive steps together.
+        """
         # The lock is asked before the events are read, so that the last events of a run are not missed.
         is_running = worked_on(self.folder)
-        for event in self.tail.read():
-            self.run.add(event)
-            on_event(event)
+        for group in read_groups(self.tail):
+            if isinstance(group, StepColumns):
+                self.run.add_steps(group)
+            else:
+                self.run.add(group)
+            on_group(group)
         summary = self.run.summary
         summary.best_saved = None if is_running else best_on_disk(self.folder / "checkpoints")
 

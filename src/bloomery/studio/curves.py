@@ -2,17 +2,20 @@
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, final
 
 import numpy as np
 
-from bloomery.monitor.events import DeviceStats, Event, Recovered, Resumed, StepDone
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, Recovered, Resumed, StepDone
+from bloomery.monitor.step_columns import StepColumns
+from bloomery.monitor.summary import Elapsed
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
 HIGHEST_STEP = 2**32 - 1
 HIGHEST_VALUE = 3e38  # of a float of 4 bytes
+NAN = float("nan")
 Point = list[float]  # step and value, as ECharts reads it
 Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
@@ -21,35 +24,26 @@ AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 @final
 @dataclass
 class Curve:
-    """Mutable: values by step, 8 bytes each."""
+    """Mutable: values by step, 4 bytes each; NaN where a step has none. `steps`: shared by the curves of a table."""
 
-    steps: "array[int]" = field(default_factory=lambda: array("I"))
-    values: "array[float]" = field(default_factory=lambda: array("f"))
+    steps: "array[int]"
+    values: "array[float]"
     # Points of the whole curve before its last bucket, with the width of the buckets and the index of the last.
     _complete: list[Point] = field(default_factory=list)
     _width: int = 0
     _last_bucket: int = 0
 
-    def add(self, step: int, value: float) -> None:
-        """Leaves out a value of an earlier step, which a second process may have sampled, and what no chart shows."""
-        if not (0 <= step <= HIGHEST_STEP and -HIGHEST_VALUE < value < HIGHEST_VALUE):
-            return
-        if not self.steps or step >= self.steps[-1]:
-            self.steps.append(step)
-            self.values.append(value)
-
-    def cut(self, step: int) -> None:
-        """Discards the values after `step`."""
-        num_kept = bisect_right(self.steps, step)
-        if num_kept < len(self.steps):
-            del self.steps[num_kept:], self.values[num_kept:]
-            self._width = 0
+    def cut(self, num_kept: int) -> None:
+        """Discards the later values."""
+        del self.values[num_kept:]
+        self._width = 0
 
     def at(self, steps: Sequence[float]) -> list[float]:
         """The values at these steps, interpolated between those that are known."""
-        known_steps = np.array(self.steps[:], dtype=np.float64)
         known_values = np.array(self.values[:], dtype=np.float64)
-        values: list[float] = np.interp(steps, known_steps, known_values).tolist()
+        known = ~np.isnan(known_values)
+        known_steps = np.array(self.steps[:], dtype=np.float64)[known]
+        values: list[float] = np.interp(steps, known_steps, known_values[known]).tolist()
         return [float(f"{value:.6g}") for value in values]
 
     def step_of(self, value: float) -> int:
@@ -78,11 +72,10 @@ class Curve:
             self._complete = []
             self._last_bucket = 0
         begin = self._last_bucket
-        *complete, (last_begin, last_points) = _extremes(
-            self.steps[begin:], self.values[begin:], width
-        )
-        for _, bucket in complete:
+        buckets = _extremes(self.steps[begin:], self.values[begin:], width)
+        for _, bucket in buckets[:-1]:
             self._complete += bucket
+        last_begin, last_points = buckets[-1]
         self._last_bucket = begin + last_begin
         return [*self._complete, *last_points]
 
@@ -92,10 +85,14 @@ def _extremes(
 ) -> list[tuple[int, list[Point]]]:
     """For each bucket of `width` steps the index of its first value, and its lowest and highest value by step.
 
-    The last bucket has its last value, too.
+    The last bucket has its last value, too. At least one bucket, which is empty where there is no value.
     """
-    steps = np.array(step_array, dtype=np.int64)
-    values = np.array(value_array, dtype=np.float64)
+    all_values = np.array(value_array, dtype=np.float64)
+    known = np.flatnonzero(~np.isnan(all_values))
+    if not len(known):
+        return [(0, [])]
+    steps = np.array(step_array, dtype=np.int64)[known]
+    values = all_values[known]
     # Each bucket begins where the number of the bucket changes.
     numbers = steps // width
     begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
@@ -109,8 +106,49 @@ def _extremes(
         if end == len(steps):
             indices.add(end - 1)
         points = [[int(steps[index]), float(f"{values[index]:.6g}")] for index in sorted(indices)]
-        buckets.append((begin, points))
+        buckets.append((int(known[begin]), points))
     return buckets
+
+
+@final
+@dataclass
+class CurveTable:
+    """Mutable: curves over the same steps."""
+
+    steps: "array[int]" = field(default_factory=lambda: array("I"))
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    def add(self, steps: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
+        """A value of each column for each step. Leaves out steps before the last one, which a second process may have
+        sampled, and what no chart shows."""
+        if min(steps) < 0 or max(steps) > HIGHEST_STEP:
+            shown = [index for index, step in enumerate(steps) if 0 <= step <= HIGHEST_STEP]
+            columns = {name: [column[index] for index in shown] for name, column in columns.items()}
+            steps = [steps[index] for index in shown]
+        new_steps = np.array(steps, dtype=np.int64)
+        last_step = self.steps[-1] if self.steps else 0
+        later = new_steps >= np.maximum(np.maximum.accumulate(new_steps), last_step)
+        num_before = len(self.steps)
+        self.steps.frombytes(new_steps[later].astype(np.uint32).tobytes())
+        for name, column in columns.items():
+            values = np.array(column, dtype=np.float64)[later]
+            values[~(np.abs(values) < HIGHEST_VALUE)] = NAN
+            if name not in self.curves:
+                if np.isnan(values).all():
+                    continue
+                unknown = array("f", [NAN]) * num_before
+                self.curves[name] = Curve(self.steps, unknown)
+            self.curves[name].values.frombytes(values.astype(np.float32).tobytes())
+        for curve in self.curves.values():
+            curve.values.extend([NAN] * (len(self.steps) - len(curve.values)))
+
+    def cut(self, step: int) -> None:
+        """Discards the values after `step`."""
+        num_kept = bisect_right(self.steps, step)
+        if num_kept < len(self.steps):
+            del self.steps[num_kept:]
+            for curve in self.curves.values():
+                curve.cut(num_kept)
 
 
 @final
@@ -119,39 +157,66 @@ class RunCurves:
     """Mutable: the curves of a run by name, from its events in the order of the file."""
 
     by_name: dict[str, Curve] = field(default_factory=dict)
+    # Curves that are multiples of others: the name of the other one, and the factor.
+    scaled: dict[str, tuple[str, float]] = field(default_factory=dict)
+    metrics: dict[str, None] = field(default_factory=dict)  # names of those of the objective
+    _tables: dict[int | None, CurveTable] = field(
+        default_factory=dict
+    )  # of devices; None: of steps
+    _clock: Elapsed = field(default_factory=Elapsed)
 
     def add(self, event: Event) -> None:
-        match event:
-            case StepDone():
-                self._append("tokens", event.step, event.tokens)
-                self._append("loss", event.step, event.loss)
-                self._append("learning rate", event.step, event.learning_rate)
-                self._append("gradient norm", event.step, event.grad_norm)
-                self._append("tokens per second", event.step, event.tokens_per_second)
-                self._append("memory", event.step, event.memory_gib or None)
-                for name, value in event.metrics.items():
-                    self._append(name, event.step, value)
-            case DeviceStats() if event.device >= 0:
-                gpu = f"GPU {event.device}"
-                self._append(f"temperature of {gpu}", event.step, event.temperature)
-                self._append(f"power of {gpu}", event.step, event.power)
-            case Resumed() | Recovered():  # steps after it are repeated
-                for curve in self.by_name.values():
-                    curve.cut(event.step)
-
-    def add_hours(self, step: int, seconds: float) -> None:
-        """The wall time at a step, for the comparison of runs."""
-        self._append("hours", step, seconds / 3600)
-
-    def _append(self, name: str, step: int, value: float | None) -> None:
-        if value is None:
+        if isinstance(event, StepDone):
+            self.add_steps(StepColumns.of((event,)))
             return
-        curve = self.by_name.get(name)
-        if curve is None:
-            curve = self.by_name[name] = Curve()
-        curve.add(step, value)
+        self._clock.add(event)
+        match event:
+            case DeviceStats():
+                name = "CPU" if event.device == CPU_DEVICE else f"GPU {event.device}"
+                values = {
+                    f"{kind} of {name}": [NAN if value is None else value]
+                    for kind, value in (("temperature", event.temperature), ("power", event.power))
+                }
+                self._add(event.device, [event.step], values)
+            case Resumed() | Recovered():  # steps after it are repeated
+                for table in self._tables.values():
+                    table.cut(event.step)
+
+    def add_steps(self, steps: StepColumns) -> None:
+        """As `add` of each."""
+        hours = [seconds / 3600 for seconds in self._clock.add_steps(steps.time)]
+        memory = [peak or NAN for peak in steps.memory_gib]  # 0: not measured
+        self.metrics |= dict.fromkeys(steps.metrics)
+        columns: dict[str, Sequence[float]] = {
+            "tokens": steps.tokens,
+            "loss": steps.loss,
+            "learning rate": steps.learning_rate,
+            "gradient norm": steps.grad_norm,
+            "tokens per second": steps.tokens_per_second,
+            "memory": memory,
+            "hours": hours,
+        }
+        self._add(None, steps.step, {**steps.metrics, **columns})
+
+    def _add(
+        self,
+        device: int | None,
+        steps: Sequence[int],
+        columns: Mapping[str, Sequence[float]],
+    ) -> None:
+        table = self._tables.setdefault(device, CurveTable())
+        num_before = len(table.curves)
+        table.add(steps, columns)
+        if len(table.curves) > num_before:
+            self.by_name |= table.curves
 
     def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+        if name in self.scaled:
+            other, factor = self.scaled[name]
+            return [
+                [step, float(f"{value * factor:.6g}")]
+                for step, value in self.points(other, first, last)
+            ]
         curve = self.by_name.get(name)
         return [] if curve is None else curve.points(first, last)
 

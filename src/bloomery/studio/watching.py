@@ -1,30 +1,36 @@
 """What all pages of studio show: the runs of a folder, and the open ones with their curves. Does not import torch."""
 
 import json
+import os
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_whole
+from bloomery.core.files import open_regular, read_whole
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
     Decode,
     Event,
+    RunEnded,
+    RunStarted,
     Sampled,
-    StepDone,
+    Saved,
     TaskDone,
+    Warned,
     as_shown,
     decode_json,
     read_ends,
 )
+from bloomery.monitor.step_columns import StepColumns
 from bloomery.monitor.summary import RunSummary, summary_of
-from bloomery.monitor.words import status_text
+from bloomery.monitor.words import incident_text, status_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import all_runs, is_run, worked_on
@@ -35,7 +41,10 @@ END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
 MOST_OPEN = 24
 KEPT_SAMPLES = 40
+KEPT_SAVES = 100
+FILE_BYTES = 20_000  # that are shown of a file of a run, from its end
 EVENTS_AT_ONCE = 2000  # that are read before a page may look
+MFU = "MFU"  # a curve, in percent
 UNREAD = "reading"  # the status of a run before its events have been read once
 FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
 
@@ -161,10 +170,15 @@ class OpenRun:
         # The newest by task, metric and the model of a comparison.
         self.tasks: dict[tuple[str, str, str], TaskDone] = {}
         self.samples: deque[Sampled] = deque(maxlen=KEPT_SAMPLES)
+        self.saves: deque[Saved] = deque(maxlen=KEPT_SAVES)
+        self.diagnoses: dict[str, Warned] = {}  # warnings of the diagnosis by their cause
+        # When the last process of the run began; of one that did not come so far, when the one before it ended.
+        self.began_at = 0.0
+        self._ended_at = 0.0
         self.used = time.monotonic()
         self.lock = threading.Lock()
         self._reading = threading.Lock()
-        self._num_events = 0
+        self._num_unseen = 0  # events that were read since a page could look
 
     @property
     def summary(self) -> RunSummary:
@@ -193,25 +207,43 @@ class OpenRun:
         try:
             self.status = self.reader.read(self._add)
             self.problem = ""
+            utilization = self.reader.facts.utilization(1.0)
+            if utilization is not None:
+                self.curves.scaled[MFU] = "tokens per second", 100 * utilization
         except (UserError, OSError) as error:
             self.status = "unreadable"
             self.problem = error.problem if isinstance(error, UserError) else str(error)
 
-    def _add(self, event: Event) -> None:
+    def _add(self, group: Event | StepColumns) -> None:
+        if isinstance(group, StepColumns):
+            self.curves.add_steps(group)
+            self._num_unseen += len(group.step)
+        else:
+            self._add_event(group)
+            self._num_unseen += 1
+        # Pages show the beginning of a long file while the rest is read.
+        if self._num_unseen >= EVENTS_AT_ONCE:
+            self._num_unseen = 0
+            self.lock.release()
+            time.sleep(0.001)
+            self.lock.acquire()
+
+    def _add_event(self, event: Event) -> None:
         self.curves.add(event)
         match event:
-            case StepDone():
-                self.curves.add_hours(event.step, self.summary.clock.seconds)
             case TaskDone():
                 self.tasks[event.task, event.metric, event.against] = event
             case Sampled():
                 self.samples.append(as_shown(event))
-        self._num_events += 1
-        # Pages show the beginning of a long file while the rest is read.
-        if self._num_events % EVENTS_AT_ONCE == 0:
-            self.lock.release()
-            time.sleep(0.001)
-            self.lock.acquire()
+            case Saved():
+                self.saves.append(event)
+            case Warned() if event.cause:
+                self.diagnoses[event.cause] = event
+            case RunStarted():
+                self.began_at = self._ended_at = event.time
+            case RunEnded():
+                self.began_at = self._ended_at
+                self._ended_at = event.time
 
 
 @final
@@ -273,8 +305,25 @@ def _state_of(folder: Path) -> tuple[object, ...]:
 
 
 def incidents_of(run: OpenRun) -> list[tuple[Event, str]]:
-    """What happened, in words, the newest first."""
-    return [
-        (event, redact_secrets(harmless(text)))
-        for event, text in reversed(run.reader.run.incidents)
-    ]
+    """What happened, in words, the newest first. Hold the lock of the run."""
+    saves = [(save, incident_text(save) or "") for save in run.saves]
+    in_order = sorted((*run.reader.run.incidents, *saves), key=lambda incident: incident[0].time)
+    return [(event, _shown_text(text)) for event, text in reversed(in_order)]
+
+
+@lru_cache(maxsize=2048)
+def _shown_text(text: str) -> str:
+    return redact_secrets(harmless(text))
+
+
+def end_of(path: Path) -> str:
+    """The end of a file of a run; the reason where it cannot be read."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES))
+            content = file.read(FILE_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except UserError as error:
+        return f"cannot be read: {error.problem}"
+    return redact_secrets(harmless(content.decode("utf-8", errors="replace")))
