@@ -68,7 +68,9 @@ ALLOWED = {
     "src/bloomery/studio/machine_page.py": ["import asyncio"],
     "src/bloomery/studio/models_page.py": ["import asyncio"],
     "src/bloomery/studio/new_run_page.py": ["import asyncio"],
+    "src/bloomery/studio/post_mortem.py": ["import asyncio"],
     "src/bloomery/studio/run_page.py": ["import asyncio"],
+    "src/bloomery/studio/run_sections.py": ["import asyncio"],
     "src/bloomery/studio/runs_page.py": ["import asyncio"],
     "src/bloomery/train/reward_functions.py": ["listener.bind", "listener.listen"],
 }

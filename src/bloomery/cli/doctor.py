@@ -198,7 +198,7 @@ def document(finding: Finding) -> dict[str, Any]:
 def _explain(text: str, machine: Machine, *, as_json: bool) -> int:
     """Print the known problems that a message matches: those of this machine, or without any, of every machine."""
     from bloomery.cli.doctor_page import explained_lines
-    from bloomery.hardware.doctor.symptoms import match
+    from bloomery.hardware.doctor.symptoms import finding_of, match
 
     message = _message(text)
     if not message.strip() and not as_json:
@@ -206,17 +206,7 @@ def _explain(text: str, machine: Machine, *, as_json: bool) -> int:
         raise UserError("the message to explain is empty", where="--explain", fix=fix, code=2)
     # The symptoms of other machines are better than none: the log may have come from one.
     matches = match(message, machine=machine) or match(message)
-    findings = [
-        Finding(
-            id=symptom.id,
-            level=symptom.level,
-            what=f"{symptom.what}: {symptom.cause}",
-            evidence=symptom.line[:300],
-            fix=symptom.fix,
-            verify=symptom.verify,
-        )
-        for symptom in matches
-    ]
+    findings = [finding_of(symptom) for symptom in matches]
     if as_json:
         print_json({"findings": [document(finding) for finding in findings]})
     else:

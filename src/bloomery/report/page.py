@@ -29,7 +29,15 @@ from bloomery.report.charts import (
     render,
 )
 from bloomery.report.record import RunRecord, check_claims, read_record
-from bloomery.report.rewards import points_of, reward_charts, reward_series, shown_completions
+from bloomery.report.rewards import (
+    METRIC_UNITS,
+    PREFERENCES,
+    points_of,
+    reward_charts,
+    reward_series,
+    shown_completions,
+    title_of,
+)
 
 _LEGEND = {
     "kill": "killed or failed",
@@ -40,15 +48,6 @@ _LEGEND = {
 }
 _SHOWN_SAMPLES = 24  # steps whose samples are on the page
 _SHOWN_INCIDENTS = 200
-# Both in one chart, which shows their margin.
-_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}
-_METRIC_UNITS = {
-    "accuracy": "share of pairs with a higher chosen reward",
-    "margin": "chosen reward - rejected reward",
-    "kl": "nats",
-    "nats": "nats per token",
-    "log_odds": "log odds ratio",
-}
 _DRAWN = 8  # devices with a color in charts
 
 
@@ -279,21 +278,20 @@ def _metrics(record: RunRecord) -> list[Markup]:
         losses = [Series("each step", _losses(record)[0].points)]
         charts.append(line_chart("Loss", losses, unit="near 0: look at the reward"))
         names = {name: None for name in names if name not in drawn}
-    if all(name in names for name in _REWARDS):
+    if all(name in names for name in PREFERENCES):
         rewards = [
             Series(f"{title}, training", smoothed(name), f"d{number}")
-            for number, (name, title) in enumerate(_REWARDS.items())
+            for number, (name, title) in enumerate(PREFERENCES.items())
         ]
         charts.append(line_chart("Rewards", rewards, unit="mean per response"))
     for name in names:
-        if name not in _REWARDS:
+        if name not in PREFERENCES:
             points: list[Point] = [
                 (event.step, event.metrics[name]) for event in record.evals if name in event.metrics
             ]
             series = [Series("training", smoothed(name)), Series("validation set", points, "eval")]
-            title = name.replace("_", " ").capitalize()
-            unit = _METRIC_UNITS.get(name, "")
-            charts.append(line_chart(title, series, unit=unit))
+            unit = METRIC_UNITS.get(name, "")
+            charts.append(line_chart(title_of(name), series, unit=unit))
     return charts
 
 

@@ -44,7 +44,7 @@ from bloomery.train.model_folder import best_on_disk
 from bloomery.train.run import contradicted, read_history
 
 _NEAR = 0.05  # relative distance from the claimed step to its evaluation
-_KILLED = "process exited without a final event (SIGKILL, crash or power loss)"
+KILLED = "process exited without a final event (SIGKILL, crash or power loss)"
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -194,7 +194,7 @@ def incidents_of(events: list[Event]) -> list[Incident]:
     for event in events:
         seconds = clock.add(event)
         if isinstance(event, RunStarted | Resumed) and running:
-            incidents.append(Incident(step, seconds_before, "kill", _KILLED))
+            incidents.append(Incident(step, seconds_before, "kill", KILLED))
             running = False
         kind_and_text = _incident(event)
         if kind_and_text is not None:

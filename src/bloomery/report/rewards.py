@@ -1,7 +1,7 @@
 """The part of a run's page about rewards: their curves, those of the completions, and a few completions themselves."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,15 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 )
 # Metrics that a chart of the page shows in another form.
 DRAWN_ELSEWHERE = ("reward", "clip_ratio/region_mean")
+# Metrics of preference pairs. Both rewards in one chart, which shows their margin.
+PREFERENCES = {"chosen_reward": "chosen", "rejected_reward": "rejected"}
+METRIC_UNITS = {
+    "accuracy": "share of pairs with a higher chosen reward",
+    "margin": "chosen reward - rejected reward",
+    "kl": "nats",
+    "nats": "nats per token",
+    "log_odds": "log odds ratio",
+}
 
 
 @dataclass(frozen=True)
@@ -103,11 +112,11 @@ def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
     """Charts of the rewards and completions, and the names of the metrics that need no other."""
     names = dict.fromkeys(name for step in record.steps for name in step.metrics)
     charts = []
-    rewards = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    rewards = mean_rewards(names)
     if len(rewards) > 1:
         lines = [
-            Series(name.removeprefix("rewards/").removesuffix("/mean"), points, f"d{number % 8}")
-            for number, name in enumerate(rewards)
+            Series(line, points, f"d{number % 8}")
+            for number, (name, line) in enumerate(rewards.items())
             if (points := points_of(record.steps, name))
         ]
         charts.append(line_chart("Rewards, without their weights", lines, unit="mean"))
@@ -122,6 +131,20 @@ def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
     charts.append(_seconds(record.steps))
     drawn = {name for _, _, metrics in GROUPS for name in metrics}
     return charts, drawn | set(DRAWN_ELSEWHERE) | {name for name in names if "rewards/" in name}
+
+
+def mean_rewards(names: Iterable[str]) -> dict[str, str]:
+    """Of the metrics with these names, the mean of each reward: the name of the reward by that of the metric."""
+    return {
+        name: name.removeprefix("rewards/").removesuffix("/mean")
+        for name in names
+        if name.startswith("rewards/") and name.endswith("/mean")
+    }
+
+
+def title_of(metric: str) -> str:
+    """Of the chart of a metric."""
+    return metric.replace("_", " ").capitalize()
 
 
 def _seconds(steps: Sequence[StepDone]) -> Markup:

@@ -136,14 +136,23 @@ class Flow:
         if self.requests.stop_requested:
             raise StopRequested
 
-    def end(self, status: str, error: str = "", host: str = "") -> None:
+    def end(
+        self, status: str, error: str = "", *, host: str = "", where: str = "", fix: str = ""
+    ) -> None:
         """Write RunEnded, once, the hosts to leave out, and metrics.json.
 
         A failure of the latter is only logged: the events have it all.
         """
         if not self.hub.ended:
             self.hub.emit(
-                RunEnded(step=last_step(self.folder), status=status, error=error, host=host)
+                RunEnded(
+                    step=last_step(self.folder),
+                    status=status,
+                    error=error,
+                    where=where,
+                    fix=fix,
+                    host=host,
+                )
             )
             if host:
                 exclude_hosts(self.folder, host.split(","))
@@ -200,7 +209,7 @@ def _outcome(flow: Flow, work: Callable[[], int]) -> EndedRun:
     except UserError as error:
         # After a usage error, the last RunEnded stays.
         if flow.hub.began or not flow.folder.events.exists():
-            flow.end("failed", error.problem, error.host)
+            flow.end("failed", error.problem, host=error.host, where=error.where, fix=error.fix)
         raise
     except BaseException as error:
         flow.end("failed", type(error).__name__)

@@ -1,7 +1,7 @@
 """Charts of studio: ECharts, which NiceGUI ships, with the points that have changed alone on the wire."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -14,6 +14,8 @@ from bloomery.studio.curves import Axis, Point
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
 DASHES = ("solid", "dashed", "dotted")
 PLANNED = "#8a8f98"
+MOST_MARKS = 40  # of checkpoints, and of other events
+MARK_CHARACTERS = 120
 _TEXT = "#8a8f98"  # legible on light and on dark
 _GRID = "rgba(138, 143, 152, 0.25)"
 # Replaces the end of some series of a chart: [[index, first changed point, points from there], ...].
@@ -39,10 +41,11 @@ class Level:
 
 @dataclass(frozen=True)
 class ChartMark:
-    """A vertical line at a step."""
+    """A vertical line at a step. Checkpoints, of which there are many, are faint."""
 
     step: int
     text: str
+    is_checkpoint: bool = False
 
 
 class Curves(Protocol):
@@ -60,16 +63,17 @@ class LineChart:
         title: str,
         names: Sequence[str],
         *,
+        labels: Mapping[str, str] | None = None,
         unit: str = "",
         levels: Sequence[Level] = (),
-        has_dots: bool = False,
         has_legend: bool = True,
         across: Axis = "step",
     ) -> None:
-        """`has_dots`: `show` may get `extra` points. `has_legend`: where there is more than one curve."""
+        """`labels`: of the curves, by name; a curve without one shows its name. `has_legend`: where there is more than
+        one curve."""
         self.title = title
-        self._has_dots = has_dots
         self.names = tuple(names)
+        self._labels = labels or {}
         self._has_legend = has_legend
         self._across = across
         self._points: dict[str, list[Point]] = {name: [] for name in self.names}
@@ -99,7 +103,7 @@ class LineChart:
         self._curves = curves
         points = {name: self._visible(curves, name) for name in self.names}
         dots = extra or {}
-        shown_marks = tuple(marks)[-40:]
+        shown_marks = tuple(marks)
         series = [*points.items(), *dots.items()]
         known = [*self._points.items(), *self._extra.items()]
         tails: list[tuple[int, int, list[Point]]] = []
@@ -116,6 +120,7 @@ class LineChart:
         self._marks = shown_marks
         options = self.element.options
         options["series"] = self._series()
+        options["legend"]["show"] = self._has_legend and len(series) > 1
         if is_redrawn:
             self.element.update()
         elif tails:
@@ -148,7 +153,7 @@ class LineChart:
         series: list[dict[str, Any]] = []
         for index, (name, points) in enumerate(self._points.items()):
             line: dict[str, Any] = {
-                "name": name,
+                "name": self._labels.get(name, name),
                 "type": "line",
                 "showSymbol": False,
                 "data": points,
@@ -186,7 +191,11 @@ class LineChart:
             {
                 "name": mark.text,
                 "xAxis": mark.step,
-                "lineStyle": {"color": _TEXT, "type": "dotted"},
+                "lineStyle": {
+                    "color": _TEXT,
+                    "type": "dotted",
+                    "opacity": 0.35 if mark.is_checkpoint else 1,
+                },
                 "label": {"show": False},
             }
             for mark in self._marks
@@ -231,7 +240,7 @@ class LineChart:
                 "left": 0,
                 "right": 60,
                 "textStyle": {"color": _TEXT},
-                "show": self._has_legend and (len(self.names) > 1 or self._has_dots),
+                "show": False,
             },
             "toolbox": {
                 "right": 8,
@@ -256,13 +265,15 @@ def dash_of(index: int) -> str:
 
 
 def marks_of(incidents: Sequence[tuple[Event, str]]) -> list[ChartMark]:
-    """Events that explain a curve: not the checkpoints, which are many, and not the end."""
-    return [
-        ChartMark(event.step, text[:120])
+    """The newest events that explain a curve, of those that are listed from the newest on: not the end of the run."""
+    marks = [
+        ChartMark(event.step, text[:MARK_CHARACTERS], is_checkpoint=isinstance(event, Saved))
         for event, text in incidents
-        if not isinstance(event, Saved | RunEnded)
-        and not (isinstance(event, Warned) and not event.step)
+        if not isinstance(event, RunEnded) and not (isinstance(event, Warned) and not event.step)
     ]
+    checkpoints = [mark for mark in marks if mark.is_checkpoint][:MOST_MARKS]
+    others = [mark for mark in marks if not mark.is_checkpoint][:MOST_MARKS]
+    return [*reversed(checkpoints), *reversed(others)]
 
 
 def _common(old: list[Point], new: list[Point]) -> int:

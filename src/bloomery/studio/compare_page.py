@@ -21,7 +21,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.curves import AXES, Axis, Point
 from bloomery.studio.frame import page
-from bloomery.studio.run_page import charts_of, evaluations_of
+from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
     UNREAD,
@@ -127,19 +127,24 @@ _NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, [])
 def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
     """Holds the lock of the run once: while events are read, each time waits for some of them."""
     with run.lock:
-        # The curves of single GPUs have other names in each run.
-        charts = {
-            title: (names[0], unit)
-            for title, names, unit, _ in charts_of(run)
-            if len(names) == 1 and " of GPU " not in names[0]
-        }
+        charts = dict(_single_curves(run))
         return Snapshot(
             state=_state_of(run),
             metrics=dict(metrics_of(run)),
             charts=charts,
             points={curve: run.curves.points_over(axis, curve) for curve, _ in charts.values()},
-            evaluations=run.curves.moved(axis, evaluations_of(run).get("validation", [])),
+            evaluations=run.curves.moved(axis, evaluations_of(run, "loss")),
         )
+
+
+def _single_curves(run: OpenRun) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Titles of charts with one curve each, and its unit; no curves of single devices, which another run may lack."""
+    for chart in charts_of(run):
+        if chart.of_devices:
+            continue
+        for name, label in chart.curves.items():
+            title = chart.title if len(chart.curves) == 1 else f"{chart.title}: {label}"
+            yield title, (name, chart.unit)
 
 
 def _state_of(run: OpenRun) -> tuple[str, int]:

@@ -114,7 +114,7 @@ class MachineView:
             if not findings:
                 ui.label("nothing to fix").classes("opacity-75")
             for finding in findings:
-                _show_finding(finding)
+                show_finding(finding)
         await self.update()
 
     def _probe(self) -> None:
@@ -195,7 +195,7 @@ def figures_of(reading: SensorReading) -> Iterator[tuple[str, str]]:
             yield label, value
 
 
-def _show_finding(finding: Finding) -> None:
+def show_finding(finding: Finding) -> None:
     with ui.card().props("flat bordered").classes("p-3 gap-2 w-full"):
         with ui.row().classes("w-full items-start gap-2 no-wrap"):
             ui.badge(finding.level).props(f"color={_LEVELS[finding.level]}").classes("px-2 py-1")

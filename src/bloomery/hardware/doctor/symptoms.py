@@ -154,6 +154,18 @@ class Match:
     score: float
 
 
+def finding_of(symptom: Match) -> Finding:
+    """A symptom as `bloomery doctor` shows it."""
+    return Finding(
+        id=symptom.id,
+        level=symptom.level,
+        what=f"{symptom.what}: {symptom.cause}",
+        evidence=symptom.line[:300],
+        fix=symptom.fix,
+        verify=symptom.verify,
+    )
+
+
 @cache
 def symptoms() -> tuple[Symptom, ...]:
     """The validated table of symptoms."""

@@ -1,0 +1,160 @@
+"""Parts of the page of a run below its charts: events, and what is read when it is opened. No torch."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from nicegui import ui
+
+from bloomery.core.text import redact_secrets
+from bloomery.monitor.events import Event, Sampled, Saved
+from bloomery.plan.types import RunPlan
+from bloomery.report.rewards import ShownCompletion, shown_completions
+from bloomery.studio.watching import OpenRun, end_of
+
+_SHOWN_INCIDENTS = 60
+_SHOWN_CHECKPOINTS = 10  # of these
+
+
+@final
+class Drawer:
+    """Mutable: a part of the page that is read when it is opened, and by `refresh` while it is open.
+
+    `follows`: whether `refresh` is cheap enough for every update of the page. `exists`: whether the run has it.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        read: Callable[[], Any],
+        draw: Callable[[Any], None],
+        *,
+        follows: bool = False,
+        exists: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.follows = follows
+        self._read = read
+        self._draw = draw
+        self._exists = exists
+        self._drawn: list[Any] = []  # the content on the page, or nothing yet
+        self._box = ui.expansion(title).classes("w-full")
+        self._box.visible = exists()
+        self._box.on_value_change(self.refresh)
+
+    async def update(self) -> None:
+        self._box.visible = self._exists()
+        if self.follows:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        if not self._box.value:
+            return
+        content = await asyncio.to_thread(self._read)
+        if self._drawn != [content]:
+            self._drawn = [content]
+            self._box.clear()
+            with self._box:
+                self._draw(content)
+
+
+def drawers_of(opened: OpenRun) -> list[Drawer]:
+    """What a run has besides figures, charts and events."""
+    folder = opened.reader.folder
+
+    def samples() -> list[Sampled]:
+        with opened.lock:
+            return list(opened.samples)
+
+    return [
+        Drawer("Samples", samples, _draw_samples, follows=True),
+        Drawer(
+            "Completions",
+            lambda: shown_completions(folder),
+            _draw_completions,
+            exists=(folder / "completions").is_dir,
+        ),
+        Drawer("Plan", lambda: opened.reader.plan, _draw_plan),
+        Drawer("Log", lambda: end_of(folder / "log.txt"), _draw_text, follows=True),
+        Drawer("Recipe", lambda: end_of(folder / "recipe.yaml"), _draw_text),
+    ]
+
+
+def _draw_text(text: str) -> None:
+    ui.label(text).classes("studio-text")
+
+
+def _draw_samples(samples: Sequence[Sampled]) -> None:
+    """The newest first; a prompt that is sampled at every evaluation shows how the model changes."""
+    if not samples:
+        ui.label("none yet: set sample.prompts in the recipe").classes("opacity-75")
+    for sample in reversed(samples):
+        ui.label(f"step {sample.step:,}").classes("text-xs opacity-75")
+        ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
+
+
+def _draw_completions(rollouts: Sequence[tuple[str, Sequence[ShownCompletion]]]) -> None:
+    """Of the first, the middle and the last rollout, the newest first, as on the page of the report."""
+    if not rollouts:
+        ui.label("none yet").classes("opacity-75")
+    for title, completions in reversed(rollouts):
+        ui.label(title).classes("font-medium").props("role=heading aria-level=3")
+        with ui.element("div").classes("w-full grid gap-3 grid-cols-1 lg:grid-cols-3 pb-3"):
+            for completion in completions:
+                _draw_completion(completion)
+
+
+def _draw_completion(completion: ShownCompletion) -> None:
+    facts = [f"{completion.role}: reward {completion.reward}", f"advantage {completion.advantage}"]
+    if not completion.ended:
+        facts.append("cut at the maximum length")
+    with ui.card().props("flat bordered").classes("p-3 gap-1 w-full"):
+        ui.label(", ".join(facts)).classes("font-medium")
+        if completion.rewards:
+            ui.label(completion.rewards).classes("text-xs opacity-75 break-words")
+        ui.label(redact_secrets(completion.prompt)).classes("studio-text opacity-75")
+        ui.label(redact_secrets(completion.completion)).classes("studio-text")
+
+
+def _draw_plan(plan: RunPlan | None) -> None:
+    """Each choice of the plan that the run executes, with its reason."""
+    if plan is None:
+        ui.label("no plan yet, or one of another version").classes("opacity-75")
+        return
+    rows = [choice.model_dump() for choice in plan.choices]
+    columns = [
+        {"name": name, "label": name, "field": name, "align": "left"}
+        for name in ("key", "value", "reason")
+    ]
+    table = ui.table(columns=columns, rows=rows, row_key="key", pagination=0)
+    table.props("flat dense hide-pagination wrap-cells").classes("w-full")
+
+
+@final
+class EventList:
+    """Mutable: the events of a run in words, the newest first."""
+
+    def __init__(self) -> None:
+        with ui.element("section").classes("w-full"):
+            ui.label("Events").classes("text-lg font-semibold").props("role=heading aria-level=2")
+            self._box = ui.column().classes("w-full gap-1")
+            with self._box:
+                ui.label("nothing but training so far").classes("opacity-75")
+        self._shown: Sequence[tuple[Event, str]] = ()
+
+    def show(self, incidents: Sequence[tuple[Event, str]]) -> None:
+        """Redraws the list where it has changed. `incidents`: the newest first."""
+        checkpoints = [event for event, _ in incidents if isinstance(event, Saved)]
+        hidden = checkpoints[_SHOWN_CHECKPOINTS:]
+        shown = [(event, text) for event, text in incidents if event not in hidden]
+        if shown[:_SHOWN_INCIDENTS] == self._shown:
+            return
+        self._shown = shown[:_SHOWN_INCIDENTS]
+        self._box.clear()
+        with self._box:
+            for event, text in self._shown:
+                clock = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
+                with ui.row().classes("gap-3 no-wrap items-start"):
+                    ui.label(clock).classes("opacity-75 whitespace-nowrap")
+                    ui.label(f"step {event.step:,}").classes("whitespace-nowrap min-w-[5.5rem]")
+                    ui.label(text).classes("break-words whitespace-pre-wrap")
