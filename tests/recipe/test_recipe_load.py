@@ -128,6 +128,8 @@ def test_a_key_of_another_section_is_found(write):
             "'long' is not a number of tokens; write a whole number such as 1024",
         ),
         ("train: {max_steps: 0}", "must be above 0"),
+        ("train: {max_steps: 0.0000001}", "must be above 0"),
+        ("train: {max_tokens: 0.4}", "must be above 0"),
         ("train: {max_steps: 20%}", "is not a number of steps"),
         ("train: {max_steps: 1.5}", "1.5 is not a whole number of steps; write 1 or 2 steps"),
         ("checkpoint: {every: 0.5}", "0.5 is not a whole number of steps; write 1 step"),

@@ -141,6 +141,9 @@ def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:
         "extends: /etc/passwd",
         "extends: ../../../../etc",
         "model: {from: '<script>alert(1)</script>'}",
+        f"model: {{from: {'a' * 300}}}",  # too long for a file
+        f"extends: go-coder-tiny\ndata: {{validation: {'a' * 300}}}",
+        "extends: go-coder-tiny\ntrain: {max_tokens: 0.0000001}",
     ],
 )
 def test_a_recipe_that_does_not_parse_is_a_problem_in_words(text: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from bloomery.monitor.events import (
     decode_json,
     read_ends,
     read_events,
+    to_json,
 )
 from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
@@ -205,6 +206,40 @@ def test_damaged_runs_stay_in_the_list_and_hide_no_other() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "number", ["NaN", "1e999", "1e308", f"1{'0' * 400}", f"{2**64}", "1e20", "-1"]
+)
+def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
+    """A line that another program wrote: those of Bloomery have a checksum."""
+    pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+    from bloomery.studio.compare_page import snapshot_of
+    from bloomery.studio.run_page import figures_of
+    from bloomery.studio.runs_page import row_of_table
+
+    make_run("whole", end=RunEnded(step=40, status="done"))
+    step = json.loads(to_json(step_done(20)))
+    sensors = json.loads(
+        to_json(DeviceStats(step=20, device=0, temperature=50.0, power=9.0, seconds=1.0))
+    )
+    length = json.loads(to_json(Phase(name="length", total=9.0, time=9.0)))
+    for event in (step, sensors, length):
+        for key in (key for key in event if isinstance(event[key], int | float)):
+            line = json.dumps({**event, key: "NUMBER"}).replace('"NUMBER"', number)
+            path = make_run(f"{event['event']}-{key}") / "events.jsonl"
+            path.write_text(f"{line}\n{path.read_text()}{line}\n")
+    (Path("runs") / "whole" / "metrics.json").write_text(f'{{"seconds": {number}}}')
+    watching = Watching()
+    rows = [row_of_table(row) for row in watching.rows()]
+    assert len(rows) > 15
+    json.dumps(rows, allow_nan=False)
+    for row in rows:
+        run = watching.run(row["name"])
+        run.update()
+        assert run.problem == ""
+        assert dict(figures_of(run))["Step"]
+        json.dumps(snapshot_of(run, "hours").points, allow_nan=False)
+
+
 def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:
     folder = make_run("demo", events=[step_done(1), step_done(2)])
     watching = Watching()
@@ -235,8 +270,10 @@ def test_a_run_that_is_deleted_while_the_list_is_made_hides_no_other(
     assert [row.name for row in Watching().rows()] == ["kept"]
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../demo", "a/b", "/etc", "nul\0", "absent"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../demo", "a/b", "/etc", "nul\0", "absent", "a" * 300]
+)
 def test_a_name_reaches_no_other_folder(name: str) -> None:
     make_run("demo")
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match=r"no run|too long"):
         Watching().run(name)

@@ -2,6 +2,8 @@
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -105,3 +107,15 @@ def of_the_system(error: OSError) -> UserError | None:
     return entry and UserError(
         entry[0], where=shorten(str(error.filename or ""), 200), fix=entry[1]
     )
+
+
+@contextmanager
+def system_errors_worded() -> Iterator[None]:
+    """Raises UserError for what the operating system refuses, such as a file name that is too long."""
+    try:
+        yield
+    except OSError as error:
+        worded = of_the_system(error)
+        if worded is None:
+            raise
+        raise worded from error

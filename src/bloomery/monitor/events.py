@@ -331,12 +331,37 @@ _STAMP_BYTES = len(', "crc32": "00000000"}')
 # Fields and types of lines that were accepted: a million lines of a run have a few of them.
 _ACCEPTED_SHAPES: set[tuple[object, ...]] = set()
 _MOST_SHAPES = 1000
+_END_OF_TIME = 253_402_300_800  # the year 10000, in seconds since 1970
 Decode = Callable[[bytes], Any]
 
 
 def decode_json(line: bytes) -> Any:
-    """Raises ValueError or RecursionError."""
-    return json.loads(line.decode("utf-8", errors="replace"))
+    """Raises ValueError or RecursionError, also for numbers that JSON parsers of 64 bits refuse: NaN, 1e999, 10**20.
+
+    One of them in one run would make every list of runs fail that adds it up or shows it.
+    """
+    entry = json.loads(line.decode("utf-8", errors="replace"))
+    if not _are_of_64_bits([entry]):
+        raise ValueError("a number beyond 64 bits")
+    return entry
+
+
+def _are_of_64_bits(values: Iterable[Any]) -> bool:
+    """Whether all numbers in JSON values are finite, and whole ones below 2**64."""
+    for value in values:
+        kind = type(value)
+        if kind is float:
+            if not math.isfinite(value):
+                return False
+        elif kind is int:
+            if not -(2**63) <= value < 2**64:
+                return False
+        elif kind is dict:
+            if not _are_of_64_bits(value.values()):
+                return False
+        elif kind is list and not _are_of_64_bits(value):
+            return False
+    return True
 
 
 def is_whole(line: bytes) -> bool:
@@ -381,6 +406,8 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
         if accepted.keys() >= entry.keys() and len(_ACCEPTED_SHAPES) < _MOST_SHAPES:
             _ACCEPTED_SHAPES.add(shape)
         entry = {key: value for key, value in entry.items() if key in accepted}
+    if not 0 <= entry.get("time", 0) < _END_OF_TIME:
+        return None
     for name, types in _VALUE_TYPES[kind].items():
         values = entry.get(name)
         if values and not all(isinstance(value, types) for value in values.values()):

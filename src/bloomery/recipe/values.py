@@ -89,13 +89,13 @@ def _of_unit(unit: Unit, example: str) -> Any:
                 raise ValueError(
                     f"{str(value)[:40]!r} is not a number of {unit}; write {example}"
                 ) from error
-        if not 0 < amount <= _MOST:
+        if unit == "steps":
+            amount = whole_steps(amount, str(value)).amount
+        if not 0 < amount <= _MOST or (unit != "epochs" and round(amount) < 1):
             raise ValueError(
                 f"{str(value)[:40]} is not a number of {unit}; it must be above 0, and finite"
             )
-        if unit == "epochs":
-            return amount
-        return round(whole_steps(amount, str(value)).amount) if unit == "steps" else round(amount)
+        return amount if unit == "epochs" else round(amount)
 
     return BeforeValidator(read, json_schema_input_type=str | float)
 

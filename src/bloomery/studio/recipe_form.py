@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import YAMLError
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.text import harmless
 from bloomery.plan.page import page
 from bloomery.recipe.load import dump_recipe, json_schema, load_text
@@ -211,12 +211,14 @@ def with_edit(text: str, edit: str) -> str:
 def planned(text: str, name: str) -> Planned:
     """The plan for this machine, and every mistake in the words of the command line."""
     try:
-        loaded_recipe = load_text(text, name=name, source=SOURCE)
+        with system_errors_worded():
+            loaded_recipe = load_text(text, name=name, source=SOURCE)
     except UserError as error:
         return Planned(problem=_text_of(error), fix=harmless(error.fix))
     values = YAML(typ="safe", pure=True).load(dump_recipe(loaded_recipe))
     try:
-        report, machine = planned_report(loaded_recipe)
+        with system_errors_worded():
+            report, machine = planned_report(loaded_recipe)
     except UserError as error:
         return Planned(
             name=loaded_recipe.name,

@@ -1,6 +1,5 @@
 """What all pages of studio show: the runs of a folder, and the open ones with their curves. Does not import torch."""
 
-import json
 import os
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.files import open_regular, read_whole
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
@@ -109,7 +108,7 @@ def model_of(plan: RunPlan) -> str:
 
 def planned_speed(plan: RunPlan | None) -> float | None:
     """Tokens per second of the plan; None where the device is unknown."""
-    if plan is None or plan.step_seconds is None:
+    if plan is None or plan.step_seconds is None or plan.step_seconds.value <= 0:
         return None
     return plan.trained_tokens_per_step / plan.step_seconds.value
 
@@ -152,7 +151,7 @@ def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:
     if is_live:
         return summary.clock.until(time.time())
     try:
-        seconds = json.loads(read_whole(folder / "metrics.json")).get("seconds")
+        seconds = decode_json(read_whole(folder / "metrics.json")).get("seconds")
     except (OSError, UserError, ValueError, AttributeError, RecursionError):
         seconds = None
     return float(seconds) if isinstance(seconds, int | float) else summary.clock.seconds
@@ -277,7 +276,11 @@ class Watching:
     def run(self, name: str) -> OpenRun:
         """The run with this name. Raises UserError where `runs/` has none."""
         folder = Path("runs") / name
-        if name in ("", ".", "..") or "/" in name or "\0" in name or not is_run(folder):
+        with system_errors_worded():
+            is_known = (
+                name not in ("", ".", "..") and not {"/", "\0"} & set(name) and is_run(folder)
+            )
+        if not is_known:
             fix = "choose one of the list"
             raise UserError(f"no run {harmless(name)[:80]!r}", where="runs/", fix=fix)
         with self._lock:
