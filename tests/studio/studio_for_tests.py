@@ -83,24 +83,22 @@ async def opened_list(user):
 
 
 @contextmanager
-def studio_process(folder: Path, *options: str) -> Iterator[str]:
-    """`bloomery studio` in `folder`, on a port of its own; yields its URL without the token."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", "studio", "--port=0", "--no-open", *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "BLOOMERY_STUDIO_TOKEN": TOKEN},
-    )
+def studio_process(folder: Path, *options: str, output: Path | None = None) -> Iterator[str]:
+    """`bloomery studio` in `folder`, on a port of its own; yields its URL without the token. `output`: a file for what
+    it prints."""
+    path = folder / "studio.log" if output is None else output
+    with path.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bloomery", "studio", "--port=0", "--no-open", *options],
+            stderr=file,
+            cwd=folder,
+            env={**os.environ, "BLOOMERY_STUDIO_TOKEN": TOKEN},
+        )
     try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if match := re.search(r"(http://\S+/)\?token=", line):
-                yield match[1]
-                return
-        raise AssertionError("".join(lines))
+        while (match := re.search(r"(http://\S+/)\?token=", path.read_text())) is None:
+            assert process.poll() is None, path.read_text()
+            time.sleep(0.02)
+        yield match[1]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.wait(30)

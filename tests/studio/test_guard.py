@@ -68,6 +68,17 @@ def test_who_gets_an_answer(headers: dict[str, str], status: int) -> None:
             assert TOKEN not in answer.text
 
 
+def test_a_link_of_another_site_gets_a_page_that_goes_on_by_itself() -> None:
+    """After a redirect from there a browser would not send the cookie."""
+    with client() as browser:
+        headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        answer = browser.get(f"/run/%22%3E%3Cb%3E?token={TOKEN}&a=%22%3E", headers=headers)
+        assert answer.status_code == 200
+        assert 'content="0; url=/run/%22%3E%3Cb%3E?a=%22%3E"' in answer.text
+        assert TOKEN not in answer.text
+        assert browser.get("/run/demo").text == "secret"
+
+
 def test_a_wrong_token_in_the_address_sets_no_cookie() -> None:
     with client() as stranger:
         answer = stranger.get("/?token=wrong")

@@ -115,6 +115,15 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
         while inputs["micro_batch_size"].value != "3":
             await asyncio.sleep(0.01)
 
+        # A mistake is in view, whatever hides its field.
+        editor.value = "extends: go-coder-tiny\noptimizer: {weight_decay: lots}\n"
+        await user.should_see("must be a number, not 'lots'", retries=50)
+        folds = user.find(ui.expansion).elements
+        assert {fold.text for fold in folds if fold.value} == {"data", "train", "optimizer"}
+        editor.value = "extends: go-coder-tiny\ntrain: {micro_batch_size: 3}\n"
+        while inputs["micro_batch_size"].value != "3":
+            await asyncio.sleep(0.01)
+
         # A mistake stands at its key, is corrected there, and nothing starts before.
         inputs["micro_batch_size"].value = "many"
         user.find(marker="train.micro_batch_size").trigger("change")

@@ -16,7 +16,7 @@ from studio_for_tests import TOKEN, make_run, studio_process
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import RunEnded
+from bloomery.monitor.events import EventLog, RunEnded
 from bloomery.serve.address import bound
 from bloomery.studio.commands import Commands
 from browser import PROGRAM, Browser
@@ -96,6 +96,26 @@ def test_of_two_pages_that_press_a_button_at_once_one_is_told_to_wait(
     assert TOKEN not in first.text()
 
 
+def keyboard_sorts_and_keeps_its_place(browser: Browser, folder: Path) -> None:
+    focused = "document.activeElement.dataset.focus"
+    browser.value("document.querySelector('th [role=button]').focus()")
+    for order in ("ascending", "descending"):
+        browser.press("Enter")
+        browser.until(f"document.querySelector('th[aria-sort={order}]')?.innerText.includes('Run')")
+        browser.until(f"{focused} === 'Sort by Run'")
+    browser.value("document.querySelector('tbody [role=checkbox]').focus()")
+    browser.press(" ")
+    browser.until("document.querySelectorAll('tbody [aria-checked=true]').length === 1")
+    browser.until(f"{focused} === 'Select <b>bold'")
+    # A row that changes is made anew.
+    with EventLog(folder / "runs" / "<b>bold" / "events.jsonl") as log:
+        log(RunEnded(step=40, status="failed"))
+    browser.until("document.body.innerText.includes('failed')")
+    browser.until(f"{focused} === 'Select <b>bold'")
+    with EventLog(folder / "runs" / "<b>bold" / "events.jsonl") as log:
+        log(RunEnded(step=40, status="stopped"))
+
+
 @needs_nicegui
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
 def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
@@ -110,7 +130,9 @@ def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
             assert refusal.value.code == 401
 
         browser.look(width=1400)
-        browser.open(f"{url}?token={TOKEN}")
+        # A link on a page of another site, as from a terminal in a browser.
+        browser.open(f"data:text/html,<a href='{url}?token={TOKEN}'>studio</a>")
+        browser.value("document.querySelector('a').click()")
         browser.until("document.querySelectorAll('tbody tr').length === 1")
         assert browser.value("location.search") == ""
         assert browser.value("document.cookie") == ""  # HttpOnly
@@ -121,8 +143,12 @@ def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
         browser.look(width=1400)
         browser.open(url)
         browser.until("document.querySelectorAll('tbody tr').length === 1")
+        keyboard_sorts_and_keeps_its_place(browser, tmp_path)
+        browser.value("document.querySelector('[aria-label^=Switch]').click()")
+        browser.until("document.body.classList.contains('body--dark')")
         browser.value("document.querySelector('tbody a').click()")
         browser.until("document.querySelectorAll('canvas').length >= 5")
+        assert browser.value("document.body.classList.contains('body--dark')")  # on every page
         assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
         browser.until("document.body.innerText.includes('stopped')")
         assert browser.problems == []

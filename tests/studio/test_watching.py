@@ -213,7 +213,7 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
     """A line that another program wrote: those of Bloomery have a checksum."""
     pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
     from bloomery.studio.compare_page import snapshot_of
-    from bloomery.studio.run_page import figures_of
+    from bloomery.studio.run_charts import figures_of
     from bloomery.studio.runs_page import row_of_table
 
     make_run("whole", end=RunEnded(step=40, status="done"))

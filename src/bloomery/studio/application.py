@@ -8,7 +8,7 @@ from nicegui import app, ui
 
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
-from bloomery.studio.chat_page import chat_page
+from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
 from bloomery.studio.guard import Guard
@@ -52,7 +52,12 @@ def add_pages(watching: Watching, commands: Commands) -> None:
 
     async def chat(request: Request) -> None:
         query = request.query_params
-        await chat_page(servers, query.getlist("model"), query.get("device", ""))
+        # A link on a page of another origin loads no model, and ends none.
+        is_foreign = request.headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if is_foreign:
+            link_to_chat(f"/chat?{query}")
+        else:
+            await chat_page(servers, query.getlist("model"), query.get("device", ""))
 
     for address, build in (
         ("/", runs),

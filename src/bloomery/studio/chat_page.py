@@ -26,6 +26,14 @@ async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -
         ui.timer(UPDATE_SECONDS, view.update)
 
 
+def link_to_chat(address: str) -> None:
+    """In place of the chat, for a visitor from another page: the click that loads the models."""
+    with page("Chat", "/models"):
+        ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
+        ui.label("A page of another origin links to this chat, which loads a model.")
+        ui.link("Load it", address)
+
+
 @final
 class ChatView:
     """Mutable: one open chat. Loading continues when the page is closed, and the model ends when no page is open."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from nicegui import ui
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
 from bloomery.studio.charts import SCRIPT
@@ -51,6 +52,29 @@ a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 25
 """
 
 
+_COLORS = "bloomery_colors"  # a cookie: dark or light
+_CHANGE_COLORS = f"""() => {{
+  const dark = !document.body.classList.contains('body--dark');
+  document.cookie = '{_COLORS}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
+  emit(dark);
+}}"""
+
+
+# NiceGUI makes the cells of a table anew whenever a row changes, and the keyboard's focus would be gone with them.
+_KEEP_FOCUS = """<script>
+{
+  let focused = null;
+  document.addEventListener('focusin', event => { focused = event.target; });
+  new MutationObserver(() => {
+    const name = focused?.dataset?.focus;
+    if (!name || focused.isConnected || document.activeElement !== document.body) return;
+    const again = [...document.querySelectorAll('[data-focus]')].find(one => one.dataset.focus === name);
+    again?.focus({preventScroll: true});
+  }).observe(document.documentElement, {childList: true, subtree: true});
+}
+</script>"""
+
+
 class Place(NamedTuple):
     path: str
     name: str
@@ -71,11 +95,13 @@ def page(title: str, path: str) -> Iterator[None]:
     ui.page_title(f"{title} · Bloomery")
     ui.add_css(_STYLE)
     ui.add_head_html(SCRIPT)
+    ui.add_head_html(_KEEP_FOCUS)
     ui.colors(primary="#2a6db0", positive="#26794f", negative="#b3313f", warning="#9a6500")
-    dark = ui.dark_mode(None)  # as the system
+    chosen = ui.context.client.request.cookies.get(_COLORS)
+    dark = ui.dark_mode({"dark": True, "light": False}.get(chosen or ""))  # None: as the system
 
-    def change_colors() -> None:
-        dark.value = not dark.value
+    def change_colors(event: GenericEventArguments) -> None:
+        dark.value = bool(event.args)
 
     with ui.header().classes("items-center px-2 sm:px-4 py-1 gap-2 flex-nowrap").props("elevated"):
         ui.label("Bloomery").classes("text-lg font-semibold max-sm:hidden")
@@ -86,9 +112,9 @@ def page(title: str, path: str) -> Iterator[None]:
                 if place.path == path:
                     link.props("aria-current=page")
         ui.space()
-        ui.button(icon="contrast", on_click=change_colors).props(
+        ui.button(icon="contrast").props(
             'flat dense color=white aria-label="Switch between light and dark"'
-        )
+        ).on("click", change_colors, js_handler=_CHANGE_COLORS)
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
 
@@ -96,8 +122,37 @@ def page(title: str, path: str) -> Iterator[None]:
 def label_checkboxes(table: ui.table, key: str) -> None:
     """Names the checkboxes of a table for screen readers, each by the row's value of `key`."""
     checkbox = '<q-checkbox v-model="props.selected" dense'
-    table.add_slot("header-selection", f'{checkbox} aria-label="Select all" />')
-    table.add_slot("body-selection", f"""{checkbox} :aria-label="'Select ' + props.row.{key}" />""")
+    table.add_slot(
+        "header-selection", f'{checkbox} aria-label="Select all" data-focus="Select all" />'
+    )
+    name = f"'Select ' + props.row.{key}"
+    table.add_slot("body-selection", f'{checkbox} :aria-label="{name}" :data-focus="{name}" />')
+
+
+# Quasar's own headings sort at a click, and the keyboard does not reach them.
+_SORTED = "props.col.__thClass.includes('sorted')"
+_SORT_HEADING = f"""
+<q-th :props="props" :aria-sort="!{_SORTED} ? 'none' : props.col.__thClass.includes('sort-desc') ? 'descending' :
+  'ascending'">
+  <span role="button" tabindex="0" :data-focus="'Sort by ' + props.col.label"
+    @keydown.enter.prevent="props.sort(props.col)" @keydown.space.prevent="props.sort(props.col)">
+    {{{{ props.col.label }}}}</span>
+</q-th>
+"""
+
+
+def sort_by_keyboard(table: ui.table, tools: ui.row) -> None:
+    """Makes buttons of the headings; a narrow window, which has cards and no headings, gets a field in `tools`."""
+    table.add_slot("header-cell", _SORT_HEADING)
+    headings = {column["name"]: column["label"] for column in table.columns}
+
+    def sort(event: ValueChangeEventArguments[str]) -> None:
+        table.pagination = {"rowsPerPage": 0, "sortBy": event.value}
+
+    with tools:
+        ui.select(headings, label="Sort by", on_change=sort).props("dense outlined").classes(
+            "w-40 md:hidden"
+        )
 
 
 def notify(error: UserError) -> None:

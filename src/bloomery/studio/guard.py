@@ -1,12 +1,13 @@
 """Who may talk to studio: requests with the token, to this host, from its own pages. Does not import torch."""
 
 import hmac
+import html
 from http.cookies import CookieError, SimpleCookie
 from typing import final
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # NiceGUI compiles templates in the browser, hence 'unsafe-eval'; nothing loads from another host.
@@ -72,16 +73,30 @@ class Guard:
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             return PlainTextResponse("requests from pages of another origin are refused", 403)
 
+        # A page of another port of this host sends the cookie too, and no origin with its images and scripts.
+        is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if is_foreign and headers.get("sec-fetch-mode") != "navigate":
+            return PlainTextResponse("requests from pages of another origin are refused", 403)
+
         # The token in the address, once; then the cookie.
         parameters = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         given = [value for name, value in parameters if name == "token"]
-        if given and scope["type"] == "http" and scope["method"] == "GET":
+        if given and scope["type"] == "http":
             if not self._is_token(given[0]):
                 return _closed("wrong token")
+            if scope["method"] not in ("GET", "HEAD"):  # no log shall have it
+                return PlainTextResponse("only an address to open has a token", 400)
             rest = urlencode([(name, value) for name, value in parameters if name != "token"])
-            # One slash at the beginning: two would name another host.
-            path = "/" + scope["path"].lstrip("/\\")
-            answer = RedirectResponse(f"{path}?{rest}" if rest else path, 303)
+            # As it came: the name of a run may hold an encoded "?". One slash at the beginning: two would name another
+            # host.
+            path = "/" + scope["raw_path"].decode("ascii").lstrip("/\\")
+            address = f"{path}?{rest}" if rest else path
+            answer: Response = RedirectResponse(address, 303)
+            if headers.get("sec-fetch-site") == "cross-site":
+                # A browser follows a redirect from a link on a page of another site, such as a terminal in a browser,
+                # without the cookie: this page goes on by itself.
+                go_on = f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">'
+                answer = HTMLResponse(f"<!DOCTYPE html><title>Bloomery</title>{go_on}")
             answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
             return answer
         bearer = headers.get("authorization", "").removeprefix("Bearer ")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 import httpx
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from bloomery.core.errors import UserError
@@ -98,10 +98,14 @@ class ModelServers:
             request.method,
             f"{server.process.url}{path}",
             headers=headers,
-            content=await request.body(),
+            # In pieces: the server refuses a body that is too large, before it is in memory.
+            content=request.stream() if request.method == "POST" else None,
         )
         try:
             answer = await client.send(sent, stream=True)
+        except ClientDisconnect:
+            await client.aclose()
+            return Response(status_code=499)
         except httpx.HTTPError as error:
             await client.aclose()
             return PlainTextResponse(f"the model's process does not answer: {error}\n", 502)

@@ -20,7 +20,7 @@ from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Command, Commands
-from bloomery.studio.frame import label_checkboxes, notify, page, show_command
+from bloomery.studio.frame import label_checkboxes, notify, page, show_command, sort_by_keyboard
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.train.model_folder import (
     best_on_disk,
@@ -56,7 +56,8 @@ _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
-    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.model" />
+    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.model"
+      :data-focus="'Select ' + props.row.model" />
     <span class="text-weight-medium">{{ props.row.name }}</span>
     <q-badge v-if="props.row.best" color="positive" class="q-ml-sm">best</q-badge>
     <div class="text-caption">
@@ -167,7 +168,7 @@ def address_of_chat(models: Sequence[str], device: str) -> str:
 
 async def models_page(commands: Commands) -> None:
     with page("Models", "/models"):
-        with ui.row().classes("w-full items-center"):
+        with ui.row().classes("w-full items-center") as tools:
             ui.label("Models").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.space()
             device = ui.select(["auto", "cpu"], value="auto", label="Device")
@@ -182,6 +183,7 @@ async def models_page(commands: Commands) -> None:
         exports = ui.column().classes("w-full gap-0")
         exports.visible = False
         table = _table()
+        sort_by_keyboard(table, tools)
         table.bind_filter_from(search, "value", lambda text: text or "")
 
         def selected() -> list[dict[str, Any]]:

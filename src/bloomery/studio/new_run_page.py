@@ -7,7 +7,7 @@ from typing import Any, final
 
 from nicegui import ui
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
 from bloomery.plan.made import made_recipe
@@ -49,7 +49,8 @@ async def new_run_page(watching: Watching, commands: Commands, run: str = "") ->
                 text = content.decode("utf-8", errors="replace")
                 ui.label(f"with the recipe of {harmless(run)}")
             except (UserError, OSError) as error:
-                ui.notify(harmless(str(error)), type="negative")
+                problem = error.problem if isinstance(error, UserError) else error.strerror
+                ui.label(harmless(f"error: {problem}")).classes("text-negative")
         view = NewRun(commands, None if text else FIRST_RECIPE)
         if text:
             await view.use(text, run)
@@ -69,6 +70,8 @@ class NewRun:
         self._version = 0  # of the text
         self._inputs: dict[str, tuple[FormField, Any]] = {}
         self._filled: dict[str, str] = {}  # the last value of each input
+        self._folds: dict[str, tuple[ui.expansion, ...]] = {}  # that hide an input
+        self._mistakes: dict[str, str] = {}  # by key
         self._kinds: tuple[str, ...] = ()
         self._chooser(packaged_recipe)
         with ui.element("div").classes("w-full grid gap-6 grid-cols-1 lg:grid-cols-[5fr_7fr]"):
@@ -117,9 +120,10 @@ class NewRun:
 
             async def use_model() -> None:
                 try:
-                    made = await asyncio.to_thread(
-                        made_recipe, model.value or "", data.value or None, planning=True
-                    )
+                    with system_errors_worded():
+                        made = await asyncio.to_thread(
+                            made_recipe, model.value or "", data.value or None, planning=True
+                        )
                 except UserError as error:
                     notify(error)
                     return
@@ -192,6 +196,7 @@ class NewRun:
     def _build(self, sections: list[FormSection]) -> None:
         self._form.clear()
         self._inputs = {}
+        self._mistakes = {}
         with self._form:
             for section in sections:
                 with (
@@ -200,17 +205,18 @@ class NewRun:
                     .props("dense header-class=text-weight-medium") as expansion
                 ):
                     expansion.value = section.name in OPENED
-                    self._add_fields(section.fields[:FIRST_FIELDS])
+                    self._add_fields(section.fields[:FIRST_FIELDS], expansion)
                     if section.fields[FIRST_FIELDS:]:
-                        with ui.expansion("more").classes("w-full").props("dense"):
-                            self._add_fields(section.fields[FIRST_FIELDS:])
+                        with ui.expansion("more").classes("w-full").props("dense") as more:
+                            self._add_fields(section.fields[FIRST_FIELDS:], expansion, more)
 
-    def _add_fields(self, fields: Sequence[FormField]) -> None:
+    def _add_fields(self, fields: Sequence[FormField], *folds: ui.expansion) -> None:
         with ui.element("div").classes(
             "studio-form w-full grid gap-x-4 gap-y-1 grid-cols-1 sm:grid-cols-2"
         ):
             for field in fields:
                 self._inputs[field.key] = field, self._input(field)
+                self._folds[field.key] = folds
 
     def _input(self, field: FormField) -> Any:
         label = ".".join(field.path[1:])
@@ -245,9 +251,13 @@ class NewRun:
             if element.value != text:
                 element.value = text
         mistake = self.planned.problem_at(key)
-        element.props(remove="error error-message")
-        if mistake:
-            element.props(f'error error-message="{_attribute(mistake)}"')
+        if mistake != self._mistakes.get(key, ""):
+            self._mistakes[key] = mistake
+            element.props(remove="error error-message")
+            if mistake:
+                element.props(f'error error-message="{_attribute(mistake)}"')
+                for fold in self._folds[key]:
+                    fold.open()
         is_set = self._is_set(field)
         element.classes(add="font-bold" if is_set else None, remove=None if is_set else "font-bold")
 

@@ -7,10 +7,17 @@ from typing import Any
 from nicegui import ui
 
 from bloomery.core.units import format_seconds
+from bloomery.monitor.words import figure
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
-from bloomery.studio.frame import STATUS_COLORS, label_checkboxes, page, show_command
+from bloomery.studio.frame import (
+    STATUS_COLORS,
+    label_checkboxes,
+    page,
+    show_command,
+    sort_by_keyboard,
+)
 from bloomery.studio.watching import RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
@@ -23,18 +30,19 @@ _COLUMNS = (
     ("progress", "Progress", True),
     ("loss", "Loss", True),
     ("speed", "Tokens/s", True),
-    ("memory_gib", "GiB", True),
-    ("temperature", "°C", True),
-    ("power", "W", True),
+    ("memory_gib", "Memory", True),
+    ("temperature", "Temperature", True),
+    ("power", "Power", True),
     ("began", "Started", True),
     ("seconds", "Duration", True),
 )
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 _NAME_CELL = """
-<q-td :props="props"><a :href="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
+<q-td :props="props">
+  <a :href="props.row.address" :data-focus="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
 """
 _STATUS_CELL = """
-<q-td :props="props">
+<q-td :props="props" style="white-space: normal; min-width: 13rem; max-width: 26rem; overflow-wrap: anywhere">
   <q-badge :color="props.row.color">{{ props.row.status }}</q-badge>
   <span v-if="props.row.reason !== props.row.status" class="q-ml-sm">{{ props.row.reason }}</span>
 </q-td>
@@ -50,8 +58,9 @@ _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
-    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name" />
-    <a :href="props.row.address" class="studio-name">{{ props.row.name }}</a>
+    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name"
+      :data-focus="'Select ' + props.row.name" />
+    <a :href="props.row.address" :data-focus="props.row.address" class="studio-name">{{ props.row.name }}</a>
     <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
     <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
     <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs"
@@ -69,10 +78,7 @@ _CARD = """
 def row_of_table(row: RunRow) -> dict[str, Any]:
     """Values to sort by, and `shown`: the text of each cell."""
 
-    def number(value: float | None, spec: str) -> str:
-        return "" if value is None else f"{value:{spec}}"
-
-    speed = number(row.speed, ",.0f")
+    speed = figure(row.speed, ",.0f", "")
     if row.planned_speed and row.speed:
         speed += f" ({row.speed / row.planned_speed:.0%} of plan)"
     steps = f"{row.step:,}" + (f" / {row.steps:,}" if row.steps else "")
@@ -80,11 +86,11 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
         "model": row.model,
         "method": row.method,
         "progress": steps if row.progress is None else f"{row.progress:.0%} · {steps}",
-        "loss": number(row.loss, ".3f"),
+        "loss": figure(row.loss, ".3f", ""),
         "speed": speed,
-        "memory_gib": number(row.memory_gib, ".1f"),
-        "temperature": number(row.temperature, ".0f"),
-        "power": number(row.power, ",.0f"),
+        "memory_gib": figure(row.memory_gib, ".1f", " GiB"),
+        "temperature": figure(row.temperature, ".0f", " °C"),
+        "power": figure(row.power, ",.0f", " W"),
         "began": ""
         if row.began is None
         else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.began)),
@@ -104,7 +110,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
     # A first look at hundreds of runs may take a second: the page does not wait for it.
     rows = [row_of_table(row) for row in watching.known_rows()]
     with page("Runs", "/"):
-        with ui.row().classes("w-full items-center"):
+        with ui.row().classes("w-full items-center") as tools:
             ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.space()
             compare = ui.button("Compare", icon="stacked_line_chart")
@@ -136,6 +142,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         if not rows:
             table.props("loading")
         label_checkboxes(table, "name")
+        sort_by_keyboard(table, tools)
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
