@@ -26,7 +26,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.runs import flow, worker
 from bloomery.runs import lifecycle as local
 from bloomery.runs.evaluate import evaluate, load_to_evaluate
-from bloomery.runs.supervisor import StageResult
+from bloomery.runs.stage_ends import StageResult
 from bloomery.train.model_folder import find_model
 from small_words import SMALL_WORDS
 

@@ -17,7 +17,8 @@ from bloomery.runs.folder import RunFolder, locked
 from bloomery.runs.follow import follow
 from bloomery.runs.launchers import Board, Launch, current_launch
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.supervisor import failure, run_stage
+from bloomery.runs.stage_ends import failure
+from bloomery.runs.supervisor import run_stage
 
 
 def lead(launch: Launch, folder: RunFolder) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.parallel.collective_notes import CollectiveNotes
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.supervisor import HOSTS_FILE, STACKS
+from bloomery.runs.stage_ends import HOSTS_FILE, STACKS
 from bloomery.runs.worker import Deadline
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack

@@ -52,7 +52,8 @@ from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import start
 from bloomery.runs.resume_plan import refuse_other_recipe
 from bloomery.runs.signals import StopRequests
-from bloomery.runs.supervisor import failure, run_stage, training_place
+from bloomery.runs.stage_ends import Stage, StageResult, failure, training_place
+from bloomery.runs.supervisor import run_stage
 from ranks import train as train_on_ranks
 
 TORCHRUN = {
@@ -339,8 +340,8 @@ class SilentRank:
     def kill(self) -> None:
         self.code = -signal.SIGKILL
 
-    def result(self, stage: supervisor.Stage, rank: int | None) -> supervisor.StageResult:
-        return supervisor.StageResult(stage, -signal.SIGKILL, None, (), rank)
+    def result(self, stage: Stage, rank: int | None) -> StageResult:
+        return StageResult(stage, -signal.SIGKILL, None, (), rank)
 
 
 def test_a_report_is_told_though_ranks_of_other_processes_wait_in_silence(
@@ -351,18 +352,18 @@ def test_a_report_is_told_though_ranks_of_other_processes_wait_in_silence(
     ends = {2: {"code": worker.OUT_OF_MEMORY, "report": report, "tail": [], "host": "n2"}}
     board = SimpleNamespace(end_of=ends.get)
     peers = {rank: supervisor._Peer(board, rank) for rank in (1, 2, 3)}
-    group = supervisor._Group({0: SilentRank(), **peers}, 4, tmp_path / "stacks")
+    group = supervisor._Group({0: SilentRank(), **peers}, 4, RunFolder(tmp_path))
     wait_for(group.over)
     ending = group.result("train")
     assert (ending.rank, ending.code, ending.report) == (2, worker.OUT_OF_MEMORY, report)
     assert not ending.lost
 
     # Where no rank explains the end, one that is gone without a word does.
-    lost = supervisor.StageResult("train", 1, None, ("RuntimeError: Connection closed by peer",), 0)
+    lost = StageResult("train", 1, None, ("RuntimeError: Connection closed by peer",), 0)
     first = SilentRank()
     monkeypatch.setattr(first, "result", lambda stage, rank: lost)
     first.code = 1
-    group = supervisor._Group({0: first, 1: supervisor._Peer(board, 1)}, 2, tmp_path / "stacks")
+    group = supervisor._Group({0: first, 1: supervisor._Peer(board, 1)}, 2, RunFolder(tmp_path))
     wait_for(group.over)
     assert group.result("train").rank == 1 and group.result("train").lost
 
@@ -456,7 +457,7 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
         waiting.join(10)
         assert heard[0].attempt == 0 and heard[0].code is None and heard[0].port > 0
         assert not second.over()
-        second.leave(1, supervisor.StageResult("train", 4, {"problem": "out of memory"}, ("last",)))
+        second.leave(1, StageResult("train", 4, {"problem": "out of memory"}, ("last",)))
         wait_for(lambda: first.end_of(1) is not None)
         assert first.end_of(1)["report"] == {"problem": "out of memory"}
         first.begin(resumed=True)  # again, with safer settings

@@ -16,7 +16,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
-from bloomery.runs.supervisor import StageResult
+from bloomery.runs.stage_ends import StageResult
 from bloomery.runs.worker import (
     DIVERGED,
     FAILED,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.supervisor import StageResult, failure
+from bloomery.runs.stage_ends import StageResult, failure
 
 FOLDER = RunFolder(Path("/somewhere/runs/one"))
 

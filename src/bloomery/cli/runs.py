@@ -50,6 +50,7 @@ from bloomery.runs.folder import (
     alive,
     all_runs,
     beats,
+    existing,
     find_run,
     holder_of,
     host_name,
@@ -373,8 +374,6 @@ def stop_command(run: str) -> int:
 
     Example: bloomery stop last
     """
-    from bloomery.runs.supervisor import existing
-
     folder = existing(find_run(run))
     runner = runner_of(folder)
     echo(f"requested  process {runner.pid} saves and stops after its current step")
@@ -412,8 +411,6 @@ def save_command(run: str, steps: int | None) -> int:
 
     Example: bloomery save last
     """
-    from bloomery.runs.supervisor import existing
-
     folder = existing(find_run(run))
     runner = runner_of(folder)
     if steps is not None:

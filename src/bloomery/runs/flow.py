@@ -32,9 +32,10 @@ from bloomery.runs.resume_plan import (
     store_fallback,
 )
 from bloomery.runs.signals import STOP_SIGNALS, StopRequests
-from bloomery.runs.supervisor import Stage, StageResult, failure, run_stage
+from bloomery.runs.stage_ends import STOPPED, Stage, StageResult, failure
+from bloomery.runs.supervisor import run_stage
 from bloomery.runs.telemetry import sensing
-from bloomery.runs.worker import DONE, FAILED, STOPPED
+from bloomery.runs.worker import DONE, FAILED
 from bloomery.train.model_folder import (
     best_on_disk,
 )

@@ -394,6 +394,16 @@ def all_runs() -> list[Path]:
     return [folder for _, _, folder in sorted(dated_folders)]
 
 
+def existing(folder: Path) -> RunFolder:
+    """The run in `folder`. Raises UserError when there is none."""
+    run = RunFolder(expanded(folder).absolute())
+    if not run.recipe.is_file():
+        raise UserError(
+            "not a run folder", where=str(run.path), fix="`bloomery runs` lists the runs in runs/"
+        )
+    return run
+
+
 def find_run(name: str) -> Path:
     """The run folder: a path, a name under `runs/`, a unique prefix of one, or `last`. Raises UserError (code 2)."""
     runs = all_runs()

@@ -20,8 +20,9 @@ from bloomery.runs.flow import EndedRun
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import Board, Launch
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.supervisor import StageResult, run_stage
-from bloomery.runs.worker import FAILED, STOPPED
+from bloomery.runs.stage_ends import STOPPED, StageResult
+from bloomery.runs.supervisor import run_stage
+from bloomery.runs.worker import FAILED
 
 
 def rank_machine(launch: Launch, devices: str | None) -> Machine:

@@ -49,7 +49,7 @@ from bloomery.runs.flow import (
     train,
     write_plan_and_machine,
 )
-from bloomery.runs.folder import RunFolder, locked, new_run, refuse_little_disk
+from bloomery.runs.folder import RunFolder, existing, locked, new_run, refuse_little_disk
 from bloomery.runs.follow import follow, open_board, rank_machine, second_rank_0_explained
 from bloomery.runs.launchers import Board, began_by_job, current_launch, new_folder
 from bloomery.runs.resume_inputs import (
@@ -66,7 +66,6 @@ from bloomery.runs.resume_plan import (
     take_fallback,
 )
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.supervisor import existing
 from bloomery.runs.worker import DONE
 from bloomery.train.model_folder import saved_steps
 from bloomery.train.reward_functions import refuse_missing_functions

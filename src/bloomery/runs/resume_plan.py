@@ -24,7 +24,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.supervisor import StageResult
+from bloomery.runs.stage_ends import StageResult
 from bloomery.runs.worker import (
     DIVERGED,
     FAILED,

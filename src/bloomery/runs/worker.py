@@ -27,7 +27,8 @@ from bloomery.parallel.descriptors import allow_descriptors, most_sockets
 from bloomery.parallel.environment import LinkFailed, node_name
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
-from bloomery.runs.supervisor import HOSTS_FILE, STACK_SIGNAL, STACKS
+from bloomery.runs.stage_ends import HOSTS_FILE, STACKS, STOPPED
+from bloomery.runs.supervisor import STACK_SIGNAL
 from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.requests import Asked, StepRequests
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
@@ -96,7 +97,6 @@ class Deadline:
 
 DONE = 0
 FAILED = 1
-STOPPED = 75
 # Failures that have a fallback.
 UNSOUND = 3
 OUT_OF_MEMORY = 4
