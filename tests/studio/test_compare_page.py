@@ -80,6 +80,36 @@ def test_curves_metrics_and_recipes_of_two_runs() -> None:
     with_user(visit)
 
 
+def test_differences_are_tested_one_after_the_other_and_both_scores_have_intervals() -> None:
+    commands = RecordedCommands()
+    score = {"task": "texts", "kind": "text", "metric": "bits_per_byte", "items": 8, "step": 40}
+    tested = TaskDone(
+        **score, value=1.61, low=1.58, high=1.65, against="runs/one", against_value=2.01,
+        against_low=1.97, against_high=2.05, difference=-0.4, difference_low=-0.41,
+        difference_high=-0.39,
+    )  # fmt: skip
+    make_run("one")
+    make_run("two", events=[*made_up_run(), tested])
+    make_run("three")
+
+    async def visit(user) -> None:
+        await user.open("/compare?runs=one/two/three")
+        await until(lambda: "texts: bits_per_byte against one" in table_of(user, 0))
+        assert table_of(user, 0)["texts: bits_per_byte against one"] == [
+            "2.0100 (1.9700 to 2.0500)",
+            "1.6100 (1.5800 to 1.6500), step 40; difference -0.4000 (-0.4100 to -0.3900)",
+            "–",
+        ]
+        user.find("Test the differences").click()
+        await until(lambda: len(commands.started) == 2, 10)
+        assert commands.started == [
+            ("eval", "runs/two", "--against=runs/one"),
+            ("eval", "runs/three", "--against=runs/one"),
+        ]
+
+    with_user(visit, commands)
+
+
 def test_a_run_that_disappears_and_a_recipe_of_another_version_are_told() -> None:
     make_run("one")
     make_run("two")

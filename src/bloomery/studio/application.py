@@ -42,7 +42,7 @@ def add_pages(watching: Watching, commands: Commands) -> None:
         await new_run_page(watching, commands, run)
 
     async def compare(runs: str = "", over: str = "") -> None:
-        await compare_page(watching, runs, over)
+        await compare_page(watching, commands, runs, over)
 
     async def machine() -> None:
         await machine_page(sensors, commands)

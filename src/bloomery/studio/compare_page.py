@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
@@ -19,8 +19,9 @@ from bloomery.monitor.summary import in_millions
 from bloomery.monitor.words import format_joules, number_format_of, with_interval
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
+from bloomery.studio.commands import Commands
 from bloomery.studio.curves import AXES, Axis, Point
-from bloomery.studio.frame import page
+from bloomery.studio.frame import notify, page, show_command
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
@@ -35,6 +36,7 @@ from bloomery.studio.watching import (
 
 UPDATE_SECONDS = 2.0
 MOST_RUNS = 20
+SUBJECT = "differences of runs"  # of its commands
 UNREADABLE = "recipe.yaml"  # the key of the reason why a recipe cannot be read
 _MISSING = "–"
 # A column of the tables is a run; `color` and `dash` are those of its curves.
@@ -58,7 +60,7 @@ def axis_of(text: str) -> Axis:
     return next((axis for axis in AXES if axis == text), "step")
 
 
-async def compare_page(watching: Watching, names: str, over: str) -> None:
+async def compare_page(watching: Watching, commands: Commands, names: str, over: str) -> None:
     """`names`: of the runs, with slashes between them. `over`: step, tokens or hours."""
     runs = list[OpenRun]()
     problems = list[str]()
@@ -79,7 +81,7 @@ async def compare_page(watching: Watching, names: str, over: str) -> None:
             text = "\n".join(problems) or "Choose runs above, or mark them in the list of runs."
             ui.label(text).classes("studio-text")
             return
-        view = CompareView(runs, problems, axis)
+        view = CompareView(commands, runs, problems, axis)
         await view.update()
         ui.timer(UPDATE_SECONDS, view.update)
         ui.timer(0, view.show_recipes, once=True)
@@ -116,12 +118,13 @@ class Snapshot:
 
     state: tuple[str, int]  # status and lines read: another one has another snapshot
     metrics: dict[str, str]
+    scores_of_others: dict[str, dict[str, str]]  # that it was tested against, by their names
     charts: dict[str, tuple[str, str]]
     points: dict[str, list[Point]]
     evaluations: list[Point]
 
 
-_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, [])
+_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, {}, [])
 
 
 def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
@@ -131,6 +134,7 @@ def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
         return Snapshot(
             state=_state_of(run),
             metrics=dict(metrics_of(run)),
+            scores_of_others=_scores_of_others(run),
             charts=charts,
             points={curve: run.curves.points_over(axis, curve) for curve, _ in charts.values()},
             evaluations=run.curves.moved(axis, evaluations_of(run, "loss")),
@@ -173,7 +177,12 @@ class Overlay:
 class CompareView:
     """Mutable: one open page that compares runs."""
 
-    def __init__(self, runs: Sequence[OpenRun], problems: Sequence[str], axis: Axis) -> None:
+    def __init__(
+        self, commands: Commands, runs: Sequence[OpenRun], problems: Sequence[str], axis: Axis
+    ) -> None:
+        self.commands = commands
+        self._waiting_tests: list[str] = []  # names of runs
+        self._shown_command: tuple[int | None, str] | None = None
         self.runs = {harmless(run.reader.folder.name): run for run in runs}
         self.axis: Axis = axis
         self._problems = tuple(problems)
@@ -192,6 +201,16 @@ class CompareView:
         self._problem = ui.label().classes("studio-text text-negative").props("role=status")
         self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
         self._metrics = self._table("Final metrics")
+        self._command = ui.column().classes("w-full gap-0")
+        if len(self.runs) > 1:
+            with ui.row().classes("w-full items-center gap-3"):
+                ui.button("Test the differences", icon="balance", on_click=self._test).props(
+                    "outline dense no-caps padding='xs sm'"
+                )
+                ui.label(
+                    f"The best checkpoint of each run against that of {next(iter(self.runs))} on the same validation "
+                    "data, with 95% confidence intervals."
+                ).classes("text-sm break-words min-w-0")
         self._recipes = self._table("What differs in the recipes")
         self._recipes.props("loading")
 
@@ -203,6 +222,30 @@ class CompareView:
                 ui.button(icon="close", on_click=lambda: self._remove(name)).props(
                     "flat dense size=xs"
                 ).props(f"aria-label={json.dumps(f'Leave out run {index + 1}')}")
+
+    def _test(self) -> None:
+        """One evaluation after the other: each holds two models."""
+        self._waiting_tests = self._names()[1:]
+        self._test_next()
+
+    def _test_next(self) -> None:
+        name = self._waiting_tests.pop(0)
+        first = self._names()[0]
+        try:
+            self.commands.start("eval", f"runs/{name}", f"--against=runs/{first}", subject=SUBJECT)
+        except UserError as error:
+            self._waiting_tests = []
+            notify(error)
+        self._show_command()
+
+    def _show_command(self) -> None:
+        command = self.commands.of(SUBJECT)
+        state = None if command is None else (command.code, command.text())
+        if state != self._shown_command:
+            self._shown_command = state
+            self._command.clear()
+            with self._command:
+                show_command(command)
 
     def _names(self) -> list[str]:
         return [run.reader.folder.name for run in self.runs.values()]
@@ -251,6 +294,10 @@ class CompareView:
             self._reading = asyncio.create_task(self._read())
         await asyncio.wait({self._reading}, timeout=FIRST_SECONDS)
         self._draw()
+        self._show_command()
+        command = self.commands.of(SUBJECT)
+        if self._waiting_tests and (command is None or command.code is not None):
+            self._test_next()
 
     async def _read(self) -> None:
         """One run after the other: several at once would take Python's lock from each other, and from the page."""
@@ -279,7 +326,12 @@ class CompareView:
         self._problem.text = "\n".join([*self._problems, *notes])
         self._problem.visible = bool(self._problem.text)
         self._draw_charts()
-        self._metrics.rows = _rows([self._snapshots[name].metrics for name in self.runs])
+        metrics = {name: dict(self._snapshots[name].metrics) for name in self.runs}
+        for snapshot in self._snapshots.values():
+            for name, scores in snapshot.scores_of_others.items():
+                if name in metrics:
+                    metrics[name] |= scores
+        self._metrics.rows = _rows(list(metrics.values()))
 
     def _draw_charts(self) -> None:
         names = tuple(self.runs)
@@ -358,8 +410,30 @@ def metrics_of(run: OpenRun) -> Iterator[tuple[str, str]]:
     if (joules := summary.devices.joules) is not None:
         yield "Energy", format_joules(joules)
     for task in run.tasks.values():
-        against = f" against {task.against}" if task.against else ""
-        yield harmless(f"{task.task}: {task.metric}{against}"), score_text(task)
+        yield _label_of(task), score_text(task)
+
+
+def _label_of(event: TaskDone) -> str:
+    against = f" against {event.against.removeprefix('runs/')}" if event.against else ""
+    return harmless(f"{event.task}: {event.metric}{against}")
+
+
+def _scores_of_others(run: OpenRun) -> dict[str, dict[str, str]]:
+    """Of the runs that it was tested against, by name: labels and values. Hold the lock of the run."""
+    scores = dict[str, dict[str, str]]()
+    for task in run.tasks.values():
+        if task.against_value is not None:
+            name = harmless(task.against.removeprefix("runs/"))
+            score = replace(
+                task,
+                value=task.against_value,
+                low=task.against_low,
+                high=task.against_high,
+                step=0,
+                difference=None,
+            )
+            scores.setdefault(name, {})[_label_of(task)] = score_text(score)
+    return scores
 
 
 def score_text(event: TaskDone) -> str:

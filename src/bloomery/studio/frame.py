@@ -178,7 +178,7 @@ def show_command(command: Command | None, *, opened: bool = False) -> None:
     if command is None:
         return
     code = command.code
-    state = "runs" if code is None else "done" if code == 0 else f"exit code {code}"
+    state = "running" if code is None else "done" if code == 0 else f"exit code {code}"
     with ui.expansion(f"{command.line}: {state}", value=opened or code not in (None, 0)).classes(
         "w-full"
     ):
