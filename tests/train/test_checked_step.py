@@ -425,7 +425,7 @@ def test_different_bits_warn_and_end_a_deterministic_run(tmp_path, sides):
 def on_two_ranks(plan_json: str, folder: str) -> list[str]:
     """As two ranks whose second one has a wrong device: the sentences of their errors."""
     plan = RunPlan.model_validate_json(plan_json)
-    mesh = join(plan.train)
+    mesh = replace(join(plan.train), hosts=("n1", "n2"))
     events: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", f"{folder}/{mesh.rank}")
@@ -436,7 +436,8 @@ def on_two_ranks(plan_json: str, folder: str) -> list[str]:
             check_step(plan, Path(folder), events.append, mesh)
         # What rank 0 says counts: the others were started without the flag.
         check_step(plan, Path(folder), events.append, mesh, asked=mesh.rank != 0)
-    return [caught.value.problem, caught.value.where.partition(",")[0]]
+    assert caught.value.fix.endswith("start the ranks on other hosts than n2")
+    return [caught.value.problem, caught.value.where.partition(",")[0], caught.value.host]
 
 
 @soak
@@ -444,7 +445,7 @@ def test_all_ranks_refuse_alike(tmp_path):
     plan = on_ranks(plan_of(), replicate=2)
     first, second = ranks(2).call(on_two_ranks, plan.model_dump_json(), str(tmp_path))
     assert first == second
-    assert "rotary positions" in first[0] and first[1] == "rank 1"
+    assert "rotary positions" in first[0] and first[1:] == ["rank 1 on n2", "n2"]
 
 
 @pytest.mark.parametrize("words", [("train", "tiny.yaml"), ("resume", "run")])

@@ -17,7 +17,7 @@ from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Warned
-from bloomery.parallel.environment import without_host
+from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.neighbors import rounds
 from bloomery.train.diagnostics.stragglers import Straggler, Stragglers, worked_seconds
 from ranks import on_ranks, ranks
@@ -118,6 +118,21 @@ def test_before_the_first_step_the_rank_at_fault_is_named(prepared, tmp_path, br
     assert "rank 0" not in told[0].partition("\n")[0].replace("what rank 0 writes", "")
     assert told[0].endswith("leave the host out: start the ranks on other hosts than n2")
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wrong_ranks", "at_fault"),
+    [
+        (["n1", "n1", "n2", "n3"], [2], "n2"),
+        (["n1", "n1", "n2", "n3"], [3, 0, 1], "n3,n1"),
+        # None would be left, and where all ranks are on one host.
+        (["n1", "n1", "n2"], [0, 2], ""),
+        (["n1", "n1"], [1], ""),
+        ([], [1], ""),
+    ],
+)
+def test_the_hosts_of_wrong_ranks(hosts, wrong_ranks, at_fault) -> None:
+    assert hosts_at_fault(hosts, wrong_ranks) == at_fault
 
 
 def test_under_slurm_the_line_that_excludes_the_host_is_printed(monkeypatch) -> None:

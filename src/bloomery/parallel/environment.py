@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -41,6 +42,17 @@ def rank_environment() -> RankEnvironment:
 def node_name() -> str:
     """This host, as Slurm names it where it started this process."""
     return os.environ.get("SLURMD_NODENAME") or platform.node() or "localhost"
+
+
+def hosts_at_fault(hosts: Sequence[str], ranks: Iterable[int]) -> str:
+    """The hosts of these ranks, "n3,n4"; "" where that is every host, so that none would be left.
+
+    `hosts`: by rank; empty where all ranks are on one.
+    """
+    if not hosts:
+        return ""
+    names = dict.fromkeys(hosts[rank] for rank in ranks)
+    return "" if len(names) == len(set(hosts)) else ",".join(names)
 
 
 def without_host(host: str) -> str:

@@ -21,7 +21,12 @@ from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.parallel import links, process_group
-from bloomery.parallel.environment import node_name, rank_environment, without_host
+from bloomery.parallel.environment import (
+    hosts_at_fault,
+    node_name,
+    rank_environment,
+    without_host,
+)
 from bloomery.parallel.exact_products import product_problem
 from bloomery.parallel.links import LinkTrial, run_within, try_links
 from bloomery.parallel.mesh import Mesh
@@ -230,9 +235,8 @@ def _at_fault(
     facts_by_rank: Sequence[RankFacts], ranks: Sequence[int], problem: str, *, where: str, fix: str
 ) -> UserError:
     """The error of these ranks; where others have hosts of their own, with their host and the line to leave it out."""
-    host = ",".join(dict.fromkeys(facts_by_rank[rank].host for rank in ranks))
-    is_every_host = len({facts.host for facts in facts_by_rank}) == host.count(",") + 1
-    if is_every_host:
+    host = hosts_at_fault([facts.host for facts in facts_by_rank], ranks)
+    if not host:
         return UserError(problem, where=where, fix=fix)
     return UserError(
         problem, where=where, fix=f"{fix}; or leave the host out: {without_host(host)}", host=host

@@ -26,6 +26,7 @@ from bloomery.hardware.machine import Machine, read_machine
 from bloomery.model.attention.support import supports
 from bloomery.model.attention.triton_attention import arch_of
 from bloomery.monitor.events import Emit, Phase, StepChecked, Warned
+from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize
@@ -499,14 +500,15 @@ def check_step(
             emit(Warned(reason=f"the step was not checked on {verdict.device}: {verdict.skipped}"))
             break
     if worst.problem:
-        rank = verdicts.index(worst)
+        wrong_ranks = [rank for rank, verdict in enumerate(verdicts) if verdict.problem]
+        host = hosts_at_fault(mesh.hosts, wrong_ranks)
         where = f"{worst.device} ({worst.arch}), PyTorch {worst.torch}: {worst.detail}"
+        if mesh.world > 1:
+            on_host = f" on {mesh.hosts[wrong_ranks[0]]}" if host else ""
+            where = f"rank {wrong_ranks[0]}{on_host}, {where}"
+        fix = f"{worst.fix}; or leave the host out: {without_host(host)}" if host else worst.fix
         error = Unsound if worst.in_attention else WrongNumbers
-        raise error(
-            worst.problem,
-            where=where if mesh.world == 1 else f"rank {rank}, {where}",
-            fix=worst.fix,
-        )
+        raise error(worst.problem, where=where, fix=fix, host=host)
     warn_of_bits(plan, verdicts, emit)
 
 
