@@ -18,15 +18,19 @@ MOST_MARKS = 40  # of checkpoints, and of other events
 MARK_CHARACTERS = 120
 _TEXT = "#8a8f98"  # legible on light and on dark
 _GRID = "rgba(138, 143, 152, 0.25)"
-# Replaces the end of some series of a chart: [[index, first changed point, points from there], ...].
+# Replaces the end of some series of a chart: [[index, first changed point, points from there], ...]. The options are
+# those with which a chart begins that is not drawn yet.
 SCRIPT = """<script>
 window.studioTails = (id, tails) => {
-  const chart = getElement(id)?.chart;
-  if (!chart) return;
-  const series = chart.getOption().series.map(() => ({}));
-  const old = chart.getOption().series;
-  for (const [index, from, points] of tails) series[index] = {data: old[index].data.slice(0, from).concat(points)};
-  chart.setOption({series});
+  const element = getElement(id);
+  if (!element) return;
+  const changed = element.options.series.map(() => ({}));
+  for (const [index, from, points] of tails) {
+    const data = element.options.series[index].data;
+    data.splice(from, Infinity, ...points);
+    changed[index] = {data};
+  }
+  element.chart?.setOption({series: changed});
 };
 </script>"""
 
@@ -79,6 +83,7 @@ class LineChart:
         self._points: dict[str, list[Point]] = {name: [] for name in self.names}
         self._extra: dict[str, list[Point]] = {}
         self._marks: tuple[ChartMark, ...] = ()
+        self._is_new = True
         self._zoom: tuple[float, float] | None = None
         self._levels = tuple(levels)
         heading = f"{title}, {unit}" if unit else title
@@ -107,7 +112,8 @@ class LineChart:
         series = [*points.items(), *dots.items()]
         known = [*self._points.items(), *self._extra.items()]
         tails: list[tuple[int, int, list[Point]]] = []
-        is_redrawn = shown_marks != self._marks or [n for n, _ in series] != [n for n, _ in known]
+        is_redrawn = self._is_new
+        is_redrawn |= shown_marks != self._marks or [n for n, _ in series] != [n for n, _ in known]
         for index, ((_, new), (_, old)) in enumerate(zip(series, known, strict=False)):
             same = _common(old, new)
             if same == len(old) == len(new):
@@ -118,9 +124,12 @@ class LineChart:
         self._points = points
         self._extra = dots
         self._marks = shown_marks
-        options = self.element.options
-        options["series"] = self._series()
-        options["legend"]["show"] = self._has_legend and len(series) > 1
+        self._is_new = False
+        # Without the suspension each change of the options would send all of them.
+        with self.element.props.suspend_updates():
+            options = self.element.options
+            options["series"] = self._series()
+            options["legend"]["show"] = self._has_legend and len(series) > 1
         if is_redrawn:
             self.element.update()
         elif tails:
@@ -156,7 +165,7 @@ class LineChart:
                 "name": self._labels.get(name, name),
                 "type": "line",
                 "showSymbol": False,
-                "data": points,
+                "data": tuple(points),  # NiceGUI would watch every point of a list
                 "lineStyle": {"width": 1.4, "type": dash_of(index)},
                 "itemStyle": {"color": color_of(index)},
                 "emphasis": {"disabled": True},
@@ -171,7 +180,7 @@ class LineChart:
                     "type": "line",
                     "showSymbol": True,
                     "symbolSize": 6,
-                    "data": points,
+                    "data": tuple(points),  # NiceGUI would watch every point of a list
                     "itemStyle": {"color": color_of(index + len(self._points))},
                 }
             )

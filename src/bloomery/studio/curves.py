@@ -4,7 +4,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 
@@ -64,50 +64,51 @@ class Curve:
         span = self.steps[end - 1] - self.steps[start] + 1
         width = 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
         if start or last is not None:
-            buckets = _extremes(self.steps[start:end], self.values[start:end], width)
-            return [point for _, bucket in buckets for point in bucket]
+            return _extremes(self.steps[start:end], self.values[start:end], width).points
 
         if width != self._width:
             self._width = width
             self._complete = []
             self._last_bucket = 0
         begin = self._last_bucket
-        buckets = _extremes(self.steps[begin:], self.values[begin:], width)
-        for _, bucket in buckets[:-1]:
-            self._complete += bucket
-        last_begin, last_points = buckets[-1]
-        self._last_bucket = begin + last_begin
-        return [*self._complete, *last_points]
+        extremes = _extremes(self.steps[begin:], self.values[begin:], width)
+        self._complete += extremes.points[: extremes.num_complete]
+        self._last_bucket = begin + extremes.last_bucket
+        return [*self._complete, *extremes.points[extremes.num_complete :]]
 
 
-def _extremes(
-    step_array: "array[int]", value_array: "array[float]", width: int
-) -> list[tuple[int, list[Point]]]:
-    """For each bucket of `width` steps the index of its first value, and its lowest and highest value by step.
+class _Extremes(NamedTuple):
+    """`num_complete`: points before the last bucket. `last_bucket`: the index of its first value."""
 
-    The last bucket has its last value, too. At least one bucket, which is empty where there is no value.
-    """
+    points: list[Point]
+    num_complete: int = 0
+    last_bucket: int = 0
+
+
+def _extremes(step_array: "array[int]", value_array: "array[float]", width: int) -> _Extremes:
+    """The lowest and the highest value of each bucket of `width` steps, and the last value, by step."""
     all_values = np.array(value_array, dtype=np.float64)
     known = np.flatnonzero(~np.isnan(all_values))
     if not len(known):
-        return [(0, [])]
+        return _Extremes([])
     steps = np.array(step_array, dtype=np.int64)[known]
     values = all_values[known]
     # Each bucket begins where the number of the bucket changes.
     numbers = steps // width
     begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
-    ends = np.append(begins[1:], len(steps))
-    buckets: list[tuple[int, list[Point]]] = []
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        indices = {
-            begin + int(np.argmin(values[begin:end])),
-            begin + int(np.argmax(values[begin:end])),
-        }
-        if end == len(steps):
-            indices.add(end - 1)
-        points = [[int(steps[index]), float(f"{values[index]:.6g}")] for index in sorted(indices)]
-        buckets.append((int(known[begin]), points))
-    return buckets
+    lengths = np.diff(begins, append=len(steps))
+    chosen = [np.array([len(steps) - 1])]
+    for best in (np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)):
+        equal = np.flatnonzero(values == np.repeat(best, lengths))
+        _, firsts = np.unique(numbers[equal], return_index=True)  # of each bucket
+        chosen.append(equal[firsts])
+    indices = np.unique(np.concatenate(chosen))
+    points = [
+        [step, float(f"{value:.6g}")]
+        for step, value in zip(steps[indices].tolist(), values[indices].tolist(), strict=True)
+    ]
+    last_begin = int(begins[-1])
+    return _Extremes(points, int(np.searchsorted(indices, last_begin)), int(known[last_begin]))
 
 
 @final

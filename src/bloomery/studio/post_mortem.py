@@ -20,7 +20,7 @@ from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
 
 DEAD = ("failed", "killed")  # the statuses with a post-mortem
-_LOG_LINES = 30
+_LOG_LINES = 12
 _SHOWN_STACKS = 16
 
 

@@ -42,7 +42,7 @@ MOST_OPEN = 24
 KEPT_SAMPLES = 40
 KEPT_SAVES = 100
 FILE_BYTES = 20_000  # that are shown of a file of a run, from its end
-EVENTS_AT_ONCE = 2000  # that are read before a page may look
+LOCKED_SECONDS = 0.03  # in which events are read before a page may look
 MFU = "MFU"  # a curve, in percent
 UNREAD = "reading"  # the status of a run before its events have been read once
 FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
@@ -177,7 +177,7 @@ class OpenRun:
         self.used = time.monotonic()
         self.lock = threading.Lock()
         self._reading = threading.Lock()
-        self._num_unseen = 0  # events that were read since a page could look
+        self._locked_at = 0.0
 
     @property
     def summary(self) -> RunSummary:
@@ -194,6 +194,7 @@ class OpenRun:
             return
         try:
             with self.lock:
+                self._locked_at = time.monotonic()
                 self._update()
         finally:
             self._reading.release()
@@ -216,16 +217,14 @@ class OpenRun:
     def _add(self, group: Event | StepColumns) -> None:
         if isinstance(group, StepColumns):
             self.curves.add_steps(group)
-            self._num_unseen += len(group.step)
         else:
             self._add_event(group)
-            self._num_unseen += 1
         # Pages show the beginning of a long file while the rest is read.
-        if self._num_unseen >= EVENTS_AT_ONCE:
-            self._num_unseen = 0
+        if time.monotonic() - self._locked_at > LOCKED_SECONDS:
             self.lock.release()
             time.sleep(0.001)
             self.lock.acquire()
+            self._locked_at = time.monotonic()
 
     def _add_event(self, event: Event) -> None:
         self.curves.add(event)
