@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bloomery.plan.unsupported import AXES, FEATURES, Axis, Feature
+from bloomery.plan.unsupported import ALL_AXES, FEATURES, Axis, Feature
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "support-matrix.md"
 START = """# Support matrix
@@ -20,7 +20,9 @@ What trains on several devices, by the axis of `parallel`.
 - `not tested`: it trains, and no test on CPU processes can show a mistake.
 - Other cells are the reason why `bloomery train` and `bloomery plan` refuse it, before any text is read.
 - With `parallel` at `auto`, the plan avoids an axis that refuses a setting of the recipe.
-  Where all axes refuse, `bloomery train` uses one device.
+  Where all of the first three refuse, `bloomery train` uses one device.
+- `parallel.context` shares sequences among the devices of `parallel.replicate` and `parallel.shard`: what these refuse,
+  it refuses too. It is never chosen by `auto`.
 
 How the axes work: [How sharding works](../explanation/how-sharding-works.md).
 How to use them: [Train on several GPUs](../how-to/several-gpus.md).
@@ -30,7 +32,9 @@ END = """
 
 | key | instead |
 |---|---|
-| tensor and context parallelism, which have no keys yet | `parallel.shard`, `parallel.pipeline` |
+| tensor parallelism, which has no key yet | `parallel.shard`, `parallel.context`, `parallel.pipeline` |
+| `parallel.context` with `parallel.pipeline` | one of them |
+| `parallel.context` above the number of key/value heads | a divisor of that number |
 """
 
 
@@ -40,10 +44,12 @@ def page() -> str:
 
 
 def _table() -> Iterator[str]:
-    yield "| feature | " + " | ".join(f"`parallel.{axis}`" for axis in AXES) + " | set instead |"
-    yield "|---|" + "---|" * len(AXES) + "---|"
+    yield (
+        "| feature | " + " | ".join(f"`parallel.{axis}`" for axis in ALL_AXES) + " | set instead |"
+    )
+    yield "|---|" + "---|" * len(ALL_AXES) + "---|"
     for feature in FEATURES:
-        cells = (_cell(feature, axis) for axis in AXES)
+        cells = (_cell(feature, axis) for axis in ALL_AXES)
         yield f"| {_name(feature)} | {' | '.join(cells)} | {_fix(feature)} |"
 
 

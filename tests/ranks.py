@@ -120,11 +120,12 @@ def on_ranks(
     replicate: int = 1,
     shard: int = 1,
     pipeline: int = 1,
+    context: int = 1,
     schedule: str = "1f1b",
     chunks: int = 1,
 ):
     """The same training over `pipeline` x `replicate` x `shard` ranks: the same sequences in each step."""
-    world = replicate * shard
+    world = replicate * shard // context
     groups = even_groups(plan.model.config.num_layers, pipeline * chunks) if pipeline > 1 else ()
     sequences = plan.train.accumulation * plan.train.micro_batch_size
     most = -(-sequences // world)  # of one rank
@@ -134,6 +135,7 @@ def on_ranks(
             "replicate": replicate,
             "shard": shard,
             "pipeline": pipeline,
+            "context": context,
             "pipeline_schedule": schedule,
             "pipeline_layers": groups,
             "micro_batch_size": micro,

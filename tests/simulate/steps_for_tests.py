@@ -101,6 +101,7 @@ def load_of(plan: RunPlan) -> StepShape:
         checkpointing=train.activation_checkpointing,
         compiled=train.compile,
         score_chunk=plan.model.score_chunk,
+        context=train.context,
         context_bytes=0.0,
         on_gpu=train.device != "cpu",
         accumulating=train.accumulation > 1,
@@ -160,7 +161,10 @@ def measured(plan: RunPlan, mesh: Mesh = SINGLE_RANK) -> float:
     )
     # without a pipeline a third micro-batch holds what the second does
     most = 2 if mesh.stages == 1 else plan.train.accumulation
-    batches = [_batch(plan) for _ in range(min(most, plan.train.accumulation))]
+    batches = [
+        _batch(plan).part(mesh.context_rank, mesh.context)
+        for _ in range(min(most, plan.train.accumulation))
+    ]
 
     def step() -> None:
         train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)

@@ -6,6 +6,7 @@ A feature that is off on the ranks is noticed: by the losses, or by what the fir
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from foreign_models import saved_model
 from ranks import fields, losses, on_ranks, ranks, seconds_of, train_here
 
 CONFIG = tiny_config(vocab_size=512)
+# Each of two ranks that share sequences takes a key/value head.
+TWO_KEY_HEADS = {"num_heads": 4, "num_kv_heads": 2}
 # a row is whole int8 blocks
 WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_dim=32)
 LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
@@ -212,11 +215,20 @@ MESHES: tuple[dict[str, int], ...] = (
     {"replicate": 2},
     {"shard": 2},
     {"pipeline": 2},
+    {"replicate": 2, "context": 2},
     {"replicate": 4},
     {"shard": 4},
     {"pipeline": 2, "replicate": 2},
     {"pipeline": 2, "shard": 2},
+    {"shard": 2, "context": 2},
+    {"shard": 2, "replicate": 2, "context": 2},
 )
+
+
+def world_of(mesh: dict[str, int]) -> int:
+    return math.prod(size for axis, size in mesh.items() if axis != "context")
+
+
 CELLS = [
     pytest.param(
         feature,
@@ -226,7 +238,8 @@ CELLS = [
         id=f"{feature.name}-{mesh_name(mesh)}-{steps} steps-{number}",
         marks=[]
         if feature.name != "train.compile"
-        and math.prod(mesh.values()) == 2
+        and world_of(mesh) == 2
+        and mesh != {"shard": 2, "context": 2}
         and (steps, number) == (quick, 0)
         else [pytest.mark.soak],
     )
@@ -235,7 +248,7 @@ CELLS = [
     if not any(feature.reason(axis) for axis in mesh)
     for number, case in enumerate(CASES.get(feature.name, []))
     for quick in [SOME if feature.name in LONGER else FEW]
-    for steps in sorted({STEPS, quick} if math.prod(mesh.values()) == 2 else {STEPS})
+    for steps in sorted({STEPS, quick} if world_of(mesh) == 2 else {STEPS})
 ]
 
 
@@ -262,11 +275,17 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
         "text": prepared,
         "base": tmp_path_factory.mktemp("base"),
         "teacher": tmp_path_factory.mktemp("teacher"),
+        "base, shared": tmp_path_factory.mktemp("base"),
     }
     for kind in ("chat", "pairs", "kto"):
         made[kind] = write_answers(tmp_path_factory.mktemp(kind) / "prepared", prepared, kind)
-    for name, seed in (("base", 3), ("teacher", 7)):
-        write_model(model_state(fresh_decoder(CONFIG, seed=seed)), CONFIG, made[name])
+    shared = replace(CONFIG, **TWO_KEY_HEADS)
+    for name, config, seed in (
+        ("base", CONFIG, 3),
+        ("teacher", CONFIG, 7),
+        ("base, shared", shared, 3),
+    ):
+        write_model(model_state(fresh_decoder(config, seed=seed)), config, made[name])
         load_tokenizer(prepared).save(made[name])
     made["prompts"] = write_prompts(tmp_path_factory.mktemp("prompts"))
     made["phi"] = tmp_path_factory.mktemp("phi")
@@ -355,7 +374,9 @@ def alone(tmp_path_factory):
     return of
 
 
-def plan_of(folders: dict[str, Path], data: str, changes: dict[str, Any], steps: int):
+def plan_of(
+    folders: dict[str, Path], data: str, changes: dict[str, Any], steps: int, *, shares: bool
+):
     changes = dict(changes)
     sections = {name: changes.pop(name) for name in ("train", "optimizer") if name in changes}
     sections["train"] = {"steps": steps} | sections.get("train", {})
@@ -370,12 +391,14 @@ def plan_of(folders: dict[str, Path], data: str, changes: dict[str, Any], steps:
         config = tiny_config(vocab_size=512, head=head)
     if foreign is not None:
         config = read_config(folders[foreign], "transformers")
+    if shares:
+        config = replace(config, **TWO_KEY_HEADS)
     if changes.get("objective") == "distill":
         changes["objective"] = Distill(
             kind="distill", teacher=str(folders["teacher"]), kd_ratio=0.5
         )
     if "adapter" in changes or foreign is not None:
-        sections["model"] = {"source": folders[foreign or "base"]}
+        sections["model"] = {"source": folders[foreign or ("base, shared" if shares else "base")]}
     return tiny_plan(folders[data], config=config, **sections).model_copy(update=changes)
 
 
@@ -397,7 +420,7 @@ def test_every_cell_is_refused_or_has_a_case() -> None:
 def test_ranks_train_as_one_does(
     folders, alone, tmp_path, feature, mesh, steps, data, changes, near
 ) -> None:
-    plan = plan_of(folders, data, changes, steps)
+    plan = plan_of(folders, data, changes, steps, shares="context" in mesh)
     one, place = alone(plan)
     several = on_ranks(plan, **mesh)
     world = several.train.ranks

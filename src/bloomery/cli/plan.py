@@ -374,6 +374,7 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
                 "replicate": layout.replicate,
                 "shard": layout.shard,
                 "pipeline": layout.pipeline,
+                "context": layout.context,
                 "pipeline_schedule": layout.pipeline_schedule,
                 "pipeline_chunks": layout.pipeline_chunks,
                 "pipeline_layers": layout.pipeline_layers,

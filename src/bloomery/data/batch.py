@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch; every field is a tensor [B, T].
+    """One micro-batch; every field is a tensor [B, T], but for `whole_documents`.
 
     `labels[b, t]` is the token after `tokens[b, t]`. `loss_mask` is 1 where the model is trained on that label, and 0
     at the end of a document and on padding. `positions` count from the start of the document, or of the sequence where
@@ -16,6 +16,9 @@ class Batch:
 
     `sequences`, of conversations and pairs, number the texts of the micro-batch from 0 (padding: -1); 2i and 2i + 1
     are the chosen and the rejected response of a pair.
+
+    Where several ranks share each sequence, T counts the tokens of this rank, and `whole_documents` are the documents
+    of all tokens, which attention needs.
 
     `extras` hold what the objective reads besides, by name:
 
@@ -31,12 +34,28 @@ class Batch:
     documents: Tensor  # int64
     sequences: Tensor | None = None  # int64
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    whole_documents: Tensor | None = None  # int64
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, extras included."""
         fields = (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)
-        sequences = () if self.sequences is None else (self.sequences,)
-        return [*fields, *sequences, *self.extras.values()]
+        optional_fields = (self.sequences, self.whole_documents)
+        present = [tensor for tensor in optional_fields if tensor is not None]
+        return [*fields, *present, *self.extras.values()]
+
+    @property
+    def attended_documents(self) -> Tensor:
+        """The documents of the tokens that attention sees."""
+        return self.documents if self.whole_documents is None else self.whole_documents
+
+    def part(self, index: int, of: int) -> "Batch":
+        """The batch of one of `of` ranks that share each sequence. Labels are next to their tokens, also at a cut."""
+        if of == 1:
+            return self
+        length = self.tokens.shape[1] // of
+        tokens = slice(index * length, (index + 1) * length)
+        cut = self.map_tensors(lambda tensor: tensor[:, tokens].contiguous())
+        return replace(cut, whole_documents=self.documents)
 
     def with_extras(self, **tensors: Tensor) -> "Batch":
         """The same batch with these extras added or replaced."""
@@ -52,4 +71,7 @@ class Batch:
             documents=change(self.documents),
             sequences=None if self.sequences is None else change(self.sequences),
             extras={name: change(tensor) for name, tensor in self.extras.items()},
+            whole_documents=(
+                None if self.whole_documents is None else change(self.whole_documents)
+            ),
         )

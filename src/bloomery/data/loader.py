@@ -26,6 +26,8 @@ class Loader:
     An epoch visits the sequences of each source as often as its weight says (`Visits`). Raises UserError as
     `read_manifest` does, and when an epoch has no visit.
 
+    `context` ranks share the sequences of each data rank: of them this rank has the `context_rank`-th part.
+
     `reference`: a file of log-probabilities under a reference model, for the batches' extra "reference". A
     ReferenceWriter filled it from `stored_batches`, for the run with the id `run`.
     """
@@ -40,6 +42,8 @@ class Loader:
         split: SplitName = "train",
         data_rank: int = 0,
         data_world: int = 1,
+        context_rank: int = 0,
+        context: int = 1,
         reference: Path | None = None,
         run: str = "",
     ) -> None:
@@ -55,6 +59,8 @@ class Loader:
         self._seed = seed
         self._data_rank = data_rank
         self._data_world = data_world
+        self._context_rank = context_rank
+        self._context = context
         # A source is visited as often in an epoch as its weight says; validation has every sequence once.
         weights = [part.weight if split == "train" else 1.0 for part in opened_split.record.parts]
         self._visits = Visits(self._packing.counts, weights, seed)
@@ -158,7 +164,7 @@ class Loader:
                 self._reference.of_labels(sequence.label_indices, sequence.loss_mask)
                 for sequence in packed
             )
-        return Batch(
+        batch = Batch(
             tokens=_stack(sequence.tokens for sequence in packed),
             labels=_stack(sequence.labels for sequence in packed),
             loss_mask=_stack(sequence.loss_mask for sequence in packed),
@@ -167,6 +173,7 @@ class Loader:
             sequences=_stack(_numbered_texts(packed)) if self._packing.packed_sources else None,
             extras=extras,
         )
+        return batch.part(self._context_rank, self._context)
 
 
 def _stack(arrays: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:

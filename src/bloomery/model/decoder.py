@@ -41,6 +41,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class SequenceExchange(Protocol):
+    """Carries heads between ranks that share each sequence; each rank has some of its tokens (`parallel.context`).
+
+    Texts that are generated with a cache are not shared: each rank has its own.
+    """
+
+    size: int  # ranks that share a sequence
+
+    def to_heads(
+        self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of this rank's share of the heads, from this rank's tokens of all heads."""
+
+    def to_tokens(self, y_BHTE: Tensor) -> Tensor:
+        """The way back: this rank's tokens of all heads."""
+
+
 def plain_backend(config: ModelConfig) -> str:
     """The backend of `model.attention` that supports the config, also with the more keys than queries of a cache."""
     return "sdpa" if config.attention_softcap is None else "math"
@@ -54,6 +71,7 @@ class Attention(nn.Module):
         self.backend: str | Backend = backend
         # One new token of each text goes to Triton's kernel for decoding.
         self.decodes_with_kernel = backend == "triton"
+        self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
         self.scale = (
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         )
@@ -109,6 +127,10 @@ class Attention(nn.Module):
                 backend = decode
                 layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
 
+        # Other ranks may have the other tokens of these sequences: attention then sees all tokens of some of the heads.
+        exchange = self.exchange if cache is None else None
+        if exchange is not None:
+            q_BHTE, k_BKTE, v_BKTE = exchange.to_heads(q_BHTE, k_BKTE, v_BKTE)
         y_BHTE = attend(
             q_BHTE,
             k_BKTE,
@@ -120,6 +142,8 @@ class Attention(nn.Module):
             scale=self.scale,
             dropout=config.attention_dropout if self.training else 0.0,
         )
+        if exchange is not None:
+            y_BHTE = exchange.to_tokens(y_BHTE)
         projected: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
         return projected
 
@@ -246,6 +270,7 @@ class Backbone(nn.Module):
         # it is in. Called before each layer in training; before the head, with the number that a further layer had.
         self.seed_layer: Callable[[int], None] | None = None
         self.embedding_noise = 0.0  # of NEFTune, in training
+        self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
@@ -327,7 +352,8 @@ class Backbone(nn.Module):
             x_BTD = self.embed_tokens(tokens_BT)
         if self.embedding_noise and self.training:
             # NEFTune (arXiv:2310.05914): uniform in +-alpha / sqrt(T D), as in transformers.
-            bound = self.embedding_noise / (x_BTD.shape[1] * x_BTD.shape[2]) ** 0.5
+            length = x_BTD.shape[1] * (1 if self.exchange is None else self.exchange.size)
+            bound = self.embedding_noise / (length * x_BTD.shape[2]) ** 0.5
             x_BTD = x_BTD + torch.empty_like(x_BTD).uniform_(-bound, bound)
         if self.config.scale_embeddings:
             # Gemma rounds the factor to the weights' precision, and was trained that way.
@@ -422,6 +448,12 @@ class Decoder(nn.Module):
                 module.backend = backend
         self.decode_with_kernel(backend == "triton")
 
+    def share_sequences(self, exchange: SequenceExchange) -> None:
+        """From now on each forward without a cache has this rank's part of the tokens of its sequences."""
+        for module in self.modules():
+            if isinstance(module, Attention | Backbone):
+                module.exchange = exchange
+
     def decode_with_kernel(self, is_used: bool) -> None:
         """Whether new tokens of a cache go to Triton's kernel from now on; sequences keep their backend."""
         for module in self.modules():
@@ -457,7 +489,8 @@ class Decoder(nn.Module):
         """`head` of the last hidden states: by default all logits [B, T, V].
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
-        documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention.
+        documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention. Where
+        ranks share the sequences, those of all tokens, and positions those of this rank's.
         """
         last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
         head_output = None

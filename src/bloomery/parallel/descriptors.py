@@ -19,8 +19,10 @@ def most_sockets(plan: TrainPlan, rank: int) -> int:
     groups = [plan.ranks, plan.ranks]
     if plan.shard > 1:
         groups += [size for size in (plan.pipeline, plan.replicate, plan.shard) if size > 1]
+    if plan.context not in (1, plan.ranks):
+        groups.append(plan.context)
     if plan.pipeline > 1:
-        groups += [plan.data_parallel, plan.pipeline, 2]
+        groups += [plan.ranks_per_stage, plan.pipeline, 2]
     return sum(groups) + (plan.ranks if rank == 0 else 1)
 
 

@@ -45,18 +45,23 @@ class Mesh:
 
     A stage holds some layers of the model. Its `replicate` x `shard` ranks share out the sequences of a step: they are
     the data-parallel ranks. The `shard` ranks of one replica hold its weights, gradients and states together (FSDP2).
+    `context` neighbors among the data-parallel ranks read the same sequences, of which each holds a part of the tokens:
+    for weights and gradients they are ranks like all others.
     """
 
     rank: int = 0
     replicate: int = 1
     shard: int = 1
     stages: int = 1
+    context: int = 1
     device: str = "cpu"
     # torch's mesh for FSDP2: None exactly when `shard` is 1. Its last axis is the shard axis; an axis of replicas comes
     # before it where there are several. Pipeline stages are no axis of it.
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     # The process groups of a pipeline: None exactly when `stages` is 1.
     groups: PipelineGroups | None = field(default=None, compare=False)
+    # The ranks that share the sequences of this one: None where `context` is 1, and where they are all ranks.
+    shared_sequences: dist.ProcessGroup | None = field(default=None, compare=False)
     # Whether the stages of a pipeline send from GPU to GPU; else through the host's memory. The preflight decides.
     sends_from_device: bool = False
     # By rank, once the preflight has asked them: empty before.
@@ -77,13 +82,28 @@ class Mesh:
 
     @property
     def data_world(self) -> int:
-        """How many ranks share out the sequences of a step."""
+        """How many ranks share out the sequences of a step, and sum their gradients."""
         return self.replicate * self.shard
 
     @property
     def data_rank(self) -> int:
-        """Which sequences this rank reads; the same on all stages of a pipeline."""
+        """Which sequences, or parts of them, this rank reads; the same on all stages of a pipeline."""
         return self.rank % self.data_world
+
+    @property
+    def sequence_world(self) -> int:
+        """How many ranks, or groups of `context` ranks, have sequences of their own."""
+        return self.data_world // self.context
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which sequences this rank reads, whole or in part."""
+        return self.data_rank // self.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of its sequences this rank has."""
+        return self.data_rank % self.context
 
     @property
     def stage(self) -> int:
@@ -238,6 +258,14 @@ class Mesh:
                 content = tensor.detach().float().cpu().contiguous()
             dist.broadcast(content, source, group=self.groups.stages)
         return content
+
+    # ---- the ranks that share the sequences of this one
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        group = self.shared_sequences or dist.group.WORLD
+        assert group is not None, "a run of one rank shares no sequence"
+        return group
 
     # ---- tensors, over the ranks that hold the shards of one replica
     #

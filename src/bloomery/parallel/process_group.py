@@ -69,9 +69,11 @@ def join(plan: TrainPlan) -> Mesh:
         replicate=plan.replicate,
         shard=plan.shard,
         stages=plan.pipeline,
+        context=plan.context,
         device=plan.device,
         device_mesh=device_mesh,
         groups=groups,
+        shared_sequences=_context_group(plan, environment.rank),
     )
 
 
@@ -96,7 +98,7 @@ def _may_use_nccl(plan: TrainPlan) -> bool:
 
     NCCL starts with the first tensor that it sends: where it fails, a run that does not use it is not disturbed.
     """
-    return plan.pipeline == 1 or plan.data_parallel > 1 or plan.pipeline_link != "host"
+    return plan.pipeline == 1 or plan.ranks_per_stage > 1 or plan.pipeline_link != "host"
 
 
 def _meet(environment: RankEnvironment, num_ranks: int) -> Any:
@@ -143,12 +145,12 @@ def _device_mesh(plan: TrainPlan) -> DeviceMesh:
 def _pipeline_groups(plan: TrainPlan, own_rank: int) -> PipelineGroups:
     """The groups of this rank. Every rank takes part in creating every group, in one order."""
     stages = range(plan.pipeline)
-    data_ranks = range(plan.data_parallel)
+    data_ranks = range(plan.ranks_per_stage)
     by_stage = [
-        [stage * plan.data_parallel + data_rank for data_rank in data_ranks] for stage in stages
+        [stage * plan.ranks_per_stage + data_rank for data_rank in data_ranks] for stage in stages
     ]
     by_copy = [
-        [stage * plan.data_parallel + data_rank for stage in stages] for data_rank in data_ranks
+        [stage * plan.ranks_per_stage + data_rank for stage in stages] for data_rank in data_ranks
     ]
     ends_by_copy = [[ranks[0], ranks[-1]] for ranks in by_copy]
 
@@ -169,6 +171,16 @@ def _pipeline_groups(plan: TrainPlan, own_rank: int) -> PipelineGroups:
     return PipelineGroups(data_group, stage_group, ends_group, edges)
 
 
+def _context_group(plan: TrainPlan, own_rank: int) -> dist.ProcessGroup | None:
+    """The ranks that share this rank's sequences; None: all of them, or it alone. Every rank creates every group."""
+    if plan.context in (1, plan.ranks):
+        return None
+    starts = range(0, plan.ranks, plan.context)
+    groups = [dist.new_group(range(start, start + plan.context)) for start in starts]
+    own_group: dist.ProcessGroup = groups[own_rank // plan.context]
+    return own_group
+
+
 def edge_groups(
     plan: TrainPlan, own_rank: int, *, backend: str
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -177,9 +189,9 @@ def edge_groups(
     own_groups = {}
     for edge in range(num_edges):
         for direction in (FORWARD, BACKWARD):
-            for data_rank in range(plan.data_parallel):
+            for data_rank in range(plan.ranks_per_stage):
                 ends = [
-                    group % plan.pipeline * plan.data_parallel + data_rank
+                    group % plan.pipeline * plan.ranks_per_stage + data_rank
                     for group in (edge, edge + 1)
                 ]
                 group = dist.new_group(ends, backend=backend)

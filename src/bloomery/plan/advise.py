@@ -372,6 +372,7 @@ def _planned_step(
         checkpointing=train.activation_checkpointing,
         score_chunk=plan.model.score_chunk,
         accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
+        context=train.context,
     )
     estimator = StepEstimator.of(plan, machine, profile)
     if parallel is None:

@@ -147,7 +147,7 @@ def choose_micro_batching(
         for mode in modes
         for sequences in _sizes(train, step, sequences_per_step, any_divisor)
     ):
-        tokens = sequences * step.sequence_length
+        tokens = sequences * step.sequence_length // step.context
         planned_step = replace(
             step,
             accumulating=several and sequences < sequences_per_step,
@@ -204,7 +204,9 @@ def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: 
                 code=2,
             )
         return [train.micro_batch_size]
-    largest = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
+    largest = sequences_per_step
+    if not step.on_gpu:
+        largest = max(1, CPU_TOKENS * step.context // step.sequence_length)
     sizes = [
         size
         for size in range(1, min(largest, sequences_per_step) + 1)

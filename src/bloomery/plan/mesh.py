@@ -23,7 +23,7 @@ from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import AXES, refusals, refuse_unsupported
+from bloomery.plan.unsupported import AXES, refusals, refuse_context, refuse_unsupported
 from bloomery.recipe.schema import AssumedNetwork, Parallel, Recipe, Train
 
 SIMPLER_LAYOUT_TIME = 1.03  # of the fastest layout: a simpler one is chosen up to this time
@@ -137,6 +137,14 @@ def sizes_of(parallel: Parallel) -> tuple[int | Literal["auto"], ...]:
     return parallel.replicate, parallel.shard, pipeline
 
 
+def fewest_devices(parallel: Parallel) -> int:
+    """The number of devices of which those of the recipe are a multiple, or which they are."""
+    sizes = sizes_of(parallel)
+    devices = math.prod(size for size in sizes if size != "auto")
+    # Sizes that are open may have as many devices as share a sequence.
+    return math.lcm(devices, parallel.context) if "auto" in sizes else devices
+
+
 def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     """Devices per node, and nodes: those of the command line (more than one device in all), else one node with as many
     devices as the recipe splits over.
@@ -144,7 +152,7 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     Raises UserError where the two contradict each other.
     """
     sizes = sizes_of(parallel)
-    devices = math.prod(size for size in sizes if size != "auto")
+    devices = fewest_devices(parallel)
     if gpus * nodes == 1:
         return devices, 1
     if gpus * nodes % devices or ("auto" not in sizes and gpus * nodes != devices):
@@ -183,15 +191,18 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
             replicate=copies,
             shard=remaining // copies if shards == "auto" else shards,
             pipeline=num_stages,
+            context=parallel.context,
             schedule=schedule if num_stages > 1 else "1f1b",
             chunks=chunks if num_stages > 1 else 1,
         )
+        refuse_context(recipe, model.config, split.replicate * split.shard)
         refuse_unsupported(
             recipe,
             model.config,
             replicate=split.replicate,
             shard=split.shard,
             pipeline=split.pipeline,
+            context=split.context,
         )
         stages.refuse_few_layers(model.config.num_layers, split)
         if split.shard > 1 and int8_states:
@@ -206,12 +217,16 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         return
 
     # The recipe names no split: every one over all devices, without those that a feature of the recipe refuses.
+    refuse_context(recipe, model.config, fabric.devices)
+    refuse_unsupported(recipe, model.config, context=parallel.context)
+    whole = MeshSplit(context=parallel.context)
     splits = [
-        ("replicate", MeshSplit(replicate=fabric.devices)),
-        ("shard", MeshSplit(shard=fabric.devices)),
+        ("replicate", replace(whole, replicate=fabric.devices)),
+        ("shard", replace(whole, shard=fabric.devices)),
     ]
     if fabric.nodes > 1 and fabric.per_node > 1:
-        splits.append(("shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)))
+        in_nodes = replace(whole, replicate=fabric.nodes, shard=fabric.per_node)
+        splits.append(("shard in nodes", in_nodes))
     refused_axes = {axis for axis in AXES if refusals(recipe, axis, model.config)}
     if refused_axes == set(AXES):
         refuse_unsupported(recipe, model.config, replicate=fabric.devices)  # raises
@@ -237,11 +252,11 @@ def _pipelines(workload: MeshWorkload, chunks: int) -> Iterator[MeshSplit]:
     """The pipelines that may be chosen: of each number of stages one with copies, and one with shards inside each stage
     where its ranks are in a node.
 
-    CPUs have none: all ranks share one memory and its cores. Ranks of a stage follow each other, so that a stage is in
-    one node where stages are as many as nodes, or more.
+    CPUs have none: all ranks share one memory and its cores. Nor have devices that share sequences. Ranks of a stage
+    follow each other, so that a stage is in one node where stages are as many as nodes, or more.
     """
     fabric = workload.fabric
-    if workload.vendor == "cpu":
+    if workload.vendor == "cpu" or workload.step.context > 1:
         return
     most_stages = min(
         max(fabric.per_node, fabric.nodes), MOST_STAGES, workload.step.config.num_layers // chunks
@@ -430,7 +445,7 @@ def layout_parts(
         parts, _ = stages.pipeline_parts(step, split, workload.rate, sequences)
     else:
         # A device computes all of its sequences, and updates its shard of the parameters.
-        work = work or work_of(step, tokens=sequences * step.sequence_length)
+        work = work or work_of(step, tokens=sequences * step.sequence_length // split.context)
         parts = step_parts(replace(work, update=work.update / split.shard), workload.rate)
     computing = total(
         {name: part for name, part in parts.items() if name not in ("optimizer", "pipeline bubble")}
@@ -484,6 +499,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             replicate=split.replicate,
             shard=split.shard,
             pipeline=split.pipeline,
+            context=split.context,
             micro_batch_size=micro_batch_size,
             accumulation=candidate.sequences // micro_batch_size,
             activation_checkpointing=candidate.micro_batching.checkpointing.value,

@@ -570,6 +570,8 @@ def _layout(layout: LayoutPlan, plan: RunPlan) -> str:
     split = " x ".join(f"{count} {word}" for count, word in sizes if count > 1)
     if min(layout.replicate, layout.shard, layout.pipeline) > 1:
         split = f"{layout.replicate} x {layout.shard} shards x {layout.pipeline} stages"
+    if layout.context > 1:
+        split += f", context {layout.context}"
     head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch_size} x {layout.accumulation}':>11}"
     head += f"{layout.memory.total / GIB:>9.1f}"
     step = layout.step_seconds

@@ -163,7 +163,7 @@ def rank_name(rank: int, plan: RunPlan) -> str:
     if train.pipeline == 1:
         return f"rank {rank}"
     stage = stage_of(
-        plan.model.config, rank // train.data_parallel, train.pipeline, train.pipeline_layers
+        plan.model.config, rank // train.ranks_per_stage, train.pipeline, train.pipeline_layers
     )
     return f"rank {rank} ({layer_names(stage)})"
 

@@ -152,6 +152,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             replicate=layout.replicate if layout else 1,
             shard=layout.shard if layout else 1,
             pipeline=layout.pipeline if layout else 1,
+            context=layout.context if layout else 1,
             pipeline_schedule=layout.pipeline_schedule if layout else "1f1b",
             pipeline_layers=layout.pipeline_layers if layout else (),
             pipeline_link=_pipeline_link(recipe, profile, step.parallel),
@@ -273,10 +274,11 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
         """Micro-batches, seconds and layouts of a step: on one device, or the best of those over several."""
         if gpus * nodes > 1:
+            of_device = replace(shape, context=recipe.parallel.context)
             workload = mesh.MeshWorkload.of(
                 profile,
-                shape,
-                estimator.rate(shape),
+                of_device,
+                estimator.rate(of_device),
                 sequences_per_step=sequences,
                 gpus=gpus,
                 nodes=nodes,
@@ -285,6 +287,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
             )
             best, plan = mesh.plan_mesh(workload, recipe)
             return best.micro_batching, best.seconds, plan
+        unsupported.refuse_context(recipe, config, 1)
         micro_batching = batch.choose_micro_batching(
             train, shape, sequences_per_step=sequences, measure=estimator.memory
         )

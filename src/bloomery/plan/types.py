@@ -193,6 +193,7 @@ class TrainPlan(PlanPart):
     replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
     pipeline: PositiveInt = 1  # stages of a pipeline, each of `replicate` x `shard` ranks
+    context: PositiveInt = 1  # neighbors of those ranks that share each sequence
     pipeline_schedule: PipelineSchedule = "1f1b"
     # Of a pipeline: the number of layers of each group, in the model's order; group g is on stage g % pipeline.
     pipeline_layers: tuple[PositiveInt, ...] = ()
@@ -202,7 +203,12 @@ class TrainPlan(PlanPart):
     @property
     def ranks(self) -> int:
         """Processes, one per device."""
-        return self.pipeline * self.data_parallel
+        return self.pipeline * self.ranks_per_stage
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks with the same layers, whose gradients are summed."""
+        return self.replicate * self.shard
 
     @property
     def connects_lazily(self) -> bool:
@@ -215,8 +221,10 @@ class TrainPlan(PlanPart):
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with sequences of their own; each takes `accumulation` micro-batches of a step."""
-        return self.replicate * self.shard
+        """Ranks with sequences of their own, or groups of `context` ranks that share them; each takes `accumulation`
+        micro-batches of a step.
+        """
+        return self.ranks_per_stage // self.context
 
     @property
     def pipeline_chunks(self) -> int:
@@ -280,6 +288,7 @@ class LayoutPlan(PlanPart):
     replicate: int
     shard: int
     pipeline: int
+    context: int = 1
     micro_batch_size: int
     accumulation: int
     activation_checkpointing: str
@@ -309,7 +318,8 @@ class LayoutPlan(PlanPart):
     @property
     def sequences(self) -> int:
         """Sequences of a step over all ranks, with the empty ones that give each rank as many."""
-        return self.accumulation * self.micro_batch_size * self.replicate * self.shard
+        copies = self.replicate * self.shard // self.context
+        return self.accumulation * self.micro_batch_size * copies
 
 
 class ParallelPlan(PlanPart):

@@ -4,6 +4,7 @@ The matrix: every feature by every axis of the mesh, tested or refused with a re
 LoRA; PEFT is not imported.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_count
+from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
@@ -307,7 +308,7 @@ def refuse_several_devices(recipe: Recipe) -> None:
             fix="`bloomery train RECIPE --smoke-test` times the first steps",
             code=2,
         )
-    sizes = {key: getattr(recipe.parallel, key) for key in AXES}
+    sizes = {key: getattr(recipe.parallel, key) for key in ALL_AXES}
     keys = [f"parallel.{key}={size}" for key, size in sizes.items() if size not in (1, "auto")]
     if keys:
         raise UserError(
@@ -438,14 +439,16 @@ def refuse_untrained(name: str) -> None:
         raise UserError(f"{name} is planned, not trained: {reason}", where="model.from", fix=fix)
 
 
-Axis = Literal["replicate", "shard", "pipeline"]
+Axis = Literal["replicate", "shard", "pipeline", "context"]
+# Those over which a model is put onto several devices; `context` is about the sequences of the first two.
 AXES: tuple[Axis, ...] = ("replicate", "shard", "pipeline")
+ALL_AXES: tuple[Axis, ...] = (*AXES, "context")
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix. `is_used_by`: whether a recipe uses it. `replicate`, `shard`, `pipeline`: why it does not
-    train over that axis; "" where it does.
+    """A row of the matrix. `is_used_by`: whether a recipe uses it. `replicate`, `shard`, `pipeline`, `context`: why it
+    does not train over that axis; "" where it does.
 
     `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead. `untested`: why
     no test over several devices can fail where it trains.
@@ -456,6 +459,7 @@ class Feature:
     replicate: str = ""
     shard: str = ""
     pipeline: str = ""
+    context: str = ""
     fix: str = ""
     in_model: Callable[[ModelConfig], bool] | None = None
     untested: str = ""
@@ -466,7 +470,12 @@ class Feature:
         return in_model or self.is_used_by(recipe)
 
     def reason(self, axis: Axis) -> str:
-        return {"replicate": self.replicate, "shard": self.shard, "pipeline": self.pipeline}[axis]
+        return {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "pipeline": self.pipeline,
+            "context": self.context,
+        }[axis]
 
 
 def _lora(recipe: Recipe) -> Lora | None:
@@ -482,6 +491,7 @@ ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds 
 SAMPLES_WITH_WHOLE_MODEL = (
     "each device samples completions with a whole model, which a stage does not have"
 )
+WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
@@ -489,18 +499,21 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "objective dpo, ipo, simpo, orpo",
         lambda r: r.objective.kind in ("dpo", "ipo", "simpo", "orpo"),
+        context=WHOLE_TEXTS,
     ),
-    Feature("objective kto", lambda r: r.objective.kind == "kto"),
-    Feature("objective reward", lambda r: r.objective.kind == "reward"),
+    Feature("objective kto", lambda r: r.objective.kind == "kto", context=WHOLE_TEXTS),
+    Feature("objective reward", lambda r: r.objective.kind == "reward", context=WHOLE_TEXTS),
     Feature(
         "objective distill",
         lambda r: r.objective.kind == "distill",
         pipeline="the teacher is not cut into stages",
+        context="the teacher reads whole sequences",
     ),
     Feature(
         "objective grpo, rloo, ppo",
         lambda r: isinstance(r.objective, Rollouts),
         pipeline=SAMPLES_WITH_WHOLE_MODEL,
+        context="each device packs the completions that it trains on by itself",
     ),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
@@ -550,6 +563,7 @@ FEATURES: tuple[Feature, ...] = (
         replicate=ONE_GRADIENT,
         shard=ONE_GRADIENT,
         pipeline="its updates run inside backward, before the other micro-batches are back",
+        context=ONE_GRADIENT,
         fix="optimizer.fused_backward=false",
     ),
     Feature(
@@ -568,6 +582,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda r: r.model.implementation == "transformers",
         shard="only Bloomery's decoder is sharded",
         pipeline="only Bloomery's decoder is cut into stages",
+        context="only Bloomery's decoder exchanges heads",
         in_model=lambda config: config.transformers_backend is not None,
     ),
 )
@@ -594,9 +609,15 @@ def refuse_unsupported(
     replicate: int = 1,
     shard: int = 1,
     pipeline: int = 1,
+    context: int = 1,
 ) -> None:
     """Raises UserError where a feature of the recipe, or of its model, does not train over these sizes."""
-    sizes: dict[Axis, int] = {"replicate": replicate, "shard": shard, "pipeline": pipeline}
+    sizes: dict[Axis, int] = {
+        "replicate": replicate,
+        "shard": shard,
+        "pipeline": pipeline,
+        "context": context,
+    }
     for axis, size in sizes.items():
         reasons = refusals(recipe, axis, config) if size > 1 else []
         if reasons:
@@ -608,8 +629,38 @@ def refuse_unsupported(
             )
 
 
+def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
+    """Raises UserError where the `devices` with copies or shards of the model cannot share sequences as the recipe
+    asks.
+    """
+    size = recipe.parallel.context
+    if size == 1:
+        return
+    length = recipe.data.sequence_length
+    key_heads = config.num_kv_heads
+    problem = ""
+    fix = "set parallel.context=1"
+    if recipe.parallel.pipeline not in (1, "auto"):
+        problem = "a pipeline does not share sequences between devices"
+        fix = "set parallel.context=1, or parallel.pipeline=1"
+    elif devices % size:
+        problem = f"{counted(devices, 'devices')} cannot be divided into groups of {size:,} that share sequences"
+        fix = f"set parallel.context={math.gcd(devices, size)}, or train on a multiple of {size:,}"
+    elif key_heads % size:
+        heads = counted(key_heads, "key/value heads")
+        problem = f"{size:,} devices cannot share the model's {heads}"
+        fix = f"set parallel.context={math.gcd(key_heads, size)}"
+    elif length % size:
+        problem = f"sequences of {length:,} tokens cannot be divided among {size:,} devices"
+        fix = f"set data.sequence_length={-(-length // size) * size}"
+    if problem:
+        raise UserError(problem, where=f"parallel.context={size}", fix=fix, code=2)
+
+
 def _fix_over_devices(recipe: Recipe, axis: Axis, size: int, config: ModelConfig | None) -> str:
     """The settings with which the recipe trains over as many devices, on this axis or on another."""
+    if axis == "context":
+        return "set parallel.context=1"
     refused = {candidate: _refused_features(recipe, candidate, config) for candidate in AXES}
     # First an axis that refuses nothing, and of several shards, which save most memory.
     preferred_axes: tuple[Axis, ...] = ("shard", "replicate", "pipeline")

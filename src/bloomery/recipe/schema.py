@@ -900,6 +900,11 @@ class Parallel(Section):
     pipeline: Auto | PositiveInt = key(
         "auto", "Pipeline stages: devices that each hold some of the layers."
     )
+    context: PositiveInt = key(
+        1,
+        "Neighboring devices that share each sequence, among those of replicate and shard: each"
+        " holds a part of the tokens (Ulysses).",
+    )
     pipeline_schedule: PipelineSchedule = key(
         "1f1b",
         "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"

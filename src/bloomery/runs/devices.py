@@ -15,7 +15,7 @@ from bloomery.hardware.machine import (
 )
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device, hidden_integrated
-from bloomery.plan.mesh import sizes_of
+from bloomery.plan.mesh import fewest_devices, sizes_of
 from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
 
@@ -86,12 +86,8 @@ def device_count(
     Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.
     Raises UserError where `parallel` asks for more, or for another number than was chosen.
     """
-    sizes = sizes_of(recipe.parallel)
-    sizes_set = [size for size in sizes if size != "auto"]
-    product = 1
-    for size in sizes_set:
-        product *= size
-    exact = len(sizes_set) == len(sizes)
+    product = fewest_devices(recipe.parallel)
+    exact = "auto" not in sizes_of(recipe.parallel)
     if product > count or count % product or (user_named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
         device_list = (
@@ -115,8 +111,8 @@ def device_count(
 def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
-    sizes = sizes_of(recipe.parallel)
-    if max([1, *(size for size in sizes if size != "auto")]) > count:
+    sizes = [size for size in sizes_of(recipe.parallel) if size != "auto"]
+    if max([1, recipe.parallel.context, *sizes]) > count:
         return narrow, 1
     return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
 

@@ -1,5 +1,6 @@
 """What a resumed run continues from: a checkpoint, its dataset, the devices of today and the plan for them."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,7 +118,11 @@ def find_devices_now(
     # user sets them now.
     sets_parallel = any(override.startswith("parallel.") for override in overrides)
     if count != plan.train.ranks and not sets_parallel:
-        overrides = (*overrides, *(f"parallel.{axis}=auto" for axis in AXES))
+        sizes = [f"parallel.{axis}=auto" for axis in AXES]
+        context = loaded_recipe.recipe.parallel.context
+        if count % context:
+            sizes.append(f"parallel.context={math.gcd(context, count)}")
+        overrides = (*overrides, *sizes)
         loaded_recipe = load_recipe(flow.folder.recipe, overrides)
 
     # A launcher has started one process per device already; otherwise the recipe may train on fewer than there are.

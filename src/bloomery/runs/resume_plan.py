@@ -59,6 +59,7 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
         "replicate",
         "shard",
         "pipeline",
+        "context",
         "pipeline_schedule",
         "pipeline_layers",
         "pipeline_link",

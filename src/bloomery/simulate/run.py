@@ -169,6 +169,8 @@ def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
         notes.append(f"FSDP2 shards weights, gradients and states over {devices}")
     elif split.replicate > 1 and split.pipeline == 1:
         notes.append(f"one of {split.replicate} whole copies; gradient buckets are not included")
+    if split.context > 1:
+        notes.append(f"one of {split.context} devices that share each sequence")
     if split.pipeline > 1:
         is_copy = split.replicate > 1 and split.shard == 1
         replicas = f"; one of {split.replicate} copies, without gradient buckets" if is_copy else ""

@@ -24,6 +24,7 @@ from bloomery.model.config import Stage
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply
+from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import PipelineLink, StageParameters
@@ -67,11 +68,14 @@ def simulated_step(
     step makes the optimizer's states, for which one is enough.
     """
     mesh = _fake_mesh(split) if split.shard > 1 else None
+    sharers = _fake_sharers(split) if split.context > 1 else SINGLE_RANK
     device_type = _device_type(plan)
     with _fake_tensors(plan) as tracker:
         # All that is alive before the step has a kind of its own; what the step makes is told
         # apart by forward and backward.
         model_and_optimizer = _model_and_optimizer(plan, tracker, mesh=mesh, fused=fused)
+        if sharers.context > 1:
+            model_and_optimizer.model.share_sequences(HeadExchange(sharers))
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
         teacher = meta_teacher(plan) if plan.objective.spec.extra_forwards else None
         tracker.call("weights", [] if teacher is None else weights(teacher))
@@ -344,6 +348,18 @@ def _fake_mesh(split: MeshSplit) -> DeviceMesh:
     )
 
 
+def _fake_sharers(split: MeshSplit) -> Mesh:
+    """The first rank of those that share its sequences; created outside FakeTensorMode."""
+    if split.shard == 1:
+        _fake_group(split.replicate)
+    return Mesh(
+        replicate=split.replicate,
+        shard=split.shard,
+        context=split.context,
+        shared_sequences=dist.new_group(range(split.context)),
+    )
+
+
 def _fake_group(world_size: int, *, rank: int = 0) -> dist.ProcessGroup:
     """The group of all ranks, none of which exists: its collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -360,9 +376,8 @@ def _batch(plan: RunPlan) -> Batch:
     """A micro-batch."""
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-    return with_text_structure(
-        Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan
-    )
+    whole = Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
+    return with_text_structure(whole, plan).part(0, plan.train.context)
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bloomery.parallel.context import exchange_size
+
 _c10d = torch.ops.c10d
 # By collective: where its largest tensor is among the arguments, and how often a ring sends nearly all of it.
 _COLLECTIVES: dict[object, tuple[int, int]] = {
@@ -16,11 +18,13 @@ _COLLECTIVES: dict[object, tuple[int, int]] = {
     _c10d._reduce_scatter_base_.default: (1, 1),
     _c10d.allreduce_.default: (0, 2),
 }
+_EXCHANGE = torch.ops.bloomery.all_to_all.default
 
 
 class TrafficCounter(TorchDispatchMode):
     """Counts `bytes_by_axis`: what each device sends in a ring of `n` devices, (n - 1) / n of the gathered or reduced
-    bytes, twice that for an all-reduce. Collectives outside the mesh are not counted; without a mesh, none.
+    bytes, twice that for an all-reduce, and in an all-to-all all but its own part. Collectives outside the mesh are not
+    counted, apart from those of ranks that share sequences.
     """
 
     supports_higher_order_operators = True
@@ -52,4 +56,8 @@ class TrafficCounter(TorchDispatchMode):
             axis = self._axes.get(group.group_name)
             if axis is not None:
                 self.bytes_by_axis[axis] += times * size * (group.size() - 1) / group.size()
+        if func is _EXCHANGE:
+            size = exchange_size(args[1])
+            self.bytes_by_axis.setdefault("context", 0.0)
+            self.bytes_by_axis["context"] += args[0].nbytes * (size - 1) / size
         return func(*args, **(kwargs or {}))

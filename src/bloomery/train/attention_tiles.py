@@ -81,7 +81,7 @@ def fastest_tiles_of(
         torch=torch.__version__,
     )
     workload = Workload(
-        heads=plan.train.micro_batch_size * config.num_heads,
+        heads=plan.train.micro_batch_size * config.num_heads // plan.train.context,
         heads_per_key=config.num_heads // config.num_kv_heads,
         width=config.head_dim,
         length=plan.data.sequence_length,

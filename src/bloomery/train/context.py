@@ -441,5 +441,10 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
 
 def axes(plan: TrainPlan) -> dict[str, int]:
     """The axes of the mesh with more than one device."""
-    sizes = {"pipeline": plan.pipeline, "replicate": plan.replicate, "shard": plan.shard}
+    sizes = {
+        "pipeline": plan.pipeline,
+        "replicate": plan.replicate,
+        "shard": plan.shard,
+        "context": plan.context,
+    }
     return {name: size for name, size in sizes.items() if size > 1}

@@ -70,7 +70,7 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Outp
         output: Output = model(
             batch.tokens,
             positions_BT=batch.positions,
-            documents_BT=batch.documents if isolated else None,
+            documents_BT=batch.attended_documents if isolated else None,
             head=head,
         )
     return output

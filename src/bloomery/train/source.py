@@ -108,8 +108,10 @@ def open_loader(
         layout=data.layout,
         seed=plan.train.seed,
         split=split,
-        data_rank=mesh.data_rank,
-        data_world=mesh.data_world,
+        data_rank=mesh.sequence_rank,
+        data_world=mesh.sequence_world,
+        context_rank=mesh.context_rank,
+        context=mesh.context,
         reference=reference,
         run=run,
     )

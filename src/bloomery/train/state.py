@@ -17,6 +17,7 @@ from bloomery.model.config import whole_model
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
+from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -194,6 +195,8 @@ def build_state(
         stage_parameters = StageParameters.of(model)
         become_stage(model, train, mesh)
     model.tie()
+    if mesh.context > 1:
+        model.share_sequences(HeadExchange(mesh))
     if train.neftune_alpha is not None:
         model.model.embedding_noise = train.neftune_alpha
 

@@ -80,7 +80,10 @@ def recomputed_shares(checkpointing: str, layer_numbers: Sequence[int]) -> list[
 def layer_bytes(step: StepShape, layer: TrainedLayer) -> float:
     """Bytes that one layer keeps for backward without recomputation."""
     # A mask is added to scores, so that it has their dtype.
-    mask_bytes = step.element_bytes * step.sequence_length if step.attention == "mask" else 0
+    # Of every token of the sequence, also of those of other devices.
+    mask_bytes = 0
+    if step.attention == "mask":
+        mask_bytes = step.element_bytes * step.sequence_length * step.context
     score_bytes = score_matrix_bytes(step, layer) if keeps_scores(step) else 0.0
     return (
         step.tokens_per_micro_batch * (layer_bytes_per_token(step, layer) + mask_bytes)
@@ -107,6 +110,8 @@ def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
         + 2 * step.config.hidden_size
         + (2 if facts.gated_mlp else 1) * facts.intermediate_size
     )
+    if step.context > 1:  # results of the exchanges, before and after attention
+        widths += 2 * facts.query_width + 2 * facts.key_width
     return step.element_bytes * widths + 4 * facts.num_heads
 
 
@@ -142,6 +147,9 @@ def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
     """Attention keeps its input, q and its output, k and v, a log-sum-exp per head; a norm of q and k its inputs."""
     facts = layer.layer
     total = float(step.element_bytes * (2 * facts.query_width + 2 * facts.key_width))
+    # Exchanged back, the output is another tensor, which o_proj may keep.
+    if step.context > 1 and _keeps_input(step, layer, "o_proj"):
+        total += step.element_bytes * facts.query_width
     if _keeps_input(step, layer, "q_proj", "k_proj", "v_proj"):
         total += step.element_bytes * step.config.hidden_size
     if step.config.qk_norm != "none":
@@ -269,7 +277,19 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
 
 
 def attention_scratch(step: StepShape, layer: TrainedLayer) -> float:
-    """Temporary bytes of an attention kernel in backward, in addition to gradients."""
+    """Temporary bytes of attention in backward, in addition to gradients: its kernel's, and those of an exchange."""
+    return _kernel_scratch(step, layer) + exchange_scratch(step, layer)
+
+
+def exchange_scratch(step: StepShape, layer: TrainedLayer) -> float:
+    """Bytes of what is sent and received in the exchange of queries, keys and values, or of their gradients."""
+    if step.context == 1:
+        return 0.0
+    width = layer.layer.query_width + 2 * layer.layer.key_width
+    return float(2 * step.element_bytes * step.tokens_per_micro_batch * width)
+
+
+def _kernel_scratch(step: StepShape, layer: TrainedLayer) -> float:
     tokens = step.tokens_per_micro_batch
     facts = layer.layer
     query_width = facts.query_width
@@ -278,11 +298,13 @@ def attention_scratch(step: StepShape, layer: TrainedLayer) -> float:
         # three gradients of the scores, float32
         return float(12 * facts.num_heads * step.sequence_length * tokens)
     if step.attention == "blockwise":
-        tile_scores = facts.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
+        num_heads = facts.num_heads // step.context
+        tile_scores = num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
         scores_at_once = GPU_SCORES if step.on_gpu else CPU_SCORES
         sequences_at_once = min(step.micro_batch_size, max(1, scores_at_once // tile_scores))
         copy_bytes = step.element_bytes * (3 * query_width + 2 * key_width) + 8 * key_width
-        sequence_bytes = TILE_SCORE_BYTES * tile_scores + step.sequence_length * copy_bytes
+        token_bytes = copy_bytes / step.context  # of this device's share of the heads
+        sequence_bytes = TILE_SCORE_BYTES * tile_scores + step.sequence_length * token_bytes
         return float(sequences_at_once * sequence_bytes)
     # a gradient for each document, then concatenated
     if step.attention in ("per_document", "mask"):

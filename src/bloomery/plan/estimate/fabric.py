@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.sharding import gathered_bytes
 from bloomery.plan.estimate.stages import stage_models
@@ -217,7 +218,46 @@ def communication_seconds(
     # Copies alone reduce their gradients once per step.
     elif split.replicate > 1:
         seconds["replicate"] = reduce_seconds(gradients, fabric)
+
+    # Devices that share sequences exchange heads in every layer and micro-batch.
+    if split.context > 1:
+        seconds["context"] = passes * exchange_seconds(fabric, split, step)
     return seconds
+
+
+def exchanged_bytes(step: StepShape) -> tuple[float, int]:
+    """Of a micro-batch: the bytes that a device puts into its all-to-alls, and their number.
+
+    Queries, keys and values go to attention and its output comes back; their gradients go the other way. Layers that
+    are computed again exchange again, except `selective`, which keeps what was received.
+    """
+    shares = recomputed_shares(step.checkpointing, step.model.layer_numbers)
+    if step.checkpointing == "selective":
+        shares = [0.0] * len(shares)
+    sizes = step.model.by_layer(
+        lambda layer: float(2 * (layer.layer.query_width + layer.layer.key_width))
+    )
+    values = sum(
+        size * (2 + share + step.extra_forwards) for size, share in zip(sizes, shares, strict=True)
+    )
+    num_calls = 2 * sum(2 + round(share) + step.extra_forwards for share in shares)
+    return values * step.element_bytes * step.tokens_per_micro_batch, num_calls
+
+
+def exchange_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float:
+    """Seconds in which a device exchanges heads with those that share its sequences, of one micro-batch."""
+    size = split.context
+    amount, num_calls = exchanged_bytes(step)
+    # Of what it has, a device keeps its own part; what goes to other nodes shares their network with its neighbors.
+    rate = fabric.node_link.gbs * 1e9
+    seconds = amount * (size - 1) / size / rate
+    hop_seconds = NODE_HOP_SECONDS
+    if size > fabric.per_node and fabric.network is not None:
+        node_rate = fabric.network.gbs * 1e9
+        beyond = amount * fabric.per_node * (size - fabric.per_node) / size
+        seconds = max(seconds, beyond / node_rate)
+        hop_seconds = NETWORK_HOP_SECONDS
+    return seconds + num_calls * hop_seconds
 
 
 def transfer_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float:
@@ -253,10 +293,10 @@ def exposed_seconds(
 
     `passes`: micro-batches of a step, `computing`: the seconds of their forward and backward.
     """
-    # Stages wait for transfers; everything else can overlap with a window of compute. Shards communicate all the time.
-    # Copies reduce their gradients during the last backward, which is two thirds of the last micro-batch. In a pipeline
-    # the window is one micro-batch.
-    transfer = seconds.get("pipeline", 0.0)
+    # Stages wait for transfers, and attention for heads; everything else can overlap with a window of compute. Shards
+    # communicate all the time. Copies reduce their gradients during the last backward, which is two thirds of the last
+    # micro-batch. In a pipeline the window is one micro-batch.
+    transfer = seconds.get("pipeline", 0.0) + seconds.get("context", 0.0)
     overlapping = sum(seconds.values()) - transfer
     window = computing
     if split.pipeline > 1:

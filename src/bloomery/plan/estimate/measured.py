@@ -210,6 +210,7 @@ def measured_step(measurement: NearestMeasurement, step: StepShape) -> StepShape
         attention=point.attention,
         checkpointing=point.activation_checkpointing,
         score_chunk=point.micro_batch_size * point.sequence_length,
+        context=1,
     )
 
 

@@ -21,6 +21,7 @@ GRADIENT_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights a
 class MeshSplit:
     """How many devices hold copies, shards and stages; of a pipeline its schedule and the layers of each group.
 
+    `context`: neighbors among the copies and shards that share each sequence.
     `chunks`: groups of layers of each stage. `layers`: of each group, in the model's order; none: not cut yet, or one
     group a stage and all as even as possible.
     """
@@ -28,6 +29,7 @@ class MeshSplit:
     replicate: int = 1
     shard: int = 1
     pipeline: int = 1
+    context: int = 1
     schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
     layers: tuple[int, ...] = ()
@@ -39,6 +41,7 @@ class MeshSplit:
             replicate=layout.replicate,
             shard=layout.shard,
             pipeline=layout.pipeline,
+            context=layout.context,
             schedule=layout.pipeline_schedule,
             chunks=layout.pipeline_chunks,
             layers=layout.pipeline_layers,
@@ -46,8 +49,8 @@ class MeshSplit:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with different sequences."""
-        return self.replicate * self.shard
+        """Ranks, or groups of `context` ranks, with different sequences."""
+        return self.replicate * self.shard // self.context
 
 
 ONE_DEVICE = MeshSplit()
@@ -82,6 +85,7 @@ def mesh_overhead(split: MeshSplit, vendor: str) -> dict[str, float]:
 def _collective_bytes(split: MeshSplit, vendor: str) -> float:
     """Each process group has a context of the collective library, outside PyTorch's allocator."""
     groups = (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
+    groups += split.context not in (1, split.replicate * split.shard)
     if vendor == "cpu" or groups == 0:
         return 0.0
     return FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1)

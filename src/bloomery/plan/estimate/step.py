@@ -22,6 +22,7 @@ class StepShape:
     score_chunk: int
     context_bytes: float  # the runtime's own; 0: not a GPU
     on_gpu: bool
+    context: int = 1  # devices that share each sequence: each has as many of its tokens, and of its heads in attention
     expandable: bool = False  # the allocator's segments
     # gradient accumulation: gradients exist from the second micro-batch on
     accumulating: bool = False
@@ -41,7 +42,8 @@ class StepShape:
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch_size * self.sequence_length
+        """Of one device."""
+        return self.micro_batch_size * self.sequence_length // self.context
 
     @property
     def setting(self) -> str:

@@ -81,6 +81,7 @@ def small_plan(plan: RunPlan) -> RunPlan:
             "replicate": 1,
             "shard": 1,
             "pipeline": 1,
+            "context": 1,
             "pipeline_layers": (),
             "seed": SEED,
         }
