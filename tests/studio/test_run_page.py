@@ -161,7 +161,7 @@ def test_a_run_with_rewards_has_their_curves_and_completions() -> None:
         assert {"Reward", "Loss", "Rewards, without their weights", "Length of completions"} <= {
             *charts
         }
-        series = {line["name"]: line["data"] for line in charts["Reward"]["series"]}
+        series = {line["name"]: [*line["data"]] for line in charts["Reward"]["series"]}
         assert series == {"training": [[step, 0.5] for step in (1, 2, 3)], "validation": [[2, 0.6]]}
         both = [line["name"] for line in charts["Rewards, without their weights"]["series"]]
         assert both == ["length", "format"]
@@ -195,7 +195,7 @@ def test_a_preference_run_has_both_rewards_in_one_chart_and_evaluations_of_its_m
         await user.should_see("Rewards, mean per response", retries=50)
         charts = charts_by_title(user)
         assert [line["name"] for line in charts["Rewards"]["series"]] == ["chosen", "rejected"]
-        accuracy = {line["name"]: line["data"] for line in charts["Accuracy"]["series"]}
+        accuracy = {line["name"]: [*line["data"]] for line in charts["Accuracy"]["series"]}
         assert accuracy == {"training": [[1, 0.75], [2, 0.75]], "validation": [[2, 0.8]]}
 
     with_user(visit)
