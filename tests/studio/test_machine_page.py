@@ -43,6 +43,15 @@ def test_findings_have_commands_to_copy_and_sensors_their_figures(monkeypatch) -
         assert "<b>bold" in texts  # as text
         commands = [text for text in texts if text.startswith("sudo ")]
         assert commands and not any("  # " in command for command in commands)
+        # What the browser answers, which has no clipboard for a page of another machine.
+        button = next(
+            b for b in user.find(ui.button).elements if b.props.get("icon") == "content_copy"
+        )
+        button.mark("copy")
+        user.find("copy").trigger("click", False)
+        await user.should_see("this browser refuses")
+        user.find("copy").trigger("click", True)
+        await user.should_see("copied")
 
     with_user(visit)
 

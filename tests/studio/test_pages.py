@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import RecordedCommands, make_run, opened_list, with_user
+from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
 from bloomery.monitor.events import RunEnded, Sampled, Warned
 from runs_for_tests import made_up_run
@@ -136,12 +136,55 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
             await asyncio.sleep(0.01)
         assert "micro_batch_size: 2" in editor.value
 
+        user.find("Show three examples with their loss mask").click()
         user.find("Start").click()
-        while not commands.started:
-            await asyncio.sleep(0.01)
-        (command, path, option, folder) = commands.started[0]
+        await until(lambda: len(commands.started) == 2)
+        assert commands.started[0] == ("prepare", "go-coder-tiny.yaml", "--preview", "3")
+        (command, path, option, folder) = commands.started[1]
         assert (command, option) == ("train", "--run-dir")
         assert Path(path).read_text() == editor.value
         assert Path(folder).parent == Path.cwd() / "runs"
 
     with_user(visit, commands)
+
+
+def test_suggestions_are_buttons_and_a_model_is_named_without_a_network(monkeypatch) -> None:
+    from bloomery.studio.recipe_form import Planned
+
+    edit = "train.micro_batch_size=1 train.activation_checkpointing=full"
+
+    def planned(text: str, name: str) -> Planned:
+        if "micro_batch_size: 1" in text:
+            return Planned(name=name, fits=True, lines=("Fits.",))
+        return Planned(name=name, lines=("Does not fit.",), suggestions=((edit, "2.5 GiB"),))
+
+    monkeypatch.setattr("bloomery.studio.new_run_page.planned", planned)
+    Path("chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/new")
+        await user.should_see("Start although it does not fit", retries=50)
+        await user.should_see("2.5 GiB")
+        user.find(edit).click()
+        await user.should_see("Fits.", retries=50)
+        await user.should_not_see(edit)
+        editor = next(iter(user.find(ui.codemirror).elements))
+        assert "micro_batch_size: 1" in editor.value
+        assert "activation_checkpointing: full" in editor.value
+
+        # A model of the Hub, which is in the table of published ones, and a name that no file has.
+        inputs = {e.props["label"]: e for e in user.find(ui.input).elements if "label" in e.props}
+        inputs["Dataset"].value = "chats.jsonl"
+        inputs["Model"].value = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        user.find("Make a recipe").click()
+        await until(lambda: "from: HuggingFaceTB/SmolLM2-135M-Instruct" in editor.value)
+        assert "chats.jsonl" in editor.value
+        inputs["Model"].value = "a" * 300
+        user.find("Make a recipe").click()
+        await user.should_see("file name too long", retries=50)
+
+    with_user(visit)

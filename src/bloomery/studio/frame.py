@@ -1,5 +1,6 @@
 """What all pages of studio share: title, navigation, colors, and errors in words."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -153,6 +154,35 @@ def sort_by_keyboard(table: ui.table, tools: ui.row) -> None:
         ui.select(headings, label="Sort by", on_change=sort).props("dense outlined").classes(
             "w-40 md:hidden"
         )
+
+
+# Without encryption, a browser has a clipboard for pages of its own machine alone: others copy a selection.
+_COPY = """async () => {
+  const text = %s;
+  let copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+  if (!copied) {
+    const field = document.createElement('textarea');
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    copied = document.execCommand('copy');
+    field.remove();
+  }
+  emit(copied);
+}"""
+
+
+def copy_button(command: str) -> ui.button:
+    def tell(event: GenericEventArguments) -> None:
+        if event.args:
+            ui.notify("copied")
+        else:
+            ui.notify("this browser refuses: select the command and copy it", type="negative")
+
+    button = ui.button(icon="content_copy").on(
+        "click", tell, js_handler=_COPY % json.dumps(command)
+    )
+    return button.props('flat dense size=sm aria-label="Copy the command"')
 
 
 def notify(error: UserError) -> None:

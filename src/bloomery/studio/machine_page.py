@@ -18,7 +18,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import notify, page, show_command
+from bloomery.studio.frame import copy_button, notify, page, show_command
 
 UPDATE_SECONDS = 2.0
 SUBJECT = "this machine"  # of its commands
@@ -216,15 +216,9 @@ def _show_step(step: str) -> None:
         return
     command, _, remark = step.partition("  # ")
 
-    def copy() -> None:
-        ui.clipboard.write(command)
-        ui.notify("copied")
-
     with ui.column().classes("w-full gap-0"):
         with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
             ui.label(command).classes("studio-text grow min-w-0")
-            ui.button(icon="content_copy", on_click=copy).props(
-                'flat dense size=sm aria-label="Copy the command"'
-            )
+            copy_button(command)
         if remark:
             ui.label(remark).classes("text-sm opacity-75 break-words")
