@@ -3,6 +3,7 @@
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,14 @@ def test_the_page_behind_an_encoded_name_is_that_of_the_run(studio: tuple[int, P
     port, _ = studio
     text = answer_to(port, "GET /run/a%3Fb%23c%2541 HTTP/1.1", AS_USER)
     assert "a?b#c%41" in text and "No such run" not in text
+
+
+def test_silent_connections_keep_nobody_out(studio: tuple[int, Path]) -> None:
+    port, _ = studio
+    with ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert answer_to(port, "GET /run/demo HTTP/1.1", AS_USER).startswith("HTTP/1.1 200 ")
 
 
 def test_after_all_of_that_studio_answers_and_its_output_has_no_token_and_no_traceback(

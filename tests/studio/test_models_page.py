@@ -33,7 +33,7 @@ def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:
 
 
 def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> None:
-    from bloomery.studio.models_page import stored_models
+    from bloomery.studio.models_page import row_of_table, stored_models
     from bloomery.train.model_folder import note_best
 
     checkpoints = make_run("<b>full") / "checkpoints"
@@ -45,6 +45,8 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
     make_folder(Path("exports") / "poet", model_type="gemma")
     (make_folder(Path("broken")) / "config.json").write_text("[" * 5000, encoding="utf-8")
     make_run("empty")
+    for name in (b"bytes\xff", b"escape\x1b"):
+        make_folder(Path(os.fsdecode(name)), model_type="llama")
 
     models = {model.argument: model for model in stored_models()}
     assert {name: (model.kind, model.size, model.is_best) for name, model in models.items()} == {
@@ -53,7 +55,10 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
         "runs/lora@7": ("adapter of <i>Qwen2.5", 1000, False),
         "./exports/poet": ("full, gemma", 1000, False),
         "./broken": ("damaged", 1000, False),
+        "./bytes\\xff": ("rename it: no page shows its name", 1000, False),
+        "./escape\\x1b": ("rename it: no page shows its name", 1000, False),
     }
+    json.dumps([row_of_table(model) for model in models.values()], ensure_ascii=False).encode()
 
 
 def test_an_export_is_a_command_of_the_chosen_format() -> None:

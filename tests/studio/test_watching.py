@@ -1,9 +1,11 @@
 """What pages show of run folders, whole and damaged, and what long ones cost."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,10 @@ from runs_for_tests import made_up_run, step_done
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def needs_nicegui() -> None:
+    pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
 
 def long_run(name: str, steps: int = 3000) -> Path:
@@ -211,7 +217,7 @@ def test_damaged_runs_stay_in_the_list_and_hide_no_other() -> None:
 )
 def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
     """A line that another program wrote: those of Bloomery have a checksum."""
-    pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+    needs_nicegui()
     from bloomery.studio.compare_page import snapshot_of
     from bloomery.studio.run_charts import figures_of
     from bloomery.studio.runs_page import row_of_table
@@ -238,6 +244,34 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
         assert run.problem == ""
         assert dict(figures_of(run))["Step"]
         json.dumps(snapshot_of(run, "hours").points, allow_nan=False)
+
+
+def test_a_name_that_no_page_shows_is_taken_for_no_other_run() -> None:
+    needs_nicegui()
+    from bloomery.studio.runs_page import row_of_table
+
+    names = [
+        "demo",
+        "demo\x1b",
+        "demo\u202e",
+        "demo\x7f",
+        os.fsdecode(b"demo\xff"),
+        "-rf",
+        "a?b",
+        "é",
+    ]
+    for name in names:
+        make_run(name, end=RunEnded(step=40, status="done"))
+    watching = Watching()
+    rows = [row_of_table(row) for row in watching.rows()]
+    json.dumps(rows, ensure_ascii=False).encode()  # as it is sent
+    assert len({row["name"] for row in rows}) == len(names)
+    opened = list[str]()
+    for row in rows:
+        with suppress(UserError):
+            opened.append(watching.run(row["name"]).reader.folder.name)
+    assert sorted(opened) == sorted(["demo", "-rf", "a?b", "é"])
+    assert {row["name"]: row["address"] for row in rows}["a?b"] == "/run/a%3Fb"
 
 
 def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:

@@ -6,14 +6,14 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from nicegui import ui
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, one_line
 from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
@@ -22,6 +22,7 @@ from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.frame import label_checkboxes, notify, page, show_command, sort_by_keyboard
 from bloomery.studio.model_server import MOST_MODELS
+from bloomery.studio.watching import is_plain
 from bloomery.train.model_folder import (
     best_on_disk,
     best_weight_steps,
@@ -96,7 +97,13 @@ def stored_models() -> list[StoredModel]:
         with suppress(OSError):
             size, changed = _size_of(folder)
             models.append(StoredModel(f"./{folder}", None, kind_of(folder), size, changed))
-    return sorted(models, key=lambda model: -model.changed)
+    plain = [model if is_plain(model.model) else _renamed(model) for model in models]
+    return sorted(plain, key=lambda model: -model.changed)
+
+
+def _renamed(model: StoredModel) -> StoredModel:
+    """With escapes, under which no command finds another model."""
+    return replace(model, model=one_line(model.model), kind="rename it: no page shows its name")
 
 
 def _of_run(run: Path) -> Iterator[StoredModel]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from bloomery.core.errors import UserError, system_errors_worded
+from bloomery.core.errors import UserError, one_line, system_errors_worded
 from bloomery.core.files import open_regular, read_whole
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
@@ -89,6 +89,11 @@ class RunRow:
         return min(self.step / self.steps, 1.0) if self.steps else None
 
 
+def is_plain(name: str) -> bool:
+    """Whether a page shows the name as it is: without control characters, and in UTF-8."""
+    return harmless(name) == name
+
+
 def address_of(name: str) -> str:
     """The page of a run."""
     return f"/run/{quote(name, safe='')}"
@@ -115,7 +120,12 @@ def planned_speed(plan: RunPlan | None) -> float | None:
 
 def row_of(folder: Path, decode: Decode) -> RunRow:
     """From the plan and the two ends of the events: a long run costs as little as a short one."""
-    name = harmless(folder.name)
+    name = folder.name
+    if not is_plain(
+        name
+    ):  # without some of its characters it could be the name of another run; none has a slash
+        reason = "rename the folder: no page shows its name"
+        return RunRow(f"runs/{one_line(name)}", "unreadable", reason)
     is_running = worked_on(folder)
     try:
         summary = summary_of(read_ends(folder / "events.jsonl", END_BYTES, decode))
