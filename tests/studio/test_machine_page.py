@@ -37,6 +37,7 @@ def test_findings_have_commands_to_copy_and_sensors_their_figures(monkeypatch) -
 
         await user.open("/machine")
         await user.should_see("Not ready", retries=30)
+        await user.should_see("91 °C (limit 100 °C)", retries=100)  # read after the findings
         texts = [element.text for element in user.find(ui.label).elements]
         assert "91 °C (limit 100 °C)" in texts and "6.2 of 8.0 GiB" in texts
         assert "measured by GPU 0" in texts and "throttled: thermal" in texts
