@@ -41,7 +41,8 @@ def test_the_browser_has_the_points_of_the_run_as_it_trains_and_goes_back(
         step = 4
         # Some steps, many, those after which the buckets are twice as wide, and those that a resume repeats.
         for count in (1, 40, MOST_BUCKETS, 3, 200):
-            for step in range(step + 1, step + count + 1):
+            first = step + 1
+            for step in range(first, first + count):
                 log(step_done(step, loss=float(step * 37 % 101), grad_norm=step % 13))
             browser.until(f"document.body.innerText.includes('{step:,}')")
             same_as_file(browser, folder)
