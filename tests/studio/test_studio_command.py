@@ -87,9 +87,10 @@ def test_of_two_pages_that_press_a_button_at_once_one_is_told_to_wait(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLOOMERY_STUDIO_TOKEN", TOKEN)
     commands = Commands()
-    first = commands.start("resume", "runs/absent", subject="absent")
+    first = commands.start("resume", "runs/absent run", subject="absent")
+    assert first.line == "bloomery resume 'runs/absent run'"  # as you would type it
     with pytest.raises(UserError, match="still runs"):
-        commands.start("resume", "runs/absent", subject="absent")
+        commands.start("resume", "runs/absent run", subject="absent")
     assert first.process.wait(60) == 2
     assert "no run" in first.text()
     assert commands.of("absent") is first

@@ -1,6 +1,7 @@
 """Commands that pages start: each a process of its own, which lives on when studio ends. Does not import torch."""
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ class Command:
 
     @property
     def line(self) -> str:
-        return " ".join(("bloomery", *self.arguments))
+        """As it would be typed."""
+        return shlex.join(("bloomery", *self.arguments))
 
     @property
     def code(self) -> int | None:
