@@ -706,6 +706,22 @@ def test_a_taken_port_is_named_before_data_is_prepared(bloomery, one_thread, tmp
     assert not list(tmp_path.rglob("*.bin"))
 
 
+def test_rank_0_does_not_look_for_another_rank_0_after_an_error_of_its_own_run(
+    bloomery, monkeypatch
+) -> None:
+    """That would delay every error of a run by three seconds."""
+    looks = list[Board]()
+    monkeypatch.setattr(Board, "refuse_second_start", lambda board: looks.append(board))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for name, value in variables(0, 2, taken.getsockname()[1]).items():
+            monkeypatch.setenv(name, value)
+        told = bloomery.here("train", "tiny.yaml", "--run-dir", "runs/one", "-d", "cpu")
+    assert told.returncode == 1 and "is taken" in told.stderr
+    assert looks == []
+
+
 def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
     tmp_path, monkeypatch
 ) -> None:

@@ -44,11 +44,10 @@ def open_board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board
 
 @contextmanager
 def second_rank_0_explained(launch: Launch | None, path: Path) -> Iterator[None]:
-    """Replaces an error in the block by its cause, where this process is a second rank 0 of one launch.
+    """Around locking the run folder: replaces its error by the cause, where this is a second rank 0 of one launch.
 
-    Where two processes of a launch have RANK=0, the first one locks the run folder and the second one fails: its error
-    would be that the run is in use, but the mistake is the rank. Every other UserError passes unchanged, and so does
-    every error without a launcher.
+    Where two processes of a launch have RANK=0, the first one locks the folder and the second one fails: its error
+    would be that the run is in use, but the mistake is the rank. Other errors pass unchanged, three seconds later.
     """
     try:
         yield

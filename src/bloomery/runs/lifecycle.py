@@ -8,6 +8,7 @@ Under a launcher such as torchrun every rank runs this code. Rank 0 does all of 
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from bloomery.core.text import expanded
@@ -143,12 +144,11 @@ def start(
     if measure is not None:
         measure(first_plan, machine)
 
-    with (
-        stop_requests() as requests,
-        second_rank_0_explained(launch, path),
-        new_run(loaded_recipe, path) as (folder, lock),
-        event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
-    ):
+    with ExitStack() as stack:
+        requests = stack.enter_context(stop_requests())
+        with second_rank_0_explained(launch, path):
+            folder, lock = stack.enter_context(new_run(loaded_recipe, path))
+        hub = stack.enter_context(event_hub(folder, quiet=quiet, lines=launch is not None))
         flow = Flow(
             folder,
             lock,
@@ -189,11 +189,10 @@ def resume(
     if launch is not None and launch.rank > 0:
         return follow(launch, path, devices)
     folder = existing(path)
-    with (
-        stop_requests() as requests,
-        second_rank_0_explained(launch, path),
-        locked(folder) as lock,
-    ):
+    with ExitStack() as stack:
+        requests = stack.enter_context(stop_requests())
+        with second_rank_0_explained(launch, path):
+            lock = stack.enter_context(locked(folder))
         # The recipe must be the one that the run wrote. The first call raises where the run's digests of its files are
         # missing, the second where the digest of recipe.yaml is another: it was changed by hand.
         require_identity(folder.path)
