@@ -8,12 +8,42 @@ import shutil
 import subprocess
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+# The middle of an element in the window, also of one inside frames, or null where something else covers it.
+MIDDLE = """(element => {
+  element.scrollIntoView({block: "center", behavior: "instant"});
+  const box = element.getBoundingClientRect();
+  let [x, y] = [box.left + box.width / 2, box.top + box.height / 2];
+  const top = element.ownerDocument.elementFromPoint(x, y);
+  if (!top || !(element.contains(top) || top.contains(element) || top.closest("label")?.contains(element))) return null;
+  for (let frame = element.ownerDocument.defaultView.frameElement; frame;
+       frame = frame.ownerDocument.defaultView.frameElement) {
+    const outer = frame.getBoundingClientRect();
+    x += outer.left;
+    y += outer.top;
+  }
+  return [x, y];
+})"""
+# The elements that reach beyond the right edge of the page and are in no box that scrolls by itself.
+OVERFLOWING = """(() => {
+  const width = document.documentElement.clientWidth;
+  const scrolls = one => one && one !== document.body && one !== document.documentElement &&
+    (getComputedStyle(one).overflowX !== "visible" || scrolls(one.parentElement));
+  if (document.documentElement.scrollWidth <= Math.min(width, innerWidth)) return [];
+  return [document.documentElement.scrollWidth + " of " + width,
+    ...[...document.querySelectorAll("body *")]
+      .filter(one => one.getBoundingClientRect().right > width + 0.5 && !scrolls(one.parentElement))
+      .map(one => one.outerHTML.slice(0, 160))];
+})()"""
+AXE = """axe.run({resultTypes: ["violations"]}).then(result => result.violations
+  .filter(fault => ["serious", "critical"].includes(fault.impact))
+  .flatMap(fault => fault.nodes.map(node => [fault.id, node.html.slice(0, 200), node.failureSummary].join(": "))))"""
 CODES = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
 
 
@@ -108,6 +138,10 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
+    def forget(self, cookie: str) -> None:
+        """Of pages of this machine."""
+        self._call("Network.deleteCookies", name=cookie, domain="127.0.0.1")
+
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
@@ -147,6 +181,38 @@ class Browser:
 
     def write(self, text: str) -> None:
         self._call("Input.insertText", text=text)
+
+    def click(self, element: str, seconds: float = 60) -> None:
+        """A click of the mouse on the middle of an element, once it stands still and nothing covers it."""
+        middle = f"(element => element && {MIDDLE}(element))({element})"
+        end = time.monotonic() + seconds
+        before = point = None
+        while point is None or point != before:
+            assert time.monotonic() < end, element
+            before = point
+            time.sleep(0.1)
+            with suppress(Navigated):  # the next look is at the new page
+                point = self.value(middle)
+        x, y = point
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
+
+    def overflow(self) -> list[str]:
+        """Why the page scrolls sideways: its width, and the elements that are too wide; empty where it does not."""
+        return self.value(OVERFLOWING)
+
+    def faults(self) -> list[str]:
+        """What axe finds on the page that is serious or critical for people who use a screen reader or see badly."""
+        spec = find_spec("axe_core_python")
+        assert spec is not None and spec.origin is not None, "axe-core-python is not installed"
+        # In the middle of an animation colors are others.
+        self.until(
+            "document.getAnimations().every(one => one.playState !== 'running'"
+            " || one.effect.getComputedTiming().endTime === Infinity)"
+        )
+        self.value(Path(spec.origin).with_name("axe.min.js").read_text("utf-8") + "; 0")
+        return self.value(AXE)
 
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))

@@ -1,6 +1,7 @@
 """Run folders without training, and studio as users start it or without a network."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -11,9 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.monitor.events import EventLog, RunEnded
+from browser import Browser
 from runs_for_tests import made_up_run
 
 TOKEN = "a-token-of-tests"
+BOLD = "<b>bold"  # the name of a run
+PATIENCE = 240  # seconds, on a machine with other work
+LOOKS = [(1400, False), (1400, True), (390, False), (390, True)]  # width, dark
 
 
 def make_run(name: str, *, end: RunEnded | None = None, events=None) -> Path:
@@ -82,10 +87,11 @@ async def opened_list(user):
     return table
 
 
-@contextmanager
-def studio_process(folder: Path, *options: str, output: Path | None = None) -> Iterator[str]:
-    """`bloomery studio` in `folder`, on a port of its own; yields its URL without the token. `output`: a file for what
-    it prints."""
+def start_studio(
+    folder: Path, *options: str, output: Path | None = None
+) -> tuple["subprocess.Popen[bytes]", str]:
+    """`bloomery studio` in `folder`, on a port of its own, and its URL without the token. `output`: a file for what it
+    prints."""
     path = folder / "studio.log" if output is None else output
     with path.open("wb") as file:
         process = subprocess.Popen(
@@ -94,11 +100,59 @@ def studio_process(folder: Path, *options: str, output: Path | None = None) -> I
             cwd=folder,
             env={**os.environ, "BLOOMERY_STUDIO_TOKEN": TOKEN},
         )
+    while (match := re.search(r"(http://\S+/)\?token=", path.read_text())) is None:
+        assert process.poll() is None, path.read_text()
+        time.sleep(0.02)
+    return process, match[1]
+
+
+@contextmanager
+def studio_process(folder: Path, *options: str, output: Path | None = None) -> Iterator[str]:
+    """The URL of a studio that ends with the block."""
+    process, url = start_studio(folder, *options, output=output)
     try:
-        while (match := re.search(r"(http://\S+/)\?token=", path.read_text())) is None:
-            assert process.poll() is None, path.read_text()
-            time.sleep(0.02)
-        yield match[1]
+        yield url
     finally:
         process.terminate()
         process.wait(30)
+
+
+def click(browser: Browser, text: str, *, kinds: str = "button, .q-tab, a, .q-item") -> None:
+    """A click of the mouse on the first visible button, tab, link or choice with this text, once it is enabled."""
+    browser.click(
+        f"[...document.querySelectorAll({json.dumps(kinds)})].find(one => one.offsetParent && !one.disabled"
+        f" && one.getAttribute('aria-disabled') !== 'true'"
+        f" && one.innerText.toLowerCase().includes({json.dumps(text.lower())}))",
+        PATIENCE,
+    )
+
+
+def fill(browser: Browser, label: str, text: str) -> None:
+    """Types over what the field with this label holds, and leaves it."""
+    field = f"document.querySelector('[aria-label=' + {json.dumps(json.dumps(label))} + ']')"
+    browser.until(f"!!{field}", PATIENCE)
+    browser.click(field, PATIENCE)
+    browser.value(f"{field}.select()")
+    browser.write(text)
+    browser.press("Tab")
+
+
+def shows(browser: Browser, text: str, seconds: float = PATIENCE) -> None:
+    browser.until(f"document.body?.innerText.includes({json.dumps(text)})", seconds)
+
+
+def picture(browser: Browser, page: str, width: int, dark: bool) -> None:
+    """A picture in the folder $BLOOMERY_PICTURES, where that is set."""
+    if folder := os.environ.get("BLOOMERY_PICTURES"):
+        browser.picture(Path(folder) / f"{page}-{width}-{'dark' if dark else 'light'}.png")
+
+
+def pictures(browser: Browser, page: str) -> None:
+    """A picture of the open page in each look."""
+    if "BLOOMERY_PICTURES" not in os.environ:
+        return
+    for width, dark in LOOKS:
+        browser.look(width=width, height=1000 if width > 640 else 844, dark=dark)
+        time.sleep(1)  # charts take their new width
+        picture(browser, page, width, dark)
+    browser.look(width=1400)

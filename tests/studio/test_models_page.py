@@ -63,7 +63,8 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
 
 def test_an_export_is_a_command_of_the_chosen_format() -> None:
     commands = RecordedCommands()
-    make_folder(make_run("lora") / "checkpoints" / "step-00000007", model_type="llama")
+    checkpoint = make_run("lora") / "checkpoints" / "step-00000007"
+    make_folder(checkpoint, base_model_name_or_path="base")
 
     async def visit(user) -> None:
         from nicegui import ui
@@ -80,6 +81,7 @@ def test_an_export_is_a_command_of_the_chosen_format() -> None:
         user.find(kind=ui.button, content="Export").click()
         await user.should_see("Export runs/lora@7", retries=50)
         selects = {each.props["label"]: each for each in user.find(ui.select).elements}
+        assert selects["Format"].value == "merged"  # an adapter opens in few programs
         selects["Format"].value = "gguf"
         user.find("Start").click()
         await until(lambda: commands.started)
@@ -102,9 +104,7 @@ def test_the_page_of_a_run_exports_its_best_checkpoint() -> None:
         await user.should_see("Export runs/one", retries=50)
         user.find("Start").click()
         await until(lambda: commands.started)
-        assert commands.started == [
-            ("export", "--to=hf", "--out=exports/one-hf", "--", "runs/one")
-        ]
+        assert commands.started == [("export", "--to=hf", "--out=exports/one-hf", "--", "runs/one")]
 
     with_user(visit, commands)
 
@@ -120,6 +120,7 @@ def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -
     with_user(visit)
 
 
+@pytest.mark.soak
 def test_a_server_ends_when_no_page_looks_and_when_studio_is_killed(tmp_path, monkeypatch) -> None:
     from bloomery.studio import model_server
 
@@ -142,6 +143,7 @@ def test_a_server_ends_when_no_page_looks_and_when_studio_is_killed(tmp_path, mo
         time.sleep(0.05)
 
 
+@pytest.mark.soak
 def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monkeypatch) -> None:
     from starlette.applications import Starlette
     from starlette.routing import Route

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
-from bloomery.monitor.events import RunEnded, Sampled, Warned
-from runs_for_tests import made_up_run
+from bloomery.monitor.events import DeviceStats, EventLog, RunEnded, Sampled, Warned
+from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
@@ -188,3 +188,41 @@ def test_suggestions_are_buttons_and_a_model_is_named_without_a_network(monkeypa
         await user.should_see("file name too long", retries=50)
 
     with_user(visit)
+
+
+def test_charts_keep_their_order_whichever_has_values_first() -> None:
+    folder = make_run("demo", events=[DeviceStats(step=0, device=0, temperature=50.0, power=90.0)])
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        def titles() -> list[str]:
+            charts = list(user.find(ui.echart).elements)
+            grid = charts[0].parent_slot.parent.parent_slot
+            return [next(iter(box.default_slot)).text for box in grid]
+
+        await user.open("/run/demo")
+        await until(lambda: len(titles()) == 2)
+        with EventLog(folder / "events.jsonl") as log:
+            log(step_done(1))
+        await until(lambda: len(titles()) > 2)
+        assert titles() == [
+            "Loss, nats per token",
+            "Learning rate",
+            "Gradient norm, before clipping",
+            "Tokens per second",
+            "Memory, GiB, peak",
+            "Temperature, °C",
+            "Power, W",
+        ]
+
+    with_user(visit)
+
+
+def test_the_tokens_trained_on_are_marked_and_no_text_is_lost() -> None:
+    from bloomery.studio.frame import loss_parts
+
+    text = "chats.jsonl:1  train\n¦user\nHi¦⟦Hello¦ you¦<end>⟧\n⟦⟧ 5⟧ ⟦open"
+    parts = loss_parts(text)
+    assert "".join(piece for piece, _ in parts) == text
+    assert [piece for piece, has_loss in parts if has_loss] == ["⟦Hello¦ you¦<end>⟧", "⟦⟧"]

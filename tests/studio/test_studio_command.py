@@ -1,25 +1,20 @@
-"""`bloomery studio` as a process: its address, its refusals, the commands that outlive it, and the page in Chromium."""
+"""`bloomery studio` as a process: its address, its refusals, and the commands that outlive it."""
 
-import json
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from studio_for_tests import TOKEN, make_run, studio_process
+from studio_for_tests import TOKEN
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import EventLog, RunEnded
 from bloomery.serve.address import bound
 from bloomery.studio.commands import Commands
-from browser import PROGRAM, Browser
 
 needs_nicegui = pytest.mark.skipif(
     find_spec("nicegui") is None, reason="the extra `studio` is not installed"
@@ -95,61 +90,3 @@ def test_of_two_pages_that_press_a_button_at_once_one_is_told_to_wait(
     assert "no run" in first.text()
     assert commands.of("absent") is first
     assert TOKEN not in first.text()
-
-
-def keyboard_sorts_and_keeps_its_place(browser: Browser, folder: Path) -> None:
-    focused = "document.activeElement.dataset.focus"
-    browser.value("document.querySelector('th [role=button]').focus()")
-    for order in ("ascending", "descending"):
-        browser.press("Enter")
-        browser.until(f"document.querySelector('th[aria-sort={order}]')?.innerText.includes('Run')")
-        browser.until(f"{focused} === 'Sort by Run'")
-    browser.value("document.querySelector('tbody [role=checkbox]').focus()")
-    browser.press(" ")
-    browser.until("document.querySelectorAll('tbody [aria-checked=true]').length === 1")
-    browser.until(f"{focused} === 'Select <b>bold'")
-    # A row that changes is made anew.
-    with EventLog(folder / "runs" / "<b>bold" / "events.jsonl") as log:
-        log(RunEnded(step=40, status="failed"))
-    browser.until("document.body.innerText.includes('failed')")
-    browser.until(f"{focused} === 'Select <b>bold'")
-    with EventLog(folder / "runs" / "<b>bold" / "events.jsonl") as log:
-        log(RunEnded(step=40, status="stopped"))
-
-
-@needs_nicegui
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
-def test_chromium_shows_the_list_and_a_run_and_nothing_without_the_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run("<b>bold", end=RunEnded(step=40, status="stopped"))
-    with studio_process(tmp_path) as url, Browser(tmp_path / "profile") as browser:
-        for path in ("", "run/demo", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
-            with pytest.raises(urllib.error.HTTPError) as refusal:
-                urllib.request.urlopen(url + path)
-            assert refusal.value.code == 401
-
-        browser.look(width=1400)
-        # A link on a page of another site, as from a terminal in a browser.
-        browser.open(f"data:text/html,<a href='{url}?token={TOKEN}'>studio</a>")
-        browser.value("document.querySelector('a').click()")
-        browser.until("document.querySelectorAll('tbody tr').length === 1")
-        assert browser.value("location.search") == ""
-        assert browser.value("document.cookie") == ""  # HttpOnly
-        assert browser.value("document.querySelector('tbody td b')") is None
-        browser.look(width=390)  # a card per run
-        browser.open(url)
-        browser.until("document.querySelectorAll('.q-table--grid .q-checkbox').length === 1")
-        browser.look(width=1400)
-        browser.open(url)
-        browser.until("document.querySelectorAll('tbody tr').length === 1")
-        keyboard_sorts_and_keeps_its_place(browser, tmp_path)
-        browser.value("document.querySelector('[aria-label^=Switch]').click()")
-        browser.until("document.body.classList.contains('body--dark')")
-        browser.value("document.querySelector('tbody a').click()")
-        browser.until("document.querySelectorAll('canvas').length >= 5")
-        assert browser.value("document.body.classList.contains('body--dark')")  # on every page
-        assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
-        browser.until("document.body.innerText.includes('stopped')")
-        assert browser.problems == []

@@ -15,10 +15,22 @@ from studio_for_tests import make_run
 from bloomery.api import Run
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
+from bloomery.studio.notebook import StudioFrame
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
 
+def test_a_frame_has_the_host_of_its_notebook() -> None:
+    """A browser sends the cookie of studio to the host of the page around the frame alone."""
+    url = "http://127.0.0.1:8100/run/a%20run?token=b"
+    frame = StudioFrame(url, 500)
+    page = frame._repr_html_()
+    assert str(frame) == url and url in page
+    assert 'height="500"' in page
+    assert "location.hostname === 'localhost' ? 'localhost' : '127.0.0.1'" in page
+
+
+@pytest.mark.soak
 def test_a_run_has_its_page_in_a_frame_until_the_notebook_ends(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run("a run")

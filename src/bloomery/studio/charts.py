@@ -97,6 +97,10 @@ class LineChart:
     def delete(self) -> None:
         self._box.delete()
 
+    def move(self, place: int) -> None:
+        """To this place among the charts of its element."""
+        self._box.move(target_index=place)
+
     def show(
         self,
         curves: Curves,

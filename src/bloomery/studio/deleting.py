@@ -10,7 +10,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import counted, format_bytes
 from bloomery.runs.cleaning import Leftover, deletable
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import notify
+from bloomery.studio.frame import notify, question
 from bloomery.studio.watching import Watching
 
 SUBJECT = "deleted runs"  # of `bloomery runs rm`
@@ -19,12 +19,9 @@ SUBJECT = "deleted runs"  # of `bloomery runs rm`
 async def ask_to_delete(watching: Watching, commands: Commands, names: Sequence[str]) -> bool:
     """Lists what goes with the runs, asks, and starts `bloomery runs rm`; whether it was started."""
     items, refusals = await asyncio.to_thread(_found, watching, names)
-    with ui.dialog() as dialog, ui.card().classes("w-full max-w-[44rem] gap-3"):
-        total = format_bytes(sum(item.bytes for item in items))
-        question = (
-            f"Delete {counted(len(items), 'runs')}, {total}?" if items else "Nothing to delete"
-        )
-        ui.label(question).classes("text-lg font-semibold").props("role=heading aria-level=2")
+    total = format_bytes(sum(item.bytes for item in items))
+    title = f"Delete {counted(len(items), 'runs')}, {total}?" if items else "Nothing to delete"
+    with question(title) as dialog:
         with ui.column().classes("w-full gap-2 max-h-[50vh] overflow-auto no-wrap"):
             for item in items:
                 with ui.column().classes("gap-0"):

@@ -1,6 +1,7 @@
 """What all pages of studio share: title, navigation, colors, and errors in words."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,10 +41,17 @@ body { font-size: 15px; }
 a.studio-name { font-weight: 500; }
 main a.nicegui-link, a.studio-name { color: #1f5c9c; }
 .body--dark main a.nicegui-link, .body--dark a.studio-name { color: #8ebcf0; }
-.body--dark main .q-btn--outline, .body--dark main .q-btn--flat, .body--dark main .q-field, .body--dark main .q-tab {
-  --q-primary: #8ebcf0;
-}
-.body--dark main .text-negative, .body--dark main .q-field { --q-negative: #f0939d; }
+.q-dialog .q-btn--flat { --q-primary: #1f5c9c; }
+.body--dark :is(main, .q-dialog) :is(.q-btn--outline, .q-btn--flat, .q-field, .q-tab) { --q-primary: #8ebcf0; }
+.body--dark :is(main, .q-dialog) :is(.text-negative, .q-field) { --q-negative: #f0939d; }
+.q-expansion-item__toggle-icon { color: #4a4a4a; }
+.body--dark .q-expansion-item__toggle-icon { color: #cfcfcf; }
+.q-tab-panels { background: none; }
+.q-loading-bar { display: none; }
+.studio-loss { background: rgba(42, 120, 194, 0.2); border-radius: 3px; }
+html:has(.body--dark) { color-scheme: dark; }
+.body--light iframe { color-scheme: light; }
+.body--dark iframe { color-scheme: dark; }
 .q-chip__icon { opacity: 1; color: inherit; }
 a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
 nav { scrollbar-width: none; }
@@ -185,6 +193,17 @@ def copy_button(command: str) -> ui.button:
     return button.props('flat dense size=sm aria-label="Copy the command"')
 
 
+@contextmanager
+def question(title: str) -> Iterator[ui.dialog]:
+    """A dialog under a title, by which screen readers announce it; inside the block its content."""
+    with ui.dialog() as dialog, ui.card().classes("w-full max-w-[40rem] gap-3"):
+        dialog.props["aria-label"] = title
+        ui.label(title).classes("text-lg font-semibold break-words").props(
+            "role=heading aria-level=2"
+        )
+        yield dialog
+
+
 def notify(error: UserError) -> None:
     """An error as the command line words it."""
     ui.notify(
@@ -212,4 +231,23 @@ def show_command(command: Command | None, *, opened: bool = False) -> None:
     with ui.expansion(f"{command.line}: {state}", value=opened or code not in (None, 0)).classes(
         "w-full"
     ):
-        ui.label(command.text() or "nothing printed yet").classes("studio-text")
+        if command.arguments[0] == "prepare":
+            show_loss_mask(command.text())
+        else:
+            ui.label(command.text() or "nothing printed yet").classes("studio-text")
+
+
+def show_loss_mask(text: str) -> None:
+    """What `bloomery prepare --preview` prints without colors: the tokens trained on, between ⟦ and ⟧, get one here."""
+    parts = loss_parts(text)
+    if any(has_loss for _, has_loss in parts):
+        ui.label("Trained on: the tokens with a colored background.").classes("text-sm")
+    with ui.element("div").classes("studio-text"):
+        for part, has_loss in parts:
+            ui.label(part).classes("inline studio-loss" if has_loss else "inline")
+
+
+def loss_parts(text: str) -> list[tuple[str, bool]]:
+    """The text in pieces, and whether each is trained on."""
+    pieces = re.split("(⟦[^⟦⟧]*⟧)", text)
+    return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]

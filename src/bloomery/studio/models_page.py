@@ -20,7 +20,14 @@ from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Command, Commands
-from bloomery.studio.frame import label_checkboxes, notify, page, show_command, sort_by_keyboard
+from bloomery.studio.frame import (
+    label_checkboxes,
+    notify,
+    page,
+    question,
+    show_command,
+    sort_by_keyboard,
+)
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.studio.watching import is_plain
 from bloomery.train.model_folder import (
@@ -32,6 +39,7 @@ from bloomery.train.model_folder import (
 
 UPDATE_SECONDS = 5.0
 SUBJECT = "exports"  # of their commands
+ADAPTER = "adapter of"  # the kind of an adapter begins with it
 _EXPORT_FOLDERS = (Path(), Path("exports"), Path("models"))  # where exports are looked for
 _LAYOUTS = {
     "hf": "Hugging Face folder",
@@ -145,7 +153,7 @@ def kind_of(folder: Path) -> str:
         text = config["base_model_name_or_path"] if is_adapter else config["model_type"]
     except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
         return "damaged"
-    return harmless(f"adapter of {Path(str(text)).name}" if is_adapter else f"full, {text}")
+    return harmless(f"{ADAPTER} {Path(str(text)).name}" if is_adapter else f"full, {text}")
 
 
 def row_of_table(model: StoredModel) -> dict[str, Any]:
@@ -197,7 +205,9 @@ async def models_page(commands: Commands) -> None:
             return list(table.selected)
 
         async def on_export() -> None:
-            if await ask_to_export(commands, selected()[0]["model"]):
+            (row,) = selected()
+            is_adapter = row["kind"].startswith(ADAPTER)
+            if await ask_to_export(commands, row["model"], is_adapter=is_adapter):
                 show_exports()
 
         def on_chat() -> None:
@@ -251,12 +261,13 @@ def _table() -> ui.table:
     for key in ("step", "kind", "size", "changed"):
         table.add_slot(f"body-cell-{key}", _TEXT_CELL)
     table.add_slot("item", _CARD)
-    table.add_slot("no-data", "No models yet: a run saves them, and <code>bloomery export</code>")
+    table.add_slot("no-data", "No models yet: runs save them, and exports appear here")
     return table
 
 
-async def ask_to_export(commands: Commands, argument: str) -> bool:
+async def ask_to_export(commands: Commands, argument: str, *, is_adapter: bool) -> bool:
     """Asks for the format, and starts `bloomery export`; whether it was started."""
+    first_layout = "merged" if is_adapter else "hf"  # a model that opens without its base
     model, separator, step = argument.rpartition("@")
     if not (separator and step.isdecimal()):
         model, step = argument, ""
@@ -269,14 +280,11 @@ async def ask_to_export(commands: Commands, argument: str) -> bool:
         path.value = path_for(str(layout.value))
         dtype.visible = layout.value == "gguf"
 
-    with ui.dialog() as dialog, ui.card().classes("w-full max-w-[36rem] gap-3"):
-        ui.label(f"Export {harmless(argument)}").classes("text-lg font-semibold break-all").props(
-            "role=heading aria-level=2"
-        )
-        layout = ui.select(_LAYOUTS, value="hf", label="Format", on_change=change_layout)
+    with question(f"Export {harmless(argument)}") as dialog:
+        layout = ui.select(_LAYOUTS, value=first_layout, label="Format", on_change=change_layout)
         dtype = ui.select([*GGUF_TYPES, *K_TYPES], value="q8_0", label="Type of the weights")
         dtype.visible = False
-        path = ui.input("To", value=path_for("hf"))
+        path = ui.input("To", value=path_for(first_layout))
         for field in (layout, dtype, path):
             field.classes("w-full").props("outlined dense")
         with ui.row().classes("w-full justify-end"):

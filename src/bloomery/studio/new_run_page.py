@@ -35,6 +35,7 @@ OPENED = ("data", "train")  # sections
 FIRST_FIELDS = 8  # of a section, before "more"
 UNSET = "not set"
 FIRST_RECIPE = "go-coder-tiny"
+_THEME = "Quasar.Dark.isActive ? 'githubDark' : 'githubLight'"  # of the editor, an expression
 MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
 
 
@@ -86,8 +87,11 @@ class NewRun:
                         self._editor = ui.codemirror(
                             "", language="YAML", line_wrapping=True, on_change=self._on_yaml
                         ).classes("w-full h-[32rem]")
-                        self._editor.props('aria-label="Recipe as YAML"')
-            with ui.column().classes("w-full min-w-0 gap-2"):
+                        self._editor.props(remove="theme").props(f':theme="{_THEME}"')
+                # The editor exists in the page once its tab has been opened.
+                tabs.on_value_change(self._name_editor)
+            # In a narrow window before the form, which is long.
+            with ui.column().classes("w-full min-w-0 gap-2 max-lg:order-first"):
                 self._subject = ""
                 self._shown_command: tuple[int | None, str] | None = None
                 self._problem = ui.label().classes("studio-text text-negative").props("role=alert")
@@ -101,6 +105,8 @@ class NewRun:
                 self._command = ui.column().classes("w-full gap-0")
                 ui.label("Plan").classes("text-lg font-semibold").props("role=heading aria-level=2")
                 self._plan = ui.label().classes("studio-text studio-plan w-full overflow-x-auto")
+                # The arrow keys scroll it.
+                self._plan.props("tabindex=0 role=region aria-label=Plan")
                 self._suggestions = ui.column().classes("w-full gap-1")
         ui.timer(1.0, self._show_command)
 
@@ -108,15 +114,18 @@ class NewRun:
         with ui.row().classes("w-full items-end gap-3"):
             recipes = ui.select(
                 sorted(packaged()), value=packaged_recipe, label="Packaged recipe", with_input=True
-            ).classes("w-64")
+            ).classes("w-full sm:w-64")
 
             async def use_recipe() -> None:
-                await self.use(f"extends: {recipes.value}\n", str(recipes.value))
+                if recipes.value is not None:
+                    await self.use(f"extends: {recipes.value}\n", str(recipes.value))
 
             recipes.on_value_change(use_recipe)
-            ui.label("or").classes("pb-3")
-            model = ui.input("Model", placeholder="folder or Hub id").classes("w-64")
-            data = ui.input("Dataset", placeholder="file, folder or hub:ORG/NAME").classes("w-64")
+            ui.label("or").classes("sm:pb-3")
+            model = ui.input("Model", placeholder="folder or Hub id")
+            data = ui.input("Dataset", placeholder="file, folder or hub:ORG/NAME")
+            for field in (model, data):
+                field.classes("w-full sm:w-64")
 
             async def use_model() -> None:
                 try:
@@ -127,9 +136,17 @@ class NewRun:
                 except UserError as error:
                     notify(error)
                     return
+                recipes.value = None
                 await self.use(made.complete_text, made.name)
 
             ui.button("Make a recipe", on_click=use_model).props("outline no-caps").classes("mb-2")
+
+    def _name_editor(self) -> None:
+        """For screen readers: the field that is typed into is inside the element."""
+        ui.run_javascript(
+            f"getElement({self._editor.id})?.editorPromise"
+            f".then(view => view.contentDOM.setAttribute('aria-label', 'Recipe as YAML'))"
+        )
 
     async def use(self, text: str, name: str) -> None:
         """Begins with this recipe."""
@@ -183,7 +200,7 @@ class NewRun:
         if result.lines:
             self._plan.text = "\n".join(result.lines)
         # The plan of the last recipe without mistakes stays, as such.
-        self._plan.style(f"opacity: {1 if result.lines else 0.45}")
+        self._plan.style(f"opacity: {1 if result.lines else 0.65}")
         self._suggestions.clear()
         with self._suggestions:
             for edit, saves in result.suggestions:

@@ -139,7 +139,9 @@ class RunView:
         ui.navigate.to(address_of_chat([f"runs/{self.name}"], "auto"))
 
     async def _ask_to_export(self) -> None:
-        if await ask_to_export(self.commands, f"runs/{self.name}"):
+        plan = self.opened.reader.plan
+        is_adapter = plan is not None and plan.adapter.kind != "none"
+        if await ask_to_export(self.commands, f"runs/{self.name}", is_adapter=is_adapter):
             ui.navigate.to("/models")  # which shows what it prints
 
     async def update(self) -> None:
@@ -201,7 +203,7 @@ class RunView:
             self._values[label].text = value
 
     def _draw_charts(self, marks: Sequence[ChartMark]) -> None:
-        for chart in charts_of(self.opened):
+        for place, chart in enumerate(charts_of(self.opened)):
             names = tuple(chart.curves)
             key = chart.title, names[0]  # a metric may have any name
             drawn = self._charts.get(key)
@@ -217,6 +219,9 @@ class RunView:
                         unit=chart.unit,
                         levels=chart.levels,
                     )
+                drawn.move(
+                    place
+                )  # the first values of a curve may come after those of later charts
             evaluations = evaluations_of(self.opened, chart.evaluated) if chart.evaluated else []
             drawn.show(
                 self.opened.curves,

@@ -154,7 +154,10 @@ class EventList:
         with self._box:
             for event, text in self._shown:
                 clock = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
-                with ui.row().classes("gap-3 no-wrap items-start"):
+                # In a narrow window the text is a line of its own.
+                with ui.row().classes("w-full gap-x-3 gap-y-0 items-start sm:flex-nowrap"):
                     ui.label(clock).classes("opacity-75 whitespace-nowrap")
                     ui.label(f"step {event.step:,}").classes("whitespace-nowrap min-w-[5.5rem]")
-                    ui.label(text).classes("break-words whitespace-pre-wrap")
+                    ui.label(text).classes(
+                        "min-w-0 basis-full sm:basis-auto break-words whitespace-pre-wrap"
+                    )

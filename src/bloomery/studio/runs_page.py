@@ -149,7 +149,9 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         for key in ("loss", "speed", "memory_gib", "temperature", "power", "began", "seconds"):
             table.add_slot(f"body-cell-{key}", _TEXT_CELL)
         table.add_slot("item", _CARD)
-        table.add_slot("no-data", "No runs in runs/ yet: start one with <code>bloomery demo</code>")
+        table.add_slot(
+            "no-data", 'No runs in this folder yet: make one under <a href="/new">New run</a>'
+        )
 
         def selected() -> list[str]:
             return [row["name"] for row in table.selected]

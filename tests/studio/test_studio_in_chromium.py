@@ -1,0 +1,147 @@
+"""Every page of studio in Chromium, wide and narrow, light and dark: nothing is cut off, and axe finds no fault.
+
+`BLOOMERY_PICTURES=FOLDER pytest -m "soak or not soak" tests/studio/test_studio_in_chromium.py` keeps a picture of each.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from studio_for_tests import BOLD, LOOKS, TOKEN, click, fill, picture, shows
+
+from bloomery.monitor.events import EventLog, RunEnded
+from browser import Browser
+
+PAGES = {
+    "run": "run/first",
+    "runs": "",
+    "models": "models",
+    "compare": "compare?runs=first%2Fsecond",
+    "machine": "machine",
+    "new": "new",
+}
+CASES = [(page, width, dark) for page in PAGES for width, dark in LOOKS]
+
+
+def open_page(browser: Browser, studio: str, page: str) -> None:
+    """Opens a page of PAGES, and waits until it shows what it reads."""
+    browser.open(studio + PAGES[page])
+    browser.until("!!document.querySelector('main')")
+    browser.until("!document.querySelector('.q-table__linear-progress')")
+    if page in ("run", "compare"):
+        browser.until("document.querySelectorAll('canvas').length >= 3")
+    elif page == "new":
+        shows(browser, "Fits.")
+    elif page == "machine":
+        shows(browser, "Utilization")
+
+
+def keyboard_sorts_and_keeps_its_place(browser: Browser, folder: Path) -> None:
+    focused = "document.activeElement.dataset.focus"
+    # Rows that arrive just now make the headings anew.
+    browser.until("!document.querySelector('.q-table__linear-progress')")
+    time.sleep(0.5)
+    browser.value("document.querySelector('th [role=button]').focus()")
+    for order in ("ascending", "descending"):
+        browser.press("Enter")
+        browser.until(f"document.querySelector('th[aria-sort={order}]')?.innerText.includes('Run')")
+        browser.until(f"{focused} === 'Sort by Run'")
+    browser.value("document.querySelector('[aria-label=\"Select <b>bold\"]').focus()")
+    browser.press(" ")
+    browser.until("document.querySelectorAll('tbody [aria-checked=true]').length === 1")
+    browser.until(f"{focused} === 'Select <b>bold'")
+    # A row that changes is made anew.
+    with EventLog(folder / "runs" / BOLD / "events.jsonl") as log:
+        log(RunEnded(step=40, status="failed"))
+    browser.until("document.body.innerText.includes('failed')")
+    browser.until(f"{focused} === 'Select <b>bold'")
+    with EventLog(folder / "runs" / BOLD / "events.jsonl") as log:
+        log(RunEnded(step=40, status="stopped"))
+
+
+def test_the_list_and_a_run_and_nothing_without_the_token(
+    studio: str, browser: Browser, folder: Path
+) -> None:
+    for path in ("", "run/first", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(studio + path)
+        assert refusal.value.code == 401
+
+    # A link on a page of another site, as from a terminal in a browser.
+    browser.open(f"data:text/html,<a href='{studio}?token={TOKEN}'>studio</a>")
+    browser.value("document.querySelector('a').click()")
+    browser.until("document.querySelectorAll('tbody tr').length === 3")
+    assert browser.value("location.search") == ""
+    assert browser.value("document.cookie") == ""  # HttpOnly
+    assert browser.value("document.querySelector('tbody td b')") is None
+    browser.look(width=390)  # a card per run
+    browser.open(studio)
+    browser.until("document.querySelectorAll('.q-table--grid .q-checkbox').length === 3")
+    browser.look(width=1400)
+    browser.open(studio)
+    browser.until("document.querySelectorAll('tbody tr').length === 3")
+    keyboard_sorts_and_keeps_its_place(browser, folder)
+    browser.click("document.querySelector('[aria-label^=Switch]')")
+    browser.until("document.body.classList.contains('body--dark')")
+    click(browser, BOLD)
+    browser.until("document.querySelectorAll('canvas').length >= 5")
+    assert browser.value("document.body.classList.contains('body--dark')")  # on every page
+    assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
+    shows(browser, "stopped")
+    assert browser.problems == []
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("page, width, dark", CASES)
+def test_a_page_fits_its_window_and_has_no_serious_fault(
+    studio: str, browser: Browser, page: str, width: int, dark: bool
+) -> None:
+    browser.look(width=width, dark=dark)
+    open_page(browser, studio, page)
+    picture(browser, page, width, dark)
+    assert browser.overflow() == []
+    faults = browser.faults()
+    assert not faults, "\n".join(faults)
+    assert browser.problems == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width, dark", LOOKS)
+def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
+    studio: str, browser: Browser, width: int, dark: bool
+) -> None:
+    """Files and samples of a run, dialogs, a recipe with a mistake, and a recipe as YAML."""
+
+    def check(part: str) -> None:
+        time.sleep(0.5)  # animations begin
+        faults.extend(f"{part}: {fault}" for fault in [*browser.overflow(), *browser.faults()])
+
+    faults = list[str]()
+    browser.look(width=width, dark=dark)
+    open_page(browser, studio, "run")
+    for title in ("Samples", "Plan", "Log", "Recipe"):
+        click(browser, title, kinds=".q-expansion-item .q-item")
+    shows(browser, "model: {preset: go-coder-tiny}")
+    check("files of a run")
+    click(browser, "Export")
+    shows(browser, "Format")
+    check("export")
+
+    open_page(browser, studio, "runs")
+    browser.click("document.querySelector('tbody .q-checkbox, .q-table--grid .q-checkbox')")
+    click(browser, "Delete")
+    shows(browser, "This cannot be undone")
+    check("delete")
+
+    open_page(browser, studio, "new")
+    fill(browser, "micro_batch_size", "many")
+    shows(browser, "must be auto or a whole number")
+    check("mistake")
+    click(browser, "YAML")
+    browser.until("!!document.querySelector('.cm-content')")
+    check("YAML")
+    assert not faults, "\n".join(faults)
+    assert browser.problems == []
