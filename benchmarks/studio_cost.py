@@ -147,7 +147,7 @@ def training(folder: Path, name: str, tokens: int, steps: int) -> Iterator[Path]
         process.wait()
 
 
-def steps_of(tail: Tail, count: int, seconds: float = 120) -> list[StepDone]:
+def steps_of(tail: Tail, count: int, seconds: float = 600) -> list[StepDone]:
     """The next `count` steps of a run, as they are written."""
     steps = list[StepDone]()
     end = time.monotonic() + seconds

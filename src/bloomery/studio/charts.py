@@ -32,6 +32,27 @@ window.studioTails = (id, tails) => {
   }
   element.chart?.setOption({series: changed});
 };
+// The values of all curves at a place of the horizontal axis, and the events near it, as text.
+window.studioTooltip = (id, values) => {
+  const {chart, options} = getElement(id);
+  const place = values[0].axisValue;
+  const near = 6 * Math.abs(chart.convertFromPixel({xAxisIndex: 0}, 1) - chart.convertFromPixel({xAxisIndex: 0}, 0));
+  const box = document.createElement("div");
+  const add = (text, style) => {
+    const line = document.createElement("div");
+    line.textContent = text;
+    line.style = style;
+    box.append(line);
+  };
+  add(place.toLocaleString("en-US"), "font-weight: 500");
+  for (const one of values) {
+    add(`${one.seriesName}: ${one.value[1]}`, `border-left: 8px solid ${one.color}; padding-left: 6px`);
+  }
+  for (const mark of options.series[0].markLine.data) {
+    if (Math.abs(mark.xAxis - place) <= near) add(`step ${mark.xAxis.toLocaleString("en-US")}: ${mark.name}`, "");
+  }
+  return box;
+};
 </script>"""
 
 
@@ -90,6 +111,8 @@ class LineChart:
         with ui.column().classes("w-full gap-0") as self._box:
             ui.label(heading).classes("text-sm font-medium")
             self.element = ui.echart(self._options()).classes("w-full h-56")
+            tooltip = f"values => studioTooltip({self.element.id}, values)"
+            self.element.options["tooltip"][":formatter"] = tooltip
             self.element.props(f'role=img aria-label="{_attribute(title)} over {across}"')
         self.element.on("chart:datazoom", self._on_zoom, throttle=0.2)
         self._curves: Curves | None = None
@@ -217,7 +240,7 @@ class LineChart:
             "symbol": "none",
             "animation": False,
             "data": lines,
-            "tooltip": {"formatter": "{b}"},
+            "silent": True,  # the tooltip has their texts
         }
 
     def _ticks(self, axis: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +269,11 @@ class LineChart:
             "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
             "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax"} | self._ticks(axis),
             "yAxis": vertical,
-            "tooltip": {"trigger": "axis", "confine": True},
+            "tooltip": {
+                "trigger": "axis",
+                "confine": True,
+                "extraCssText": "white-space: pre-wrap; overflow-wrap: anywhere; max-width: 28rem",
+            },
             "legend": {
                 "type": "scroll",
                 "top": 0,
