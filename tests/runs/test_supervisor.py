@@ -1,5 +1,6 @@
 """A child's death in one sentence."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.core.errors import UserError
+from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.stage_ends import StageResult, failure
 
@@ -150,3 +153,23 @@ def test_a_rank_that_sees_no_gpu_before_the_ranks_have_met_has_its_host_left_out
     report = {"problem": "rank 8 on n2 sees no GPU", "where": "", "fix": "give it one", "code": 1}
     error = failure(StageResult("train", 1, report, (), 8, "n2"), FOLDER, step=0)
     assert error.host == "n2" and "start the ranks on other hosts than n2" in error.fix
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f525", "\0", "\ud800"])
+def test_the_longest_error_of_a_child_fits_into_its_pipe(character, tmp_path, monkeypatch) -> None:
+    """Nobody reads it until the child has ended: one that writes more would wait for ever."""
+    text = character * 100_000
+
+    def fails(*_arguments: object, **_options: object) -> int:
+        raise UserError(text, where=text, fix=text, host=text, code=7)
+
+    monkeypatch.setattr(worker, "_train", fails)
+    monkeypatch.setattr(worker, "die_with_parent", lambda _: None)
+    monkeypatch.setattr(worker.StopFlag, "install", lambda _: None)
+    with (tmp_path / "report").open("wb") as report:
+        words = ("--parent", "1", "--report", str(report.fileno()))
+        assert worker.main(["train", str(tmp_path), *words]) == worker.FAILED
+    content = (tmp_path / "report").read_bytes()
+    assert len(content) < 2**16
+    error = UserError(**json.loads(content))
+    assert error.code == 7 and len(error.problem) > 1000

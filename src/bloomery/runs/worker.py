@@ -36,6 +36,9 @@ from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 if TYPE_CHECKING:
     from bloomery.recipe.schema import Recipe
 
+# Characters of each text of an error, of up to 6 bytes in JSON. The four of a report must fit into a pipe (64 KiB),
+# which nobody reads until this process has ended.
+MOST_REPORTED = 2500
 LEAST_SECONDS = 120.0
 MANY_STEPS = 2**31
 STEPS = 20  # of the median time: a longer step hangs
@@ -196,14 +199,15 @@ def main(arguments: Sequence[str]) -> int:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
             raise
-        report = {
+        texts = {
             "problem": error.problem,
             "where": error.where,
             "fix": error.fix,
-            "code": error.code,
             "host": error.host,
         }
-        os.write(options.report, json.dumps(report).encode())
+        report = {name: text[:MOST_REPORTED] for name, text in texts.items()}
+        entry = json.dumps({**report, "code": error.code}, ensure_ascii=False)
+        os.write(options.report, entry.encode(errors="replace"))
         kinds = (
             (Unsound, UNSOUND),
             (OutOfMemory, OUT_OF_MEMORY),
