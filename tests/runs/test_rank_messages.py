@@ -1,6 +1,7 @@
 """Messages between the processes of a launch where connections, folders and lines are not as usual."""
 
 import json
+import logging
 import signal
 import socket
 import sys
@@ -74,6 +75,24 @@ def test_a_process_without_a_folder_for_sockets_still_talks_to_rank_0(
         wait_for(lambda: client.state.message == {"attempt": 0})
         client.end(0, {"code": 3})
         wait_for(lambda: server.end_of(1) == {"code": 3})
+
+
+def test_processes_of_a_host_that_end_together_print_nothing(server, tmp_path, monkeypatch) -> None:
+    """Each talks for the host in turn, and ends while another has just connected to it."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    told = list[str]()
+    monkeypatch.setattr(logging.getLogger("asyncio"), "error", lambda text, **_: told.append(text))
+    for _ in range(3):
+        clients = [
+            MessageClient(member(rank), tmp_path / "server.json", State) for rank in range(1, 5)
+        ]
+        for client in clients:
+            client.start()
+        wait_for(lambda: server.present_ranks() == {0, 1, 2, 3, 4})
+        for client in clients:
+            client.close()
+        wait_for(lambda: server.present_ranks() == {0})
+    assert told == []
 
 
 def test_the_longest_output_of_a_rank_fits_into_one_message(tmp_path) -> None:

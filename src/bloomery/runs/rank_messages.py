@@ -220,6 +220,8 @@ class MessageServer:
                 self._receive(json.loads(line), writer, members)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # a broken connection, or a program that is none of ours: the connection ends
+        except asyncio.CancelledError:
+            pass  # this process ends; for a task that ends cancelled asyncio would print a traceback
         finally:
             self._connections.discard(writer)
             for member in members.values():
@@ -412,6 +414,8 @@ class MessageClient:
                 self._send_up(entry)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a broken connection: the process is gone
+        except asyncio.CancelledError:
+            pass  # as in the server
         finally:
             del self._entries_of[writer]
             if "member" in entries:
