@@ -7,6 +7,7 @@ import pytest
 from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
 from bloomery.monitor.events import Resumed, RunEnded, TaskDone
+from bloomery.runs.folder import RunFolder, locked
 from bloomery.studio.compare_page import address_of_comparison
 from bloomery.studio.watching import Watching
 from runs_for_tests import made_up_run, step_done
@@ -147,18 +148,21 @@ def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> No
     weights = folder / "checkpoints" / "step-00000020" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(bytes(2_000_000))
+    live = make_run("live", events=list(made_up_run())[:20])
 
     async def visit(user) -> None:
         from nicegui import ui
 
         table = await opened_list(user)
         rows = {row["name"]: row for row in table.rows}
-        await select(user, table, rows["one"])
+        assert rows["live"]["status"] == "running"
+        await select(user, table, rows["one"], rows["live"])
         delete = next(iter(user.find(kind=ui.button, content="Delete").elements))
         await until(lambda: delete.enabled)
         user.find(kind=ui.button, content="Delete").click()
         await user.should_see("Delete 1 run, 1.9 MiB?")
         await user.should_see("1.9 MiB: 1 checkpoint")
+        await user.should_see("kept: runs/live: the run is running")
         user.find("Keep").click()
         await user.should_not_see("This cannot be undone")
         assert commands.started == []
@@ -169,7 +173,8 @@ def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> No
         await until(lambda: commands.started)
         assert commands.started == [("runs", "rm", "runs/one", "--yes")]
 
-    with_user(visit, commands)
+    with locked(RunFolder(live)):
+        with_user(visit, commands)
 
 
 async def select(user, table, *rows) -> None:

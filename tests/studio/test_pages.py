@@ -85,11 +85,16 @@ def test_a_run_that_does_not_exist_is_an_answer() -> None:
     with_user(visit)
 
 
-def test_an_empty_folder_has_an_empty_list() -> None:
+def test_an_empty_folder_has_an_empty_list_and_a_demo_to_start() -> None:
+    commands = RecordedCommands()
+
     async def visit(user) -> None:
         assert (await opened_list(user)).rows == []
+        user.find("Start the demo").click()
+        await until(lambda: commands.started)
+        assert commands.started == [("demo",)]
 
-    with_user(visit)
+    with_user(visit, commands)
 
 
 def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:

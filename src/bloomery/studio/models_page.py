@@ -261,7 +261,11 @@ def _table() -> ui.table:
     for key in ("step", "kind", "size", "changed"):
         table.add_slot(f"body-cell-{key}", _TEXT_CELL)
     table.add_slot("item", _CARD)
-    table.add_slot("no-data", "No models yet: runs save them, and exports appear here")
+    table.add_slot(
+        "no-data",
+        "<span v-if='props.filter'>no model has this text</span>"
+        "<span v-else>No models yet: runs save them, and exports appear here</span>",
+    )
     return table
 
 

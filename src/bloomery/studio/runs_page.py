@@ -6,6 +6,7 @@ from typing import Any
 
 from nicegui import ui
 
+from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Command, Commands
@@ -14,6 +15,7 @@ from bloomery.studio.deleting import SUBJECT, ask_to_delete
 from bloomery.studio.frame import (
     STATUS_COLORS,
     label_checkboxes,
+    notify,
     page,
     show_command,
     sort_by_keyboard,
@@ -21,6 +23,7 @@ from bloomery.studio.frame import (
 from bloomery.studio.watching import RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
+DEMO = "demo"  # the run of `bloomery demo`
 _COLUMNS = (
     # key, heading, is a number
     ("name", "Run", False),
@@ -149,9 +152,11 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         for key in ("loss", "speed", "memory_gib", "temperature", "power", "began", "seconds"):
             table.add_slot(f"body-cell-{key}", _TEXT_CELL)
         table.add_slot("item", _CARD)
-        table.add_slot(
-            "no-data", 'No runs in this folder yet: make one under <a href="/new">New run</a>'
-        )
+        table.add_slot("no-data", "<span v-if='props.filter'>no run has this text</span>")
+        empty = ui.column().classes("w-full gap-2")
+        empty.visible = False
+        with empty:
+            _show_first_steps(commands)
 
         def selected() -> list[str]:
             return [row["name"] for row in table.selected]
@@ -179,5 +184,29 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
             if new_rows != table.rows:
                 table.rows = new_rows
             table.props(remove="loading")
+            empty.visible = not table.rows
 
         ui.timer(UPDATE_SECONDS, update)
+
+
+def _show_first_steps(commands: Commands) -> None:
+    """Where there are no runs yet."""
+
+    def start_demo() -> None:
+        try:
+            commands.start("demo", subject=DEMO)
+        except UserError as error:
+            notify(error)
+        ui.navigate.to(address_of(DEMO))
+
+    ui.label("No runs in runs/ yet.")
+    with ui.row().classes("items-center gap-3"):
+        ui.button("Start the demo", icon="play_arrow", on_click=start_demo).props("no-caps")
+        ui.label(
+            "Trains a small model on this machine, kills and resumes it, evaluates and exports it: 2 to 5 minutes on 2 "
+            "cores, without a network."
+        ).classes("min-w-0 break-words")
+    with ui.row().classes("items-center gap-1"):
+        ui.label("Or begin a")
+        ui.link("new run", "/new")
+        ui.label("with your model and data.")
