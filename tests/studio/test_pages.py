@@ -120,6 +120,15 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
         while inputs["micro_batch_size"].value != "3":
             await asyncio.sleep(0.01)
 
+        # One that is too long is not planned, and not changed by the form.
+        editor.value = "extends: go-coder-tiny\n" + "#" * 100_000
+        await user.should_see("more than 100,000 characters", retries=50)
+        user.find(marker="train.micro_batch_size").trigger("change")
+        inputs["micro_batch_size"].value = "7"
+        user.find(marker="train.micro_batch_size").trigger("change")
+        await asyncio.sleep(0.1)
+        assert editor.value.endswith("###")
+
         # A mistake is in view, whatever hides its field.
         editor.value = "extends: go-coder-tiny\noptimizer: {weight_decay: lots}\n"
         await user.should_see("must be a number, not 'lots'", retries=50)

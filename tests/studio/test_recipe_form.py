@@ -152,8 +152,32 @@ def test_a_recipe_that_does_not_parse_is_a_problem_in_words(text: str, tmp_path:
     assert not (tmp_path / "hacked").exists()
 
 
+def test_values_with_commas_are_a_list() -> None:
+    assert recipe_of(with_key(TEXT, ("optimizer", "betas"), "0.8, 0.9")).optimizer.betas == (
+        0.8,
+        0.9,
+    )
+    text = with_key(TEXT, ("adapter", "target_modules"), "q_proj, v_proj")
+    assert recipe_of(text).adapter.target_modules == ["q_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
-    "text, value", [("a: [", "1"), ("{}", "["), ("{}", "]"), ("{}", "a: b: c")]
+    "text, value",
+    [
+        ("a: [", "1"),
+        ("{}", "["),
+        ("{}", "]"),
+        ("{}", "a: b: c"),
+        ("{}", "*a"),
+        ("- a", "1"),
+        ("train: 3", "1"),
+        ("a: 2026-99-99", "1"),
+        ("train: [1, 2]", "1"),
+        ("train: &t\n  <<: *t\n", "1"),
+        ("x: !!python/object/apply:os.system ['touch hacked']", "1"),
+        ("{" * 3000, "1"),
+        ("\n".join(f"k{number}: 1" for number in range(8000)), "1"),
+    ],
 )
 def test_an_edit_of_text_that_cannot_be_read_changes_nothing(text: str, value: str) -> None:
     with pytest.raises(UserError, match="cannot be read"):

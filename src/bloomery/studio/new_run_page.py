@@ -1,7 +1,7 @@
 """The page that makes a run: choose a recipe, change it as a form or as YAML, read its plan, start it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -37,6 +37,7 @@ UNSET = "not set"
 FIRST_RECIPE = "go-coder-tiny"
 _THEME = "Quasar.Dark.isActive ? 'githubDark' : 'githubLight'"  # of the editor, an expression
 MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
+TOO_LONG = f"the recipe has more than {MOST_CHARACTERS:,} characters"
 
 
 async def new_run_page(watching: Watching, commands: Commands, run: str = "") -> None:
@@ -168,7 +169,7 @@ class NewRun:
             if version != self._version:
                 return
         if len(text) > MOST_CHARACTERS:
-            result = Planned(problem=f"the recipe has more than {MOST_CHARACTERS:,} characters")
+            result = Planned(problem=TOO_LONG)
         else:
             result = await asyncio.to_thread(planned, text, self.name)
         if version == self._version:
@@ -288,16 +289,25 @@ class NewRun:
         self._filled[field.key] = value
         if value == "null" and self._is_set(field):
             value = ""
-        try:
-            await self._change(with_key(self.text, field.path, value))
-        except UserError as error:
-            notify(error)
+        await self._edit(lambda text: with_key(text, field.path, value))
 
-    async def _apply(self, edit: str) -> None:
+    async def _apply(self, suggestion: str) -> None:
+        await self._edit(lambda text: with_edit(text, suggestion))
+
+    async def _edit(self, edit: Callable[[str], str]) -> None:
+        """In a thread: a long recipe takes seconds, in which other pages are answered."""
         try:
-            await self._change(with_edit(self.text, edit))
+            while True:
+                text = self.text
+                if len(text) > MOST_CHARACTERS:
+                    raise UserError(TOO_LONG, where=self.name, fix="make it shorter")
+                new_text = await asyncio.to_thread(edit, text)
+                if text == self.text:  # else another change came before
+                    break
         except UserError as error:
             notify(error)
+            return
+        await self._change(new_text)
 
     def _preview(self) -> None:
         self._run(lambda path: ("prepare", path, "--preview", "3"))

@@ -15,6 +15,7 @@ from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.text import harmless
 from bloomery.plan.page import page
 from bloomery.recipe.load import dump_recipe, json_schema, load_text
+from bloomery.recipe.yaml import read_yaml
 from bloomery.runs.devices import planned_report
 
 KeyPath = tuple[str, ...]
@@ -163,25 +164,28 @@ def value_at(values: Mapping[str, Any] | None, path: KeyPath) -> Any:
 def with_key(text: str, path: KeyPath, value: str) -> str:
     """The YAML with one key changed, its comments and its order kept. An empty value removes the key.
 
-    Raises UserError where the YAML or the value cannot be read.
+    Several values with commas are a list. Raises UserError where the YAML or the value cannot be read.
     """
+    key = ".".join(path)
+    # What the reader of recipes takes is small and flat: the editor of ruamel.yaml has no limits.
+    data = _plain_value(text, key)
+    if not isinstance(data, dict | None):
+        raise _unreadable("a recipe is made of sections", key)
+    values = _plain_value(f"[{value}]", key)
+    new_value = values[0] if len(values) == 1 else values
     editor = YAML()
     editor.width = 10_000
     editor.preserve_quotes = True
     try:
-        document = editor.load(text)
-        new_value = YAML(typ="safe", pure=True).load(f"[{value}]")[0] if value.strip() else None
-    except (YAMLError, IndexError, RecursionError, ValueError) as error:
-        problem = str(error).partition("\n")[0]
-        raise UserError(
-            f"the YAML cannot be read: {problem}", where=".".join(path), fix="correct it first"
-        ) from error
-    if not isinstance(document, CommentedMap):
-        document = CommentedMap()
+        document = CommentedMap() if data is None else editor.load(text)
+    except (YAMLError, ValueError) as error:  # such as a date that no calendar has
+        raise _unreadable(str(error).partition("\n")[0], key) from error
     section = document
     for name in path[:-1]:
         inner = section.get(name)
         if not isinstance(inner, CommentedMap):
+            if not isinstance(inner, str | None):
+                raise _unreadable(f"{name} is no section", key)
             # `adapter: lora` is short for a section with that kind.
             kind = {} if inner is None else {"kind": inner}
             inner = section[name] = CommentedMap(kind)
@@ -198,6 +202,18 @@ def with_key(text: str, path: KeyPath, value: str) -> str:
     stream = io.StringIO()
     editor.dump(document, stream)
     return stream.getvalue()
+
+
+def _plain_value(text: str, key: str) -> Any:
+    document = read_yaml(text, source=SOURCE, folder=Path())
+    if document.mistakes:
+        mistake = document.mistakes[0]
+        raise _unreadable(f"{mistake.place}: {mistake.problem}", key)
+    return document.data
+
+
+def _unreadable(problem: str, key: str) -> UserError:
+    return UserError(f"the YAML cannot be read: {problem}", where=key, fix="correct it first")
 
 
 def with_edit(text: str, edit: str) -> str:
