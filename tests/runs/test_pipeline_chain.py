@@ -42,6 +42,7 @@ class Layout:
     devices: int
     pipeline: int = 1
     shard: int = 1
+    context: int = 1
     schedule: str = "1f1b"
     sums: bool = False
 
@@ -52,6 +53,7 @@ class Layout:
             ",".join(["cpu"] * self.devices),
             f"parallel.pipeline={self.pipeline}",
             f"parallel.shard={self.shard}",
+            f"parallel.context={self.context}",
             f"parallel.pipeline_schedule={self.schedule}",
         )
 
@@ -61,6 +63,7 @@ ONE_DEVICE = Layout(1)
 SHARDS_IN_STAGES = Layout(4, pipeline=2, shard=2, sums=True)
 FOUR_STAGES = Layout(4, pipeline=4)
 SHARDS = Layout(2, shard=2, sums=True)
+SHARED_SEQUENCES = Layout(2, context=2, sums=True)
 INTERLEAVED = Layout(2, pipeline=2, schedule="interleaved")
 
 
@@ -138,7 +141,15 @@ def test_a_killed_run_goes_on_over_stages_one_device_and_shards_in_stages(bloome
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_goes_through_every_layout_with_two_kills_in_each(bloomery, seed) -> None:
     """A copy of the run that is not killed in that layout has the same bits."""
-    layouts = [TWO_STAGES, ONE_DEVICE, SHARDS_IN_STAGES, FOUR_STAGES, SHARDS, INTERLEAVED]
+    layouts = [
+        TWO_STAGES,
+        ONE_DEVICE,
+        SHARDS_IN_STAGES,
+        FOUR_STAGES,
+        SHARED_SEQUENCES,
+        SHARDS,
+        INTERLEAVED,
+    ]
     steps_each = 8
     draw = random.Random(seed)
     undisturbed = done(copied(bloomery, "undisturbed"), ONE_DEVICE, steps_each * len(layouts))

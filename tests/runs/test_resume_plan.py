@@ -1,6 +1,7 @@
 """What a resumed run may change, and what another machine changes for it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Parallel
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
+from bloomery.runs.resume_inputs import find_devices_now
 from bloomery.runs.resume_plan import (
     differences,
     refuse_overrides,
@@ -233,3 +235,22 @@ def test_a_chosen_device_outlives_a_stop() -> None:
     assert same_devices(two, narrowed(two, "1")) == narrowed(two, "1")
     assert same_devices(two, narrowed(two, "cpu")).accelerators == ()
     assert same_devices(CPU, two) == CPU
+
+
+@pytest.mark.parametrize(
+    ("devices", "context"),
+    [("cpu", 1), ("cpu,cpu", 2), ("cpu,cpu,cpu", 1), ("cpu," * 5 + "cpu", 2)],
+)
+def test_as_many_devices_as_possible_go_on_to_share_sequences(
+    tmp_path, plan, devices, context
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("extends: demo\nparallel: {context: 4}\n")
+    loaded = load_recipe(recipe)
+    before = plan(CPU).model_copy(
+        update={"train": plan(CPU).train.model_copy(update={"replicate": 4, "context": 4})}
+    )
+    flow = SimpleNamespace(folder=SimpleNamespace(recipe=recipe))
+    now = find_devices_now(flow, loaded, before, CPU, (), devices)
+    assert now.count == len(devices.split(","))
+    assert now.loaded_recipe.recipe.parallel.context == context

@@ -47,14 +47,13 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
     factor = next(number for number in range(2, sequences + 1) if sequences % number == 0)
     smaller_size = sequences // factor
     accumulation_steps = plan.train.accumulation * factor
+    smaller_tokens = smaller_size * plan.data.sequence_length // plan.train.context
     cut = {
         "train": plan.train.model_copy(
             update={"micro_batch_size": smaller_size, "accumulation": accumulation_steps}
         ),
         "model": plan.model.model_copy(
-            update={
-                "score_chunk": min(plan.model.score_chunk, smaller_size * plan.data.sequence_length)
-            }
+            update={"score_chunk": min(plan.model.score_chunk, smaller_tokens)}
         ),
     }
     smaller = decided(plan.model_copy(update=cut), "train.micro_batch_size", smaller_size, reason)

@@ -540,7 +540,7 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
     if padding:
-        yield f"{sequences:,} sequences per step do not divide among {mesh.devices:,} devices:"
+        yield f"{sequences:,} sequences per step do not divide among {plan.train.readers}:"
         yield f"{padding:,} of {sequences + padding:,} that they compute are padding, of zero weight"
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
-from bloomery.core.units import Duration
+from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer
@@ -225,6 +225,13 @@ class TrainPlan(PlanPart):
         micro-batches of a step.
         """
         return self.ranks_per_stage // self.context
+
+    @property
+    def readers(self) -> str:
+        """Those that share out the sequences of a step, such as "4 devices" or "2 groups of 4 devices"."""
+        if self.context == 1:
+            return f"{self.data_parallel:,} devices"
+        return f"{counted(self.data_parallel, 'groups')} of {self.context:,} devices"
 
     @property
     def pipeline_chunks(self) -> int:
