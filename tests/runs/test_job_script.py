@@ -29,6 +29,7 @@ with open("commands", "a") as commands:
 code, steps = attempts[number]
 for step in steps:
     os.makedirs(f"runs/frontier-slurm-{JOB}.1/checkpoints/step-{{step:08d}}", exist_ok=True)
+    Path("runs/frontier-slurm-{JOB}.1/recipe.yaml").touch()
 if os.path.exists("stops"):  # `bloomery stop`
     os.replace("stops", "runs/frontier-slurm-{JOB}.1/stop-requested")
 if os.path.exists("faulty"):
@@ -177,12 +178,14 @@ def test_a_job_that_the_user_stops_does_not_return_to_the_queue(tmp_path) -> Non
 
 
 def test_a_job_of_one_rank_goes_on_in_its_folder(tmp_path) -> None:
-    (tmp_path / "attempts.json").write_text(json.dumps([(75, [5]), (0, [20])]))
-    assert run_job(tmp_path, script("a.yaml train.seed=7", ranks=1), SRUN) == [75, 0]
-    assert (tmp_path / "commands").read_text().splitlines() == [
-        f"train a.yaml train.seed=7 --run-dir runs/frontier-slurm-{JOB}.1",
-        f"resume runs/frontier-slurm-{JOB}.1",
-    ]
+    # The first start is killed when it has made the folder, and nothing in it.
+    run = f"runs/frontier-slurm-{JOB}.1"
+    (tmp_path / run).mkdir(parents=True)
+    (tmp_path / "attempts.json").write_text(json.dumps([(137, []), (75, [5]), (0, [20])]))
+    assert run_job(tmp_path, script("a.yaml train.seed=7", ranks=1), SRUN) == [137, 75, 0]
+    train = f"train a.yaml train.seed=7 --run-dir {run}"
+    commands = (tmp_path / "commands").read_text().splitlines()
+    assert commands == [train, train, f"resume {run}"]
 
 
 @pytest.mark.soak
