@@ -535,8 +535,8 @@ class Board:
         attempt = None if self.message is None else self.message.attempt
         with suppress(OSError):
             for path in self.path.iterdir():
-                found = re.fullmatch(r"end-(\d+)\.json", path.name)
-                if found is None or self._server.end_of(rank := int(found[1])) is not None:
+                name = re.fullmatch(r"end-(\d+)\.json", path.name)
+                if name is None or self._server.end_of(rank := int(name[1])) is not None:
                     continue
                 with suppress(OSError, ValueError):
                     entry = dict(json.loads(path.read_text(encoding="utf-8")))

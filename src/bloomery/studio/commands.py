@@ -72,4 +72,5 @@ class Commands:
 
     def of(self, subject: str) -> Command | None:
         """The newest command about it."""
-        return next((each for each in reversed(self.started) if each.subject == subject), None)
+        about_it = (command for command in reversed(self.started) if command.subject == subject)
+        return next(about_it, None)
