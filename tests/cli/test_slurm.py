@@ -296,6 +296,11 @@ def test_a_run_on_another_node_is_stopped_through_slurm(folder, monkeypatch) -> 
     with pytest.raises(UserError, match="Invalid job id 4711"):
         stop_run(runner, on_event=lambda _: None)
     assert not run.stop_request.exists()
+    program(folder, "scancel", "exec sleep 60")
+    monkeypatch.setattr("bloomery.runs.job_script.SLURM_SECONDS", 0.1)
+    with pytest.raises(UserError, match="scancel did not answer"):
+        stop_run(runner, on_event=lambda _: None)
+    assert not run.stop_request.exists()
 
 
 def test_a_run_whose_job_waits_is_taken_out_of_the_queue_by_slurm(folder, monkeypatch) -> None:

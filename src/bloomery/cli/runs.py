@@ -143,10 +143,21 @@ def slurm_job_of(folder: RunFolder) -> str:
 
 def _signal_job(job: str, number: signal.Signals) -> None:
     """Sends a signal to the ranks of a Slurm job, as its time limit does. Raises UserError with Slurm's own words."""
+    from bloomery.runs.job_script import SLURM_SECONDS
+
     name = number.name.removeprefix("SIG")
-    answer = subprocess.run(
-        ["scancel", f"--signal={name}", job], capture_output=True, text=True, check=False
-    )
+    try:
+        answer = subprocess.run(
+            ["scancel", f"--signal={name}", job],
+            capture_output=True,
+            text=True,
+            timeout=SLURM_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        problem = f"scancel did not answer within {SLURM_SECONDS:g} s"
+        fix = f"check with `squeue --job {job}` whether Slurm answers, then run this again"
+        raise UserError(problem, where=f"job {job}", fix=fix) from error
     if answer.returncode != 0:
         reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
         problem = f"Slurm did not pass on the request: {reason.removeprefix('scancel: error: ')}"

@@ -26,7 +26,7 @@ COPY_FROM_NODES = 8
 TRAINING_STEP = 1  # of the job: step 0 prepares the nodes
 # node17,node[20-23,30]
 HOST = r"[A-Za-z0-9][\w.-]*(\[[\d,-]+\])?"
-SLURM_SECONDS = 60.0  # sbatch answers within this time
+SLURM_SECONDS = 60.0  # sbatch and scancel answer within this time
 
 
 @final
