@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -311,3 +312,17 @@ def test_a_name_reaches_no_other_folder(name: str) -> None:
     make_run("demo")
     with pytest.raises(UserError, match=r"no run|too long"):
         Watching().run(name)
+
+
+def test_points_are_asked_for_while_the_run_is_read() -> None:
+    """Values are looked at without a copy, which must not stop those that are read from being added."""
+    long_run("long", 8000)
+    opened = Watching().run("long")
+    reading = threading.Thread(target=opened.update)
+    reading.start()
+    while reading.is_alive():
+        opened.points("loss", 10, 6000)
+        opened.points("loss")
+    reading.join()
+    assert opened.points("loss")[-1] == [7999, 2.0]
+    assert (opened.status, opened.problem) == ("done", "")

@@ -21,6 +21,14 @@ Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
 
+class _Extremes(NamedTuple):
+    """`num_complete`: points before the last bucket. `last_bucket`: the index of its first value."""
+
+    points: list[Point]
+    num_complete: int = 0
+    last_bucket: int = 0
+
+
 @final
 @dataclass
 class Curve:
@@ -40,9 +48,9 @@ class Curve:
 
     def at(self, steps: Sequence[float]) -> list[float]:
         """The values at these steps, interpolated between those that are known."""
-        known_values = np.array(self.values[:], dtype=np.float64)
+        known_values = np.frombuffer(self.values, np.float32)
         known = ~np.isnan(known_values)
-        known_steps = np.array(self.steps[:], dtype=np.float64)[known]
+        known_steps = np.frombuffer(self.steps, np.uint32)[known]
         values: list[float] = np.interp(steps, known_steps, known_values[known]).tolist()
         return [float(f"{value:.6g}") for value in values]
 
@@ -64,51 +72,47 @@ class Curve:
         span = self.steps[end - 1] - self.steps[start] + 1
         width = 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
         if start or last is not None:
-            return _extremes(self.steps[start:end], self.values[start:end], width).points
+            return self._extremes(start, end, width).points
 
         if width != self._width:
             self._width = width
             self._complete = []
             self._last_bucket = 0
         begin = self._last_bucket
-        extremes = _extremes(self.steps[begin:], self.values[begin:], width)
+        extremes = self._extremes(begin, end, width)
         self._complete += extremes.points[: extremes.num_complete]
         self._last_bucket = begin + extremes.last_bucket
         return [*self._complete, *extremes.points[extremes.num_complete :]]
 
-
-class _Extremes(NamedTuple):
-    """`num_complete`: points before the last bucket. `last_bucket`: the index of its first value."""
-
-    points: list[Point]
-    num_complete: int = 0
-    last_bucket: int = 0
-
-
-def _extremes(step_array: "array[int]", value_array: "array[float]", width: int) -> _Extremes:
-    """The lowest and the highest value of each bucket of `width` steps, and the last value, by step."""
-    all_values = np.array(value_array, dtype=np.float64)
-    known = np.flatnonzero(~np.isnan(all_values))
-    if not len(known):
-        return _Extremes([])
-    steps = np.array(step_array, dtype=np.int64)[known]
-    values = all_values[known]
-    # Each bucket begins where the number of the bucket changes.
-    numbers = steps // width
-    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
-    lengths = np.diff(begins, append=len(steps))
-    chosen = [np.array([len(steps) - 1])]
-    for best in (np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)):
-        equal = np.flatnonzero(values == np.repeat(best, lengths))
-        _, firsts = np.unique(numbers[equal], return_index=True)  # of each bucket
-        chosen.append(equal[firsts])
-    indices = np.unique(np.concatenate(chosen))
-    points = [
-        [step, float(f"{value:.6g}")]
-        for step, value in zip(steps[indices].tolist(), values[indices].tolist(), strict=True)
-    ]
-    last_begin = int(begins[-1])
-    return _Extremes(points, int(np.searchsorted(indices, last_begin)), int(known[last_begin]))
+    def _extremes(self, start: int, end: int, width: int) -> _Extremes:
+        """The lowest and the highest value of each bucket of `width` steps, and the last value, by step."""
+        # Without a copy of what may be millions of values, where all of them are known.
+        steps = np.frombuffer(self.steps, np.uint32)[start:end]
+        values = np.frombuffer(self.values, np.float32)[start:end]
+        unknown = np.isnan(values)
+        known = np.flatnonzero(~unknown) if unknown.any() else None
+        if known is not None:
+            steps = steps[known]
+            values = values[known]
+        if not len(values):
+            return _Extremes([])
+        # Each bucket begins where the number of the bucket changes.
+        numbers = steps // np.uint32(width)
+        begins = np.append(0, np.flatnonzero(numbers[1:] != numbers[:-1]) + 1)
+        lengths = np.diff(begins, append=len(steps))
+        chosen = [np.array([len(steps) - 1])]
+        for best in (np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)):
+            equal = np.flatnonzero(values == np.repeat(best, lengths))
+            _, firsts = np.unique(numbers[equal], return_index=True)  # of each bucket
+            chosen.append(equal[firsts])
+        indices = np.unique(np.concatenate(chosen))
+        points = [
+            [step, float(f"{value:.6g}")]
+            for step, value in zip(steps[indices].tolist(), values[indices].tolist(), strict=True)
+        ]
+        last_begin = int(begins[-1])
+        last_bucket = last_begin if known is None else int(known[last_begin])
+        return _Extremes(points, int(np.searchsorted(indices, last_begin)), last_bucket)
 
 
 @final

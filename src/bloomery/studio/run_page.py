@@ -224,7 +224,7 @@ class RunView:
                 )  # the first values of a curve may come after those of later charts
             evaluations = evaluations_of(self.opened, chart.evaluated) if chart.evaluated else []
             drawn.show(
-                self.opened.curves,
+                self.opened,
                 extra={"validation": evaluations} if evaluations else None,
                 marks=marks,
             )

@@ -34,7 +34,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import all_runs, is_run, worked_on
 from bloomery.runs.reader import LIVE, RunReader, status_of
-from bloomery.studio.curves import RunCurves
+from bloomery.studio.curves import Point, RunCurves
 
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
@@ -185,7 +185,7 @@ class OpenRun:
         self.began_at = 0.0
         self._ended_at = 0.0
         self.used = time.monotonic()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._reading = threading.Lock()
         self._locked_at = 0.0
 
@@ -196,6 +196,11 @@ class OpenRun:
     @property
     def is_reading(self) -> bool:
         return self._reading.locked()
+
+    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+        """Of a curve, also while its values are read."""
+        with self.lock:
+            return self.curves.points(name, first, last)
 
     def update(self) -> None:
         """Reads what is new since the last call; returns at once while another thread does."""
