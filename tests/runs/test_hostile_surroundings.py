@@ -103,6 +103,8 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
     assert [event.step for event in events if isinstance(event, StepDone)][-1] == 60
     assert isinstance(events[-1], RunEnded)
     assert events[-1].error.startswith("cannot write the checkpoint")
+    assert events[-1].fix and flat(events[-1].fix) in flat(err)  # as on the terminal
+    assert events[-1].where and flat(events[-1].where) in flat(err)
 
 
 def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> None:
