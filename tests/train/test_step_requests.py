@@ -12,7 +12,7 @@ from bloomery.monitor.events import StepDone
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
 from bloomery.train.loop import run
-from bloomery.train.requests import Asked, StepRequests
+from bloomery.train.requests import Request, StepRequests
 from ranks import on_ranks, ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
@@ -50,11 +50,11 @@ def counted_run(
             steps.append(event.step)
             counts.append(count)
 
-    def asked() -> Asked:
+    def asked() -> Request:
         is_last = mesh.rank == mesh.world - 1
         save = bool(saves[0] and len(steps) >= 3)
         saves[0] &= not save  # a request is taken once
-        return Asked(stop=is_last and len(steps) >= 6, save=save)
+        return Request(stop=is_last and len(steps) >= 6, save=save)
 
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
     for name, collective in originals.items():
@@ -96,7 +96,7 @@ def test_a_step_has_two_collectives_of_host_numbers_and_requests_reach_all_ranks
     (tmp_path / "run").mkdir()
     plan_json = on_ranks(plan, replicate=2).model_dump_json()
     ends = ranks(2).call(counted_run, plan_json, str(tmp_path / "run"))
-    # Asked while step 4 was reported, and seen after it; in the same way the stop.
+    # Request while step 4 was reported, and seen after it; in the same way the stop.
     for outcome, steps, counts, _, _ in ends:
         assert outcome == "stopped" and steps == list(range(1, 8))
         assert counts[:2] == [2, 2] and counts[-1] == 2, counts
@@ -115,12 +115,12 @@ def test_requests_of_a_step_answer_once_and_a_save_is_not_lost() -> None:
         asked_again.append(numbers)
         return numbers
 
-    requests = StepRequests(lambda: Asked(pause=True), all_reduce_max)
-    requests.note([Asked(), Asked(stop=True, save=True)])
-    assert requests.now() == Asked(stop=True, save=True) and not asked_again
-    assert requests.now() == Asked(pause=True) and len(asked_again) == 1
+    requests = StepRequests(lambda: Request(pause=True), all_reduce_max)
+    requests.note([Request(), Request(stop=True, save=True)])
+    assert requests.now() == Request(stop=True, save=True) and not asked_again
+    assert requests.now() == Request(pause=True) and len(asked_again) == 1
     assert requests.take_save() and len(asked_again) == 1, "an evaluation may look before the save"
-    requests.note([Asked(), Asked(stop=True)])
+    requests.note([Request(), Request(stop=True)])
     assert not requests.take_save() and len(asked_again) == 1
     requests.forget()
     assert not requests.now().stop and len(asked_again) == 2

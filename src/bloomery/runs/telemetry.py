@@ -17,7 +17,7 @@ from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading,
 from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
-from bloomery.train.requests import Asked
+from bloomery.train.requests import Request
 
 PAUSE = "pause"  # the file in the run folder that pauses training between two steps
 MARGIN_DEGREES = 5.0  # below the critical temperature of the hardware
@@ -122,7 +122,7 @@ class Waiting:
     `now`: what is asked of any rank: all of them wait, and none inside a collective.
     """
 
-    def __init__(self, emit: Emit, now: Callable[[], Asked]) -> None:
+    def __init__(self, emit: Emit, now: Callable[[], Request]) -> None:
         self._emit = emit
         self._step = 0
         self._now = now
@@ -134,14 +134,14 @@ class Waiting:
     def until(self, progress: Callable[[], None] = lambda: None, poll_seconds: float = 0.5) -> bool:
         """Waits until the pause ends; returns whether a stop was requested. `progress` is called at each look."""
         progress()
-        asked = self._now()
-        if asked.pause and not asked.stop:
+        request = self._now()
+        if request.pause and not request.stop:
             self._emit(Phase(step=self._step, name="paused"))
-        while asked.pause and not asked.stop:
+        while request.pause and not request.stop:
             time.sleep(poll_seconds)
             progress()
-            asked = self._now()
-        return asked.stop
+            request = self._now()
+        return request.stop
 
 
 SAMPLE_SECONDS = 5.0  # between two samples

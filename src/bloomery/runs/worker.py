@@ -30,7 +30,7 @@ from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.stage_ends import HOSTS_FILE, STACKS, STOPPED
 from bloomery.runs.supervisor import STACK_SIGNAL
 from bloomery.runs.telemetry import PAUSE, Waiting
-from bloomery.train.requests import Asked, StepRequests
+from bloomery.train.requests import Request, StepRequests
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 
 if TYPE_CHECKING:
@@ -327,12 +327,12 @@ def _train(
         emit(Resumed(path=""))
     pause = folder.path / PAUSE
 
-    def asked() -> Asked:
+    def own_request() -> Request:
         # One rank looks for the file, as at many ranks all of them would ask one file server at each step.
         is_paused = mesh.first_rank and pause.exists()
-        return Asked(flag.stop_requested, is_paused, flag.take_save())
+        return Request(flag.stop_requested, is_paused, flag.take_save())
 
-    requests = StepRequests(asked, mesh.all_reduce_max, flag.take_step)
+    requests = StepRequests(own_request, mesh.all_reduce_max, flag.take_step)
     waiting = Waiting(flag.watching(emit), requests.now)
 
     def progress() -> None:

@@ -173,9 +173,9 @@ class RunContext:
         if plan.device == "cuda":
             device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
         # One collective for all that ranks tell each other after a step: at many ranks each takes its time.
-        asked = self.requests.after_step(self.step) if self.mesh.world > 1 else ()
+        own_request = self.requests.after_step(self.step) if self.mesh.world > 1 else ()
         gathered = self.mesh.all_gather_floats(
-            *asked,
+            *own_request,
             self._own_fraction(),
             peak_memory_gib(plan.device),
             compute_seconds,
@@ -183,14 +183,14 @@ class RunContext:
             *axis_seconds.values(),
         )
         if self.mesh.world > 1:
-            self.requests.note([numbers[: len(asked)] for numbers in gathered])
+            self.requests.note([numbers[: len(own_request)] for numbers in gathered])
         (
             (self.fraction, *_),
             memory_by_rank,
             compute_seconds_by_rank,
             device_wait_seconds_by_rank,
             *axis_seconds_by_rank,
-        ) = zip(*(numbers[len(asked) :] for numbers in gathered), strict=True)
+        ) = zip(*(numbers[len(own_request) :] for numbers in gathered), strict=True)
         # Communication of the rank that waited least: the others waited for slower ones, too.
         least_axis_seconds = [min(seconds_by_rank) for seconds_by_rank in axis_seconds_by_rank]
         self.emit(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What is asked of one rank, or of any of them."""
 
     stop: bool = False
@@ -23,7 +23,7 @@ class StepRequests:
 
     def __init__(
         self,
-        own: Callable[[], Asked] = Asked,
+        own: Callable[[], Request] = Request,
         all_reduce_max: Callable[..., Sequence[float]] = lambda *numbers: numbers,
         step_taken: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -34,36 +34,36 @@ class StepRequests:
         self._own = own
         self._all_reduce_max = all_reduce_max
         self._step_taken = step_taken
-        self._of_step: Asked | None = None  # until `now` has answered with it
-        self._save_asked = False
+        self._of_step: Request | None = None  # until `now` has answered with it
+        self._save_requested = False
 
-    def after_step(self, step: int) -> Asked:
+    def after_step(self, step: int) -> Request:
         """What is asked of this rank after the step, for `note`: every rank calls this before one gets the others'."""
         self._step_taken(step)
         return self._own()
 
-    def note(self, asked_by_rank: Sequence[Sequence[float]]) -> None:
+    def note(self, requests_by_rank: Sequence[Sequence[float]]) -> None:
         """After a step: the `after_step` of every rank."""
-        self._of_step = Asked(*(any(column) for column in zip(*asked_by_rank, strict=True)))
-        self._save_asked |= self._of_step.save
+        self._of_step = Request(*(any(column) for column in zip(*requests_by_rank, strict=True)))
+        self._save_requested |= self._of_step.save
 
     def forget(self) -> None:
         """Time has passed since the step: `now` asks again."""
         self._of_step = None
 
-    def now(self) -> Asked:
+    def now(self) -> Request:
         """What is asked of any rank: once after a step without a collective."""
-        asked = self._of_step
+        request = self._of_step
         self._of_step = None
-        if asked is None:
-            asked = Asked(*map(bool, self._all_reduce_max(*self._own())))
-            self._save_asked |= asked.save
-        return asked
+        if request is None:
+            request = Request(*map(bool, self._all_reduce_max(*self._own())))
+            self._save_requested |= request.save
+        return request
 
     def take_save(self) -> bool:
         """Whether a save was asked since the last call, as far as the ranks have told each other."""
-        if self._of_step is None and not self._save_asked:
-            self._save_asked = self.now().save
-        save_asked = self._save_asked
-        self._save_asked = False
-        return save_asked
+        if self._of_step is None and not self._save_requested:
+            self._save_requested = self.now().save
+        save_requested = self._save_requested
+        self._save_requested = False
+        return save_requested
