@@ -145,14 +145,3 @@ def picture(browser: Browser, page: str, width: int, dark: bool) -> None:
     """A picture in the folder $BLOOMERY_PICTURES, where that is set."""
     if folder := os.environ.get("BLOOMERY_PICTURES"):
         browser.picture(Path(folder) / f"{page}-{width}-{'dark' if dark else 'light'}.png")
-
-
-def pictures(browser: Browser, page: str) -> None:
-    """A picture of the open page in each look."""
-    if "BLOOMERY_PICTURES" not in os.environ:
-        return
-    for width, dark in LOOKS:
-        browser.look(width=width, height=1000 if width > 640 else 844, dark=dark)
-        time.sleep(1)  # charts take their new width
-        picture(browser, page, width, dark)
-    browser.look(width=1400)

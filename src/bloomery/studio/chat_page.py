@@ -73,8 +73,8 @@ class ChatView:
         if state == "ready":
             with self._content:
                 ui.element("iframe").props('src="/serve/" title="Chat with the models"').classes(
-                    "w-full border-0"
-                ).style("height: calc(100vh - 9rem); min-height: 28rem")
+                    "w-full border-0 studio-chat"
+                )
         elif state == "ended":
             reason = "the model's process has ended; another chat may have replaced it"
             self._output.text = f"{server.process.text()}\n{reason}".strip()

@@ -47,8 +47,11 @@ main a.nicegui-link, a.studio-name { color: #1f5c9c; }
 .q-expansion-item__toggle-icon { color: #4a4a4a; }
 .body--dark .q-expansion-item__toggle-icon { color: #cfcfcf; }
 .q-tab-panels { background: none; }
+.studio-chat { height: calc(100vh - 9rem); min-height: 26rem; }
+@media (max-width: 640px) { .studio-chat { height: calc(100vh - 13rem); } }
 .q-loading-bar { display: none; }
 .studio-loss { background: rgba(42, 120, 194, 0.2); border-radius: 3px; }
+.body--dark .studio-loss { background: rgba(80, 150, 225, 0.38); }
 html:has(.body--dark) { color-scheme: dark; }
 .body--light iframe { color-scheme: light; }
 .body--dark iframe { color-scheme: dark; }

@@ -91,8 +91,11 @@ class NewRun:
                         self._editor.props(remove="theme").props(f':theme="{_THEME}"')
                 # The editor exists in the page once its tab has been opened.
                 tabs.on_value_change(self._name_editor)
-            # In a narrow window before the form, which is long.
-            with ui.column().classes("w-full min-w-0 gap-2 max-lg:order-first"):
+            # The form is long: the plan stays in view, and in a narrow window it comes first.
+            with ui.column().classes(
+                "w-full min-w-0 gap-2 flex-nowrap max-lg:order-first lg:sticky lg:top-14 lg:self-start"
+                " lg:max-h-[calc(100vh-4rem)] lg:overflow-y-auto"
+            ):
                 self._subject = ""
                 self._shown_command: tuple[int | None, str] | None = None
                 self._problem = ui.label().classes("studio-text text-negative").props("role=alert")
