@@ -26,6 +26,8 @@ def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
         table = await opened_list(user)
         assert [row["name"] for row in table.rows] == ["demo"]
         assert table.rows[0]["reason"] == "stopped at step 40, resumes exactly"
+        assert table.props["visible-columns"][-2:] == ["began", "seconds"]
+        assert {"temperature", "power"}.isdisjoint(table.props["visible-columns"])  # no sensor
 
         await user.open("/run/demo")
         await user.should_see("stopped")
@@ -217,6 +219,9 @@ def test_charts_keep_their_order_whichever_has_values_first() -> None:
 
         await user.open("/run/demo")
         await until(lambda: len(titles()) == 2)
+        table = await opened_list(user)
+        assert {"temperature", "power"} <= set(table.props["visible-columns"])
+        await user.open("/run/demo")
         with EventLog(folder / "events.jsonl") as log:
             log(step_done(1))
         await until(lambda: len(titles()) > 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from nicegui import ui
@@ -39,13 +40,14 @@ _COLUMNS = (
     ("began", "Started", True),
     ("seconds", "Duration", True),
 )
+_SENSORS = ("temperature", "power")  # columns that are hidden where no run has a value
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 _NAME_CELL = """
 <q-td :props="props">
   <a :href="props.row.address" :data-focus="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
 """
 _STATUS_CELL = """
-<q-td :props="props" style="white-space: normal; min-width: 13rem; max-width: 26rem; overflow-wrap: anywhere">
+<q-td :props="props" style="white-space: normal; min-width: 9rem; max-width: 26rem; overflow-wrap: anywhere">
   <q-badge :color="props.row.color">{{ props.row.status }}</q-badge>
   <span v-if="props.row.reason !== props.row.status" class="q-ml-sm">{{ props.row.reason }}</span>
 </q-td>
@@ -109,6 +111,15 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
     }
 
 
+def visible_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Most machines without a GPU have no sensor to read."""
+    return [
+        key
+        for key, _, _ in _COLUMNS
+        if key not in _SENSORS or any(row[key] is not None for row in rows)
+    ]
+
+
 async def runs_page(watching: Watching, commands: Commands) -> None:
     # A first look at hundreds of runs may take a second: the page does not wait for it.
     rows = [row_of_table(row) for row in watching.known_rows()]
@@ -141,6 +152,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         table.props(
             'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort'
         )
+        table.props["visible-columns"] = visible_columns(rows)
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
             table.props("loading")
@@ -183,6 +195,8 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
             new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
             if new_rows != table.rows:
                 table.rows = new_rows
+                table.props["visible-columns"] = visible_columns(new_rows)
+                table.update()
             table.props(remove="loading")
             empty.visible = not table.rows
 
