@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, loaded, machine, planned
+from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import build_profile
@@ -172,3 +172,24 @@ def test_between_nodes_their_network_decides():
     amount = 2 * (12 + 4) * step.config.head_dim * 2 * (2 * 1024) * step.config.num_layers * 2
     calls = 4 * step.config.num_layers
     assert seconds == pytest.approx(2 * amount / 2 / 70e9 + calls * 20e-6)
+
+
+def test_a_sequence_too_long_for_a_device_is_suggested_to_be_shared():
+    """Two key/value heads: four devices cannot share it."""
+    recipe = loaded(
+        model={
+            "hidden_size": 2048,
+            "num_layers": 16,
+            "num_heads": 16,
+            "num_kv_heads": 2,
+            "max_positions": 131072,
+            "vocab_size": 32000,
+        },
+        data={"sequence_length": 131072},
+        train={"tokens_per_step": 4 * 131072, "activation_checkpointing": "full"},
+    )
+    report = reported(recipe, gpu_machine("RTX 4090"), gpus=4)
+    assert not report.plan.fits
+    edits = {fix.edit: fix.saves for fix in report.suggestions}
+    assert "same training" in edits["parallel.context=2"]
+    assert "parallel.context=4" not in edits

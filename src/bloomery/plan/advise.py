@@ -541,6 +541,12 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "train.activation_checkpointing=selective", "costs a sixth more compute"
     if train.activation_checkpointing != "full":
         yield "train.activation_checkpointing=full", "costs a third more compute"
+    # One sequence is the smallest micro-batch, and devices may share it. Where they cannot, nothing is planned.
+    context = 2 * train.context
+    asks_for_stages = recipe.parallel.pipeline not in (1, "auto")
+    while train.micro_batch_size == 1 and not asks_for_stages and context <= train.ranks:
+        yield f"parallel.context={context}", "same training; devices wait for each other's heads"
+        context *= 2
     if settings.precision == "float32" and gpu:
         yield "train.precision=auto", "matmuls in half precision"
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
