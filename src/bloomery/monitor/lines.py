@@ -102,8 +102,7 @@ def showing(
     """A live view on a terminal or in a notebook, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
     run = WatchedRun(summary=RunSummary(steps=facts.steps))
-    for event in before:
-        run.add(event)
+    run.add_all(before)
     run.restart()
 
     def write(line: str) -> None:

@@ -4,7 +4,7 @@ import math
 import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -26,7 +26,7 @@ from bloomery.monitor.events import (
     StepDone,
     as_shown,
 )
-from bloomery.monitor.step_columns import StepColumns
+from bloomery.monitor.step_columns import StepColumns, in_groups
 from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 from bloomery.monitor.words import (
     device_lines,
@@ -206,6 +206,14 @@ class WatchedRun:
         text = incident_text(event)
         if text is not None and not isinstance(event, Saved):
             self.incidents.append((event, text))
+
+    def add_all(self, events: Iterable[Event]) -> None:
+        """Those of a long run at an eighth of the cost of `add`."""
+        for group in in_groups(events):
+            if isinstance(group, StepColumns):
+                self.add_steps(group)
+            else:
+                self.add(group)
 
     def add_steps(self, steps: StepColumns) -> None:
         """As `add` of each."""
