@@ -63,6 +63,7 @@ ALLOWED = {
     "src/bloomery/serve/listen.py": ["import asyncio", "listen", "listener.listen", "listener.listen"],
     "src/bloomery/serve/tokenizing.py": ["import asyncio"],
     "src/bloomery/studio/application.py": ["listen"],  # that of serve/listen.py
+    "src/bloomery/studio/chat_page.py": ["import asyncio"],
     "src/bloomery/studio/compare_page.py": ["import asyncio"],
     "src/bloomery/studio/deleting.py": ["import asyncio"],
     "src/bloomery/studio/machine_page.py": ["import asyncio"],

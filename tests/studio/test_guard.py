@@ -86,6 +86,20 @@ def test_a_wrong_token_in_the_address_sets_no_cookie() -> None:
         assert "set-cookie" not in answer.headers
 
 
+def test_the_key_of_the_opened_address_is_good_once() -> None:
+    guard = Guard(Starlette(routes=[Route("/", page)]), TOKEN, hosts_of("127.0.0.1"), 8100)
+    key = guard.new_key()
+    options = {"base_url": "http://127.0.0.1:8100", "follow_redirects": False}
+    with TestClient(guard, **options) as browser, TestClient(guard, **options) as neighbor:
+        assert neighbor.head(f"/?token={key}").status_code == 401
+        assert browser.get(f"/?token={key}").headers["location"] == "/"
+        assert browser.get("/").text == "secret"
+        assert key not in str(browser.cookies)
+        # Who reads the arguments of the browser's process comes too late.
+        assert neighbor.get(f"/?token={key}").status_code == 401
+        assert neighbor.get("/", headers={"authorization": f"Bearer {key}"}).status_code == 401
+
+
 def test_the_redirect_stays_on_this_host() -> None:
     with client() as browser:
         location = browser.get(f"http://127.0.0.1:8100//evil.example/?token={TOKEN}").headers[

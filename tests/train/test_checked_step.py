@@ -48,6 +48,7 @@ from bloomery.train.diagnostics.checked_step import (
 from bloomery.train.diagnostics.exact_numbers import exact_optimizer
 from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
 from bloomery.train.diagnostics.small_model import small_plan
+from bloomery.train.optim.muon import iteration_dtype
 from bloomery.train.run import Unsound
 from ranks import on_ranks, ranks
 
@@ -90,7 +91,10 @@ def test_a_fault_is_named(fault, sides):
     examination = examine(plan_of(**sections))
     assert examination.findings[0].part == part
     assert f"computes wrong {quantity} in {part}" == examination.findings[0].text
-    assert examination.findings[0].error > 100 * examination.findings[0].bound
+    # Where the CPU has instructions for it, Muon iterates in bfloat16 in a float32 run, too: its rounding hides more.
+    in_half = "Muon" in fault and iteration_dtype(torch.device("cpu")) == torch.bfloat16
+    margin = 1 if in_half else 100
+    assert examination.findings[0].error > margin * examination.findings[0].bound
 
 
 @soak

@@ -77,7 +77,9 @@ def serve(
 
         config = uvicorn_config(endpoints.app(hosts_of(host)), limits)
         url = url_of(host, listener)
-        answer(config, listener, url, on_ready=on_ready, on_stop=close, show=show)
+        answer(
+            config, listener, url, on_ready=on_ready, on_stop=close, opened=url if show else None
+        )
 
 
 def hosts_of(host: str) -> tuple[str, ...]:
@@ -104,9 +106,9 @@ def answer(
     *,
     on_ready: Callable[[str], None],
     on_stop: Callable[[], None],
-    show: bool,
+    opened: str | None,
 ) -> None:
-    """Runs the server until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser."""
+    """Runs the server until SIGINT or SIGTERM. `on_ready` gets the URL. `opened`: what a browser opens."""
 
     class Uvicorn(uvicorn.Server):
         @contextmanager
@@ -134,8 +136,8 @@ def answer(
         if server.started:
             listener.listen(1024)  # asyncio asked for as few as it accepts at once
             on_ready(url)
-            if show:
-                _open_page(url)
+            if opened is not None:
+                _open_page(opened)
         await serving
 
     asyncio.run(run())

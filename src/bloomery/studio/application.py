@@ -100,11 +100,12 @@ def serve_studio(
     port = listener.getsockname()[1]
     guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
+    page = f"{url.rstrip('/')}{address}"
     answer(
         config,
         listener,
-        f"{url.rstrip('/')}{address}?token={token}",
+        f"{page}?token={token}",
         on_ready=on_ready,
         on_stop=lambda: None,
-        show=show,
+        opened=f"{page}?token={guard.new_key()}" if show else None,
     )

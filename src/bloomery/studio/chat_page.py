@@ -1,5 +1,6 @@
 """The page on which models answer: the one of `bloomery serve`, whose models a process of its own has loaded."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import final
@@ -9,7 +10,7 @@ from nicegui import ui
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.studio.frame import page
-from bloomery.studio.model_server import ModelServers
+from bloomery.studio.model_server import ModelServer, ModelServers
 
 UPDATE_SECONDS = 0.5
 
@@ -17,12 +18,15 @@ UPDATE_SECONDS = 0.5
 async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -> None:
     with page("Chat", "/models"):
         try:
-            view = ChatView(servers, models, "cpu" if device == "cpu" else "auto")
+            # In a thread: the model before it may take seconds to end.
+            chosen = "cpu" if device == "cpu" else "auto"
+            server = await asyncio.to_thread(servers.open, models, chosen)
         except UserError as error:
             ui.label(f"error: {error.problem}").classes("text-lg")
             ui.label(f"fix: {error.fix}")
             ui.link("Models", "/models")
             return
+        view = ChatView(server, models)
         ui.timer(UPDATE_SECONDS, view.update)
 
 
@@ -38,15 +42,14 @@ def link_to_chat(address: str) -> None:
 class ChatView:
     """Mutable: one open chat. Loading continues when the page is closed, and the model ends when no page is open."""
 
-    def __init__(self, servers: ModelServers, models: Sequence[str], device: str) -> None:
-        self.servers = servers
-        self.server = servers.open(models, device)
+    def __init__(self, server: ModelServer, models: Sequence[str]) -> None:
+        self.server = server
         self._state = ""
         with ui.row().classes("w-full items-center gap-3"):
             ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.label(harmless(", ".join(models))).classes("break-all opacity-75")
             ui.space()
-            self._end = ui.button("End the model", icon="eject", on_click=self.server.process.close)
+            self._end = ui.button("End the model", icon="eject", on_click=self._end_model)
             self._again = ui.button("Load again", icon="refresh", on_click=ui.navigate.reload)
             for button in (self._end, self._again):
                 button.props("outline dense no-caps padding='xs sm'")
@@ -54,6 +57,9 @@ class ChatView:
         self._output = ui.label().classes("studio-text").props("role=status")
         self._content = ui.column().classes("w-full")
         self.update()
+
+    async def _end_model(self) -> None:
+        await asyncio.to_thread(self.server.process.close)
 
     def update(self) -> None:
         server = self.server

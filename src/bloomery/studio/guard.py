@@ -2,6 +2,7 @@
 
 import hmac
 import html
+import secrets
 from http.cookies import CookieError, SimpleCookie
 from typing import final
 from urllib.parse import parse_qsl, urlencode
@@ -46,6 +47,14 @@ class Guard:
         self.token = token
         self.hosts = frozenset(hosts)
         self.cookie = f"bloomery_studio_{port}"  # browsers share cookies between ports
+        self._key: str | None = None
+
+    def new_key(self) -> str:
+        """In an address it is as good as the token, once: for a browser that is started with the address as an
+        argument, which every user of this machine can read.
+        """
+        self._key = secrets.token_urlsafe(16)
+        return self._key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,10 +91,11 @@ class Guard:
         parameters = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         given = [value for name, value in parameters if name == "token"]
         if given and scope["type"] == "http":
-            if not self._is_token(given[0]):
-                return _closed("wrong token")
-            if scope["method"] not in ("GET", "HEAD"):  # no log shall have it
+            is_token = self._is_token(given[0])
+            if is_token and scope["method"] not in ("GET", "HEAD"):  # no log shall have it
                 return PlainTextResponse("only an address to open has a token", 400)
+            if not is_token and not (scope["method"] == "GET" and self._take_key(given[0])):
+                return _closed("wrong token")
             rest = urlencode([(name, value) for name, value in parameters if name != "token"])
             # As it came: the name of a run may hold an encoded "?". One slash at the beginning: two would name another
             # host.
@@ -104,8 +114,18 @@ class Guard:
             return None
         return _closed("the token is missing")
 
+    def _take_key(self, text: str) -> bool:
+        is_key = self._key is not None and _same(text, self._key)
+        if is_key:
+            self._key = None
+        return is_key
+
     def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode("utf-8", errors="replace"), self.token.encode())
+        return _same(text, self.token)
+
+
+def _same(text: str, secret: str) -> bool:
+    return hmac.compare_digest(text.encode("utf-8", errors="replace"), secret.encode())
 
 
 def _closed(problem: str) -> Response:
