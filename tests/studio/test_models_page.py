@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from studio_for_tests import RecordedCommands, make_run, until, with_user
 
+from bloomery.core.errors import UserError
 from bloomery.studio.commands import TOKEN as STUDIO_TOKEN
 from models_for_tests import make_model
 
@@ -109,6 +110,29 @@ def test_the_page_of_a_run_exports_its_best_checkpoint() -> None:
     with_user(visit, commands)
 
 
+def test_a_name_of_a_model_is_no_option_and_their_number_is_checked(monkeypatch) -> None:
+    from bloomery.studio import model_server
+
+    started = list[tuple[str, ...]]()
+
+    class Recorded:
+        state = "ended"
+
+        def __init__(self, *arguments: str, **options: object) -> None:
+            started.append(arguments)
+
+    monkeypatch.setattr(model_server, "ListeningProcess", Recorded)
+    servers = model_server.ModelServers()
+    servers.open(["--host=0.0.0.0"], "cpu")
+    (arguments,) = started
+    assert arguments[0] == "serve" and arguments[-2:] == ("--", "--host=0.0.0.0")
+    for models in ([], ["a", "b", "c"], ["a", "a"]):
+        with pytest.raises(UserError, match="cannot chat with"):
+            servers.open(models, "cpu")
+    assert len(started) == 1
+
+
+@pytest.mark.soak
 def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -> None:
     async def visit(user) -> None:
         await user.open("/chat?model=--host=0.0.0.0")  # a name, not an option

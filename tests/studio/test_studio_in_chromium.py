@@ -94,7 +94,7 @@ def test_the_list_and_a_run_and_nothing_without_the_token(
     assert browser.problems == []
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("page, width, dark", CASES)
 def test_a_page_fits_its_window_and_has_no_serious_fault(
     studio: str, browser: Browser, page: str, width: int, dark: bool
