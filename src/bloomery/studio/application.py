@@ -1,5 +1,6 @@
 """The pages of studio as one application, and the server that answers with it until Ctrl+C."""
 
+import gc
 import socket
 from collections.abc import Callable
 
@@ -96,6 +97,9 @@ def serve_studio(
         reconnect_timeout=30.0,
         show_welcome_message=False,
     )
+    # What has been made so far stays: looking at it again and again would be a sixth of reading a long run.
+    gc.collect()
+    gc.freeze()
     url = url_of(host, listener)
     port = listener.getsockname()[1]
     guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
