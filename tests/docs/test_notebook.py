@@ -54,7 +54,9 @@ def test_a_kernel_shows_progress_in_place_and_the_plot_as_an_image(tmp_path, mon
     ).execute()
     cells = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
     shown = {
-        cell["source"].splitlines()[-1]: [one.get("data", {}) for one in cell["outputs"]]
+        cell["source"].splitlines()[-1]: [
+            one.get("data", {}) for one in cell["outputs"] if one.get("name") != "stderr"
+        ]
         for cell in cells
     }
     # one output for each stage
