@@ -221,9 +221,18 @@ def test_real_pip_installs_next_to_the_shared_packages_and_removes_none(tmp_path
 
 
 def test_without_pip_nothing_begins(monkeypatch):
-    monkeypatch.setattr(environments, "find_spec", lambda name: None)
+    monkeypatch.setattr(environments.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip is not installed"):
         environments.Pip(os.environ)
+
+
+def test_a_look_for_pip_leaves_setuptools_to_torch_compile():
+    """Its finder gives up `distutils` where it is asked for pip, and `import setuptools` fails on Python 3.11."""
+    program = (
+        "import os; from bloomery.bench.environments import Pip; Pip(os.environ); import setuptools"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_full_disk_and_a_torch_on_the_path_are_refused_before_a_download(

@@ -36,7 +36,7 @@ STEPS = 3
 def test_sixteen_sequences_train_on_any_number_of_ranks(
     folders, tmp_path, data, changes, world, axis
 ) -> None:
-    plan = plan_of(folders, data, changes | {"train": SIXTEEN}, STEPS)
+    plan = plan_of(folders, data, changes | {"train": SIXTEEN}, STEPS, shares=False)
     several = on_ranks(plan, **{axis: world})
     assert several.train.sequences_per_step == plan.train.sequences_per_step == 16
     assert several.train.empty_sequences == -16 % world
@@ -81,7 +81,7 @@ def test_a_rank_that_never_has_a_sequence_changes_nothing(
 ) -> None:
     """Two sequences per step on three ranks: no collective waits for the third, and no gradient differs."""
     changes = changes | {"train": changes.get("train", {}) | {"micro_batch_size": 1}}
-    plan = plan_of(folders, data, changes, STEPS)
+    plan = plan_of(folders, data, changes, STEPS, shares=False)
     two = {
         "micro_batch_size": 1,
         "accumulation": 2,
@@ -105,7 +105,7 @@ def test_a_rank_that_never_has_a_sequence_changes_nothing(
 def test_a_run_resumes_on_another_number_of_ranks_with_the_next_sequences(
     folders, tmp_path, before, after
 ) -> None:
-    plan = plan_of(folders, "text", {"train": SIXTEEN}, 4)
+    plan = plan_of(folders, "text", {"train": SIXTEEN}, 4, shares=False)
     first, second = (
         on_ranks(plan, replicate=replicate, shard=shard) for replicate, shard in (before, after)
     )

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol, final
@@ -271,7 +271,9 @@ class Pip:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises UserError where pip is not installed."""
-        if find_spec("pip") is None:
+        # Not importlib.util.find_spec: asked for pip, setuptools' finder gives up distutils, and torch.compile fails from
+        # then on in this process (Python 3.11).
+        if PathFinder.find_spec("pip") is None:
             fix = f"{shlex.quote(sys.executable)} -m ensurepip"
             raise UserError("pip is not installed in this environment", where=sys.prefix, fix=fix)
         # A user's choice of another folder would defeat the environment.
