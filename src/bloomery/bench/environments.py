@@ -271,8 +271,8 @@ class Pip:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises UserError where pip is not installed."""
-        # Not importlib.util.find_spec: asked for pip, setuptools' finder gives up distutils, and torch.compile fails from
-        # then on in this process (Python 3.11).
+        # Not importlib.util.find_spec: asked for pip, setuptools' finder gives up distutils, and torch.compile fails in
+        # this process from then on (Python 3.11).
         if PathFinder.find_spec("pip") is None:
             fix = f"{shlex.quote(sys.executable)} -m ensurepip"
             raise UserError("pip is not installed in this environment", where=sys.prefix, fix=fix)
