@@ -144,4 +144,5 @@ def shows(browser: Browser, text: str, seconds: float = PATIENCE) -> None:
 def picture(browser: Browser, page: str, width: int, dark: bool) -> None:
     """A picture in the folder $BLOOMERY_PICTURES, where that is set."""
     if folder := os.environ.get("BLOOMERY_PICTURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
         browser.picture(Path(folder) / f"{page}-{width}-{'dark' if dark else 'light'}.png")
