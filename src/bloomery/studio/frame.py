@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
@@ -129,6 +129,33 @@ def page(title: str, path: str) -> Iterator[None]:
         ).on("click", change_colors, js_handler=_CHANGE_COLORS)
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
+
+
+def selection_table(
+    columns: Sequence[tuple[str, str, bool]], rows: list[dict[str, Any]], key: str
+) -> ui.table:
+    """A table whose rows are marked and sorted; cards in a narrow window. `columns`: key, heading, is a number. `key`:
+    of the value that tells a row from the others.
+    """
+    table = ui.table(
+        columns=[
+            {
+                "name": name,
+                "label": heading,
+                "field": name,
+                "sortable": True,
+                "align": "right" if is_number else "left",
+            }
+            for name, heading, is_number in columns
+        ],
+        rows=rows,
+        row_key=key,
+        selection="multiple",
+        pagination=0,
+    ).classes("w-full")
+    table.props('flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort')
+    label_checkboxes(table, key)
+    return table
 
 
 def label_checkboxes(table: ui.table, key: str) -> None:

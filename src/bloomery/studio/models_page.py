@@ -21,10 +21,10 @@ from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.frame import (
-    label_checkboxes,
     notify,
     page,
     question,
+    selection_table,
     show_command,
     sort_by_keyboard,
 )
@@ -240,23 +240,8 @@ async def models_page(commands: Commands) -> None:
 
 
 def _table() -> ui.table:
-    columns = [
-        {
-            "name": key,
-            "label": heading,
-            "field": key,
-            "sortable": True,
-            "align": "right" if is_number else "left",
-        }
-        for key, heading, is_number in _COLUMNS
-    ]
-    table = ui.table(
-        columns=columns, rows=[], row_key="model", selection="multiple", pagination=0
-    ).classes("w-full")
-    table.props(
-        'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort loading'
-    )
-    label_checkboxes(table, "model")
+    table = selection_table(_COLUMNS, [], "model")
+    table.props("loading")
     table.add_slot("body-cell-name", _NAME_CELL)
     for key in ("step", "kind", "size", "changed"):
         table.add_slot(f"body-cell-{key}", _TEXT_CELL)

@@ -15,9 +15,9 @@ from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
 from bloomery.studio.frame import (
     STATUS_COLORS,
-    label_checkboxes,
     notify,
     page,
+    selection_table,
     show_command,
     sort_by_keyboard,
 )
@@ -134,29 +134,13 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter runs"'
             )
-        columns = [
-            {
-                "name": key,
-                "label": heading,
-                "field": key,
-                "sortable": True,
-                "align": "right" if is_number else "left",
-            }
-            for key, heading, is_number in _COLUMNS
-        ]
         command = ui.column().classes("w-full gap-0")
         command.visible = False
-        table = ui.table(
-            columns=columns, rows=rows, row_key="name", selection="multiple", pagination=0
-        ).classes("w-full")
-        table.props(
-            'flat bordered dense :grid="Quasar.Screen.lt.md" hide-pagination binary-state-sort'
-        )
+        table = selection_table(_COLUMNS, rows, "name")
         table.props["visible-columns"] = visible_columns(rows)
         table.bind_filter_from(search, "value", lambda text: text or "")
         if not rows:
             table.props("loading")
-        label_checkboxes(table, "name")
         sort_by_keyboard(table, tools)
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
