@@ -2,8 +2,9 @@
 
     python benchmarks/studio_long_runs.py [--runs 200] [--steps 100000]
 
-The list of the runs; the page of one of them, until its first chart and until the whole run is drawn; 20 of them
-compared. The runs are one file of events under many names, each read by itself.
+The list of the runs; the page of one of them, until its first chart and until the whole run is drawn; another one, by a
+click in the list, POINTED_SECONDS after the mouse came to it; 20 of them compared. The runs are one file of events
+under many names, each read by itself.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from browser import Browser
 RESULTS = Path(__file__).parent / "results" / "studio_long_runs.json"
 BARS = {"list_seconds": 2.0, "run_seconds": 1.0, "memory_mib": 300.0}
 COMPARED = 20
+POINTED_SECONDS = 0.2
 STEP_SECONDS = 0.05
 
 
@@ -99,9 +101,12 @@ class Studio:
         self.pid = pid
         self.figures = dict[str, float]()
 
-    def open(self, path: str) -> None:
+    def begin(self) -> None:
         self.began = time.monotonic()
         self.cpu_began = cpu_seconds(self.pid)
+
+    def open(self, path: str) -> None:
+        self.begin()
         self.browser.open(self.url + path)
 
     def until(self, name: str, expression: str) -> None:
@@ -127,14 +132,24 @@ def main() -> None:
         names = make_runs(folder, asked.runs, asked.steps)
         with studio(folder) as (pid, url), Browser(folder / "profile") as browser:
             browser.look(width=1400)
-            browser.open(f"{url}new?token={TOKEN}")  # a page that shows no run
+            browser.open(f"{url}models?token={TOKEN}")  # a page that shows no run
+            browser.until("!document.querySelector('.q-table__linear-progress')")
             open_page = Studio(browser, url, pid)
             open_page.open("")
             open_page.until("list", f"document.querySelectorAll('tbody tr').length >= {len(names)}")
             open_page.open(f"run/{names[-1]}")
             open_page.until("first_chart", "document.querySelectorAll('canvas').length > 0")
             whole = f"document.body.innerText.includes('{asked.steps:,} of {asked.steps:,}')"
-            open_page.until("run", f"document.querySelectorAll('canvas').length >= 5 && {whole}")
+            drawn = f"document.querySelectorAll('canvas').length >= 5 && {whole}"
+            open_page.until("run", drawn)
+            browser.open(url)
+            link = f"document.querySelector('a[data-focus=\"/run/{names[-2]}\"]')"
+            browser.until(f"!!{link}")
+            place = browser.point(link)
+            time.sleep(POINTED_SECONDS)
+            open_page.begin()
+            browser.press_mouse(*place)
+            open_page.until("clicked_run", drawn)
             open_page.open(f"compare?runs={'%2F'.join(names[:COMPARED])}")
             open_page.until("compare_first_chart", "document.querySelectorAll('canvas').length > 0")
             open_page.until("compare", "!document.body.innerText.includes(': reading')")

@@ -182,8 +182,8 @@ class Browser:
     def write(self, text: str) -> None:
         self._call("Input.insertText", text=text)
 
-    def click(self, element: str, seconds: float = 60) -> None:
-        """A click of the mouse on the middle of an element, once it stands still and nothing covers it."""
+    def point(self, element: str, seconds: float = 60) -> tuple[float, float]:
+        """Moves the mouse to the middle of an element, once it stands still and nothing covers it: to this place."""
         middle = f"(element => element && {MIDDLE}(element))({element})"
         end = time.monotonic() + seconds
         before = point = None
@@ -194,9 +194,15 @@ class Browser:
             with suppress(Navigated):  # the next look is at the new page
                 point = self.value(middle)
         x, y = point
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        return x, y
+
+    def press_mouse(self, x: float, y: float) -> None:
+        for kind in ("mousePressed", "mouseReleased"):
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def click(self, element: str, seconds: float = 60) -> None:
+        self.press_mouse(*self.point(element, seconds))
 
     def overflow(self) -> list[str]:
         """Why the page scrolls sideways: its width, and the elements that are too wide; empty where it does not."""

@@ -4,16 +4,19 @@
 """
 
 import json
+import shutil
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
-from studio_for_tests import BOLD, LOOKS, TOKEN, click, fill, picture, shows
+from studio_for_tests import BOLD, LOOKS, PATIENCE, TOKEN, click, fill, picture, shows
 
-from bloomery.monitor.events import EventLog, RunEnded
+from bloomery.monitor.events import EventLog, RunEnded, to_json
 from browser import Browser
+from runs_for_tests import step_done
 
 PAGES = {
     "run": "run/first",
@@ -62,6 +65,30 @@ def keyboard_sorts_and_keeps_its_place(browser: Browser, folder: Path) -> None:
         log(RunEnded(step=40, status="stopped"))
 
 
+def pointing_at_a_run_reads_it(browser: Browser, folder: Path) -> None:
+    """Watched by the bytes that studio has read: the list needs both ends of a long file alone."""
+    long_run = folder / "runs" / "long"
+    long_run.mkdir()
+    (long_run / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")
+    events = long_run / "events.jsonl"
+    events.write_text(f"{to_json(step_done(1))}\n" * 10_000)
+    browser.until("document.querySelectorAll('tbody tr').length === 4")
+    processes = psutil.Process().children()
+    studio = next(
+        one for one in processes if "studio" in one.cmdline() and one.cwd() == str(folder)
+    )
+    before = studio.io_counters().read_chars
+    time.sleep(0.2)
+    assert studio.io_counters().read_chars - before < events.stat().st_size // 2
+    browser.point("document.querySelector('a[data-focus=\"/run/long\"]')")
+    end = time.monotonic() + PATIENCE
+    while studio.io_counters().read_chars - before < events.stat().st_size:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    shutil.rmtree(long_run)
+    browser.until("document.querySelectorAll('tbody tr').length === 3")
+
+
 def test_the_list_and_a_run_and_nothing_without_the_token(
     studio: str, browser: Browser, folder: Path
 ) -> None:
@@ -83,7 +110,12 @@ def test_the_list_and_a_run_and_nothing_without_the_token(
     browser.look(width=1400)
     browser.open(studio)
     browser.until("document.querySelectorAll('tbody tr').length === 3")
+    # ECharts is loaded before a chart is.
+    browser.until(
+        "performance.getEntriesByType('resource').filter(one => one.name.includes('/esm/')).length === 2"
+    )
     keyboard_sorts_and_keeps_its_place(browser, folder)
+    pointing_at_a_run_reads_it(browser, folder)
     browser.click("document.querySelector('[aria-label^=Switch]')")
     browser.until("document.body.classList.contains('body--dark')")
     click(browser, BOLD)

@@ -32,7 +32,7 @@ from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import summary_of
 from bloomery.studio.curves import RunCurves
-from bloomery.studio.watching import END_BYTES, Watching, fast_decode
+from bloomery.studio.watching import END_BYTES, OpenRun, Watching, fast_decode
 from runs_for_tests import made_up_run, step_done
 
 
@@ -312,6 +312,36 @@ def test_a_name_reaches_no_other_folder(name: str) -> None:
     make_run("demo")
     with pytest.raises(UserError, match=r"no run|too long"):
         Watching().run(name)
+
+
+def test_the_run_pointed_at_is_read_ahead_and_of_many_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("first", "passed", "last"):
+        make_run(name)
+    watching = Watching()
+    first_is_read = threading.Event()
+    wait_for_others = threading.Event()
+    read = list[str]()
+    update = OpenRun.update
+
+    def slow_update(opened: OpenRun) -> None:
+        read.append(opened.reader.folder.name)
+        first_is_read.set()
+        assert wait_for_others.wait(30)
+        update(opened)
+
+    monkeypatch.setattr(OpenRun, "update", slow_update)
+    reading = threading.Thread(target=watching.read_ahead, args=("first",))
+    reading.start()
+    assert first_is_read.wait(30)
+    for name in ("passed", "../other", "last"):
+        watching.read_ahead(name)  # returns at once
+    wait_for_others.set()
+    reading.join()
+    watching.read_ahead("gone")
+    assert read == ["first", "last"]
+    assert watching.run("last").curves.points("loss")
 
 
 def test_points_are_asked_for_while_the_run_is_read() -> None:

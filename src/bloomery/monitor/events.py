@@ -379,9 +379,14 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
     if content[-_STAMP_BYTES:].startswith(_STAMP) and not is_whole(content):
         return None
     try:
-        entry: Any = decode(content)
+        entry = decode(content)
     except (ValueError, RecursionError):
         return None
+    return from_entry(entry)
+
+
+def from_entry(entry: Any) -> Event | None:
+    """The event of a parsed line, which belongs to it from then on; None and UserError as in `from_json`."""
     if not isinstance(entry, dict):
         return None
     name = entry.pop("event", None)

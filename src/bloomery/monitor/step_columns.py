@@ -17,6 +17,7 @@ from bloomery.monitor.events import (
     StepHealth,
     Tail,
     TaskDone,
+    from_entry,
     from_json,
     is_whole,
 )
@@ -88,13 +89,17 @@ def _decoded(lines: Sequence[bytes], decode: Decode) -> StepColumns | None:
         return None
     try:
         # The other fields are freed line by line: to hold all of them would take most of the time.
-        rows = [_FIELDS_OF(decode(line)) for line in lines]
+        rows = [_FIELDS_OF(decode(line)) for line in lines[:-NEWEST]]
+        newest_entries = [decode(line) for line in lines[-NEWEST:]]
+        rows += map(_FIELDS_OF, newest_entries)
         columns = _columns(rows, newest=(), skipped=())
     except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
         return None
     skipped = [line for line, loss in zip(lines, columns.loss, strict=True) if isnan(loss)]
-    lines_of_events = lines[-NEWEST:], skipped[-_SKIPPED:]
-    events = [[from_json(line, decode) for line in some_lines] for some_lines in lines_of_events]
+    events = (
+        [from_entry(entry) for entry in newest_entries],
+        [from_json(line, decode) for line in skipped[-_SKIPPED:]],
+    )
     newest, without_loss = [[e for e in some if isinstance(e, StepDone)] for some in events]
     if len(newest) + len(without_loss) < sum(map(len, events)):
         return None

@@ -3,8 +3,10 @@
 import gc
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.gzip import GZipMiddleware
 from nicegui import app, ui
 
 from bloomery.serve.limits import Limits
@@ -25,6 +27,7 @@ LIMITS = Limits(
     slots=16, queue=128
 )  # of connections: a browser holds one per page, and some for its files
 
+COMPRESSION = 2  # ECharts takes 0.02 s instead of 0.12 at level 9, for a fifth more bytes
 PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
 
 
@@ -96,6 +99,7 @@ def serve_studio(
         language="en-US",
         reconnect_timeout=30.0,
         show_welcome_message=False,
+        gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION),
     )
     # What has been made so far stays: looking at it again and again would be a sixth of reading a long run.
     gc.collect()

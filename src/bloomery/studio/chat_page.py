@@ -9,7 +9,7 @@ from nicegui import ui
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
-from bloomery.studio.frame import page
+from bloomery.studio.frame import page, update_every
 from bloomery.studio.model_server import ModelServer, ModelServers
 
 UPDATE_SECONDS = 0.5
@@ -27,7 +27,7 @@ async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -
             ui.link("Models", "/models")
             return
         view = ChatView(server, models)
-        ui.timer(UPDATE_SECONDS, view.update)
+        update_every(UPDATE_SECONDS, view.update)
 
 
 def link_to_chat(address: str) -> None:

@@ -21,7 +21,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.curves import AXES, Axis, Point
-from bloomery.studio.frame import notify, page, show_command
+from bloomery.studio.frame import notify, page, show_command, update_every
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
@@ -83,7 +83,7 @@ async def compare_page(watching: Watching, commands: Commands, names: str, over:
             return
         view = CompareView(commands, runs, problems, axis)
         await view.update()
-        ui.timer(UPDATE_SECONDS, view.update)
+        update_every(UPDATE_SECONDS, view.update)
         ui.timer(0, view.show_recipes, once=True)
 
 

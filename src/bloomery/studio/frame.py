@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
-from bloomery.studio.charts import SCRIPT
+from bloomery.studio.charts import SCRIPT, prefetch_links
 from bloomery.studio.commands import Command
 
 STATUS_COLORS = {
@@ -107,6 +107,7 @@ def page(title: str, path: str) -> Iterator[None]:
     ui.page_title(f"{title} · Bloomery")
     ui.add_css(_STYLE)
     ui.add_head_html(SCRIPT)
+    ui.add_head_html(prefetch_links())
     ui.add_head_html(_KEEP_FOCUS)
     ui.colors(primary="#2a6db0", positive="#26794f", negative="#b3313f", warning="#9a6500")
     chosen = ui.context.client.request.cookies.get(_COLORS)
@@ -129,6 +130,21 @@ def page(title: str, path: str) -> Iterator[None]:
         ).on("click", change_colors, js_handler=_CHANGE_COLORS)
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
+
+
+def update_every(seconds: float, update: Callable[[], Any]) -> None:
+    """Calls `update` while a browser shows the page.
+
+    NiceGUI keeps a page for half a minute after it was left, in case that the browser connects again.
+    """
+    client = ui.context.client
+    timer = ui.timer(seconds, update)
+
+    def on_change() -> None:
+        timer.active = client.has_socket_connection
+
+    client.on_connect(on_change)
+    client.on_disconnect(on_change)
 
 
 def selection_table(

@@ -18,7 +18,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import copy_button, notify, page, show_command
+from bloomery.studio.frame import copy_button, notify, page, show_command, update_every
 
 UPDATE_SECONDS = 2.0
 SUBJECT = "this machine"  # of its commands
@@ -55,7 +55,7 @@ async def machine_page(sensors: Sensors, commands: Commands) -> None:
     with page("Machine", "/machine"):
         view = MachineView(sensors, commands)
         ui.timer(0, view.check, once=True)
-        ui.timer(UPDATE_SECONDS, view.update)
+        update_every(UPDATE_SECONDS, view.update)
 
 
 @final

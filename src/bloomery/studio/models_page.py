@@ -27,6 +27,7 @@ from bloomery.studio.frame import (
     selection_table,
     show_command,
     sort_by_keyboard,
+    update_every,
 )
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.studio.watching import is_plain
@@ -236,7 +237,7 @@ async def models_page(commands: Commands) -> None:
                 table.rows = rows
             table.props(remove="loading")
 
-        ui.timer(UPDATE_SECONDS, update)
+        update_every(UPDATE_SECONDS, update)
 
 
 def _table() -> ui.table:

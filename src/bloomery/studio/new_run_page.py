@@ -14,7 +14,7 @@ from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import packaged
 from bloomery.runs.folder import propose_folder
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import notify, page, show_command
+from bloomery.studio.frame import notify, page, show_command, update_every
 from bloomery.studio.recipe_form import (
     SOURCE,
     FormField,
@@ -112,7 +112,7 @@ class NewRun:
                 # The arrow keys scroll it.
                 self._plan.props("tabindex=0 role=region aria-label=Plan")
                 self._suggestions = ui.column().classes("w-full gap-1")
-        ui.timer(1.0, self._show_command)
+        update_every(1.0, self._show_command)
 
     def _chooser(self, packaged_recipe: str | None) -> None:
         with ui.row().classes("w-full items-end gap-3"):

@@ -13,7 +13,7 @@ from bloomery.core.text import harmless
 from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import ChartMark, LineChart, marks_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command
+from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import charts_of, evaluations_of, figures_of
@@ -38,7 +38,7 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
     await asyncio.wait({reading}, timeout=FIRST_SECONDS)
     with page(harmless(name), ""):
         view = RunView(opened, commands)
-        ui.timer(UPDATE_SECONDS, view.update)
+        update_every(UPDATE_SECONDS, view.update)
 
 
 def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
@@ -65,7 +65,7 @@ def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
             if command.code is not None:
                 state.text = "the command ended before it made the folder of the run"
 
-        ui.timer(0.5, update)
+        update_every(0.5, update)
 
 
 @final

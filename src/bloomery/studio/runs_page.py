@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nicegui import ui
+from nicegui.events import GenericEventArguments
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
@@ -20,10 +21,12 @@ from bloomery.studio.frame import (
     selection_table,
     show_command,
     sort_by_keyboard,
+    update_every,
 )
 from bloomery.studio.watching import RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
+POINTED_SECONDS = 0.05  # after which a run is read that is pointed at
 DEMO = "demo"  # the run of `bloomery demo`
 _COLUMNS = (
     # key, heading, is a number
@@ -41,10 +44,15 @@ _COLUMNS = (
     ("seconds", "Duration", True),
 )
 _SENSORS = ("temperature", "power")  # columns that are hidden where no run has a value
+# Whoever points at a run is about to open it: it is read by then.
+_POINTED_AT = " ".join(
+    f"""@{event}="$parent.$emit('pointed', props.row.name)\"""" for event in ("mouseenter", "focus")
+)
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
-_NAME_CELL = """
+_NAME_CELL = f"""
 <q-td :props="props">
-  <a :href="props.row.address" :data-focus="props.row.address" class="studio-name">{{ props.value }}</a></q-td>
+  <a :href="props.row.address" :data-focus="props.row.address" class="studio-name" {_POINTED_AT}>
+    {{{{ props.value }}}}</a></q-td>
 """
 _STATUS_CELL = """
 <q-td :props="props" style="white-space: normal; min-width: 9rem; max-width: 26rem; overflow-wrap: anywhere">
@@ -65,7 +73,8 @@ _CARD = """
   <q-card flat bordered class="q-pa-sm">
     <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name"
       :data-focus="'Select ' + props.row.name" />
-    <a :href="props.row.address" :data-focus="props.row.address" class="studio-name">{{ props.row.name }}</a>
+    <a :href="props.row.address" :data-focus="props.row.address" class="studio-name" POINTED_AT>
+      {{ props.row.name }}</a>
     <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
     <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
     <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs"
@@ -77,7 +86,7 @@ _CARD = """
     </div>
   </q-card>
 </div>
-"""
+""".replace("POINTED_AT", _POINTED_AT)
 
 
 def row_of_table(row: RunRow) -> dict[str, Any]:
@@ -154,6 +163,11 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         with empty:
             _show_first_steps(commands)
 
+        async def on_pointed(event: GenericEventArguments) -> None:
+            await asyncio.to_thread(watching.read_ahead, str(event.args))
+
+        table.on("pointed", on_pointed, throttle=POINTED_SECONDS, leading_events=False)
+
         def selected() -> list[str]:
             return [row["name"] for row in table.selected]
 
@@ -184,7 +198,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
             table.props(remove="loading")
             empty.visible = not table.rows
 
-        ui.timer(UPDATE_SECONDS, update)
+        update_every(UPDATE_SECONDS, update)
 
 
 def _show_first_steps(commands: Commands) -> None:

@@ -45,7 +45,7 @@ FILE_BYTES = 20_000  # that are shown of a file of a run, from its end
 LOCKED_SECONDS = 0.03  # in which events are read before a page may look
 MFU = "MFU"  # a curve, in percent
 UNREAD = "reading"  # the status of a run before its events have been read once
-FIRST_SECONDS = 0.6  # that a page waits for a run to be read before it shows what there is
+FIRST_SECONDS = 1.0  # that a page waits for a run to be read before it shows what there is
 
 
 def fast_decode() -> Decode:
@@ -268,6 +268,8 @@ class Watching:
     _rows: dict[Path, tuple[tuple[object, ...], RunRow]] = field(default_factory=dict)
     _open: dict[str, OpenRun] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _reading_ahead: threading.Lock = field(default_factory=threading.Lock)
+    _pointed_at: str | None = None  # the newest run to read ahead
 
     def rows(self) -> list[RunRow]:
         """The newest run first. A run whose files have not changed is not read again."""
@@ -307,6 +309,21 @@ class Watching:
                 if key == name or now - run.used < KEPT_SECONDS
             }
             return self._open.setdefault(name, OpenRun(folder, self.decode))
+
+    def read_ahead(self, name: str) -> None:
+        """Reads a run that somebody points at, before it is opened. Of those that are pointed at meanwhile, the last
+        one is the next: a pointer that passes over a list does not read all of it.
+        """
+        self._pointed_at = name
+        if not self._reading_ahead.acquire(blocking=False):
+            return
+        try:
+            while (next_name := self._pointed_at) is not None:
+                self._pointed_at = None
+                with suppress(UserError):  # the run is gone
+                    self.run(next_name).update()
+        finally:
+            self._reading_ahead.release()
 
 
 def _state_of(folder: Path) -> tuple[object, ...]:
