@@ -24,7 +24,7 @@ from bloomery.core.units import MIB
 from bloomery.monitor.events import EvalDone, Event, EventLog, RunEnded, RunStarted, Saved, StepDone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from studio_cost import TOKEN, cpu_seconds, studio
+from studio_cost import TOKEN, cpu_seconds, studio, write_result
 
 from browser import Browser
 
@@ -166,8 +166,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load_before": load,
     }
-    asked.out.parent.mkdir(exist_ok=True)
-    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(asked.out, report)
     print(json.dumps(figures, indent=1))
     print(f"NOT MET: {', '.join(missed)}" if missed else "met: the list, a run and the memory")
 
