@@ -56,6 +56,12 @@ def test_every_listed_verb_has_a_help_page(verb):
 def test_wrong_words(capsys):
     assert exit_code("recpes") == 2
     assert "did you mean `bloomery recipes`?" in capsys.readouterr().err
+    assert exit_code("recipes", "lst") == 2
+    error = capsys.readouterr().err
+    assert "error: no such command: 'lst'\n" in error
+    assert "fix:   did you mean `bloomery recipes list`?" in error
+    assert exit_code("runs", "zzz") == 2
+    assert "fix:   bloomery runs --help" in capsys.readouterr().err
     assert exit_code("recipes", "show") == 2
     assert "error: missing argument" in capsys.readouterr().err
     assert exit_code("export", "last") == 2

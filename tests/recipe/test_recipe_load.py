@@ -370,7 +370,15 @@ def test_the_schema_knows_the_keys_and_refuses_others():
 def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
     (tmp_path / "bad.yaml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
-    for name, meant in (("bda.yaml", "bad.yaml"), ("go-coder-tinny", "go-coder-tiny")):
+    for name, meant in (
+        ("bda.yaml", "bad.yaml"),
+        ("go-coder-tinny", "go-coder-tiny"),
+        # The number of a version is no suffix of a file.
+        ("llama3.1-8b-lra", "llama3.1-8b-lora"),
+        ("qwen2.5-7b-lora", "qwen2.5-7b-qlora"),
+        ("qwen2.5-7b-qlra.yaml", "qwen2.5-7b-qlora"),
+        ("bad", "bad.yaml"),
+    ):
         with pytest.raises(UserError, match="there is no recipe") as caught:
             load_recipe(name)
         assert caught.value.fix == f"did you mean {meant}?"

@@ -211,6 +211,14 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
         if path == command and problem.startswith(beginning):
             fix = usage_fix
 
+    # A command of a command, such as `bloomery recipes lst`: worded as one of `bloomery` is.
+    is_misspelled = problem.startswith("no such command") and isinstance(error, click.UsageError)
+    if is_misspelled and context is not None and isinstance(context.command, click.Group):
+        quoted_name = problem.removeprefix("no such command ").partition(". Did you mean")[0]
+        problem = f"no such command: {quoted_name}"
+        names = context.command.list_commands(context)
+        fix = did_you_mean(quoted_name[1:-1], names, fix, shown=f"`{command} {{}}`")
+
     # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
     parameters = [] if context is None else context.command.params
     takes_overrides = any(parameter.name == "overrides" for parameter in parameters)

@@ -204,13 +204,16 @@ def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
             code=2,
         )
 
-    # A name with a suffix is a file: files next to it are likelier than packaged recipes.
-    neighbors: dict[str, str] = {}
-    if path.suffix:
-        files = path.parent.glob("*.y*ml")
-        neighbors = {file.stem: str(path.with_name(file.name)) for file in files}
-    similar = [neighbors[stem] for stem in closest(path.stem, neighbors, cutoff=0.5)]
-    similar = similar or closest(path.stem, packaged_recipes, cutoff=0.5)
+    # A name with the suffix of YAML is a file: files next to it are likelier than packaged recipes, whose names hold
+    # points, too. Of a name without it, only the suffix may be missing.
+    is_yaml = path.suffix in (".yaml", ".yml")
+    stem = path.stem if is_yaml else path.name
+    files = path.parent.glob("*.y*ml")
+    neighbors = {file.stem: str(path.with_name(file.name)) for file in files}
+    similar = [
+        neighbors[neighbor] for neighbor in closest(stem, neighbors, cutoff=0.5 if is_yaml else 1.0)
+    ]
+    similar = similar or closest(stem, packaged_recipes, cutoff=0.5)
     fix = "`bloomery recipes list` lists the packaged recipes"
     if similar:
         fix = f"did you mean {similar[0]}?"
