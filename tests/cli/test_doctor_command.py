@@ -44,6 +44,13 @@ def test_the_page_of_the_wrong_wheel():
     assert lines[-1].endswith("exit 1")
 
 
+def test_a_problem_without_a_command_is_not_counted_as_one():
+    """The driver of a cluster's nodes: its administrators install it, whatever commands you have."""
+    first_line = doctor("--machine", record("mi250x-frontier-old-module")).output.splitlines()[0]
+    assert "Two problems block training." in first_line
+    assert "command" not in first_line
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_a_hundred_columns_wide_and_says_how_it_ends(name):
     done = doctor("--machine", record(name))

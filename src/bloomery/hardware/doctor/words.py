@@ -10,16 +10,23 @@ BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """Ready or not, the first reason, and the number of commands that fix it."""
+    """Ready or not, the first reason, and the number of commands that fix it, or of problems where one has no command."""
     blocking = [finding for finding in findings if finding.level == "blocks"]
     if blocking:
         # Of the steps of a fix, some are remarks, and some are alternatives to the command before them.
         reason = blocking[0].headline or blocking[0].what.partition(": ")[0]
-        steps = [step for finding in blocking for step in finding.fix]
-        num_commands = sum(
-            not step.startswith("#") and "  # or, " not in step and "  # or: " not in step
-            for step in steps
-        )
+        commands = [
+            [
+                step
+                for step in finding.fix
+                if not step.startswith("#") and "  # or, " not in step and "  # or: " not in step
+            ]
+            for finding in blocking
+        ]
+        if not all(commands):  # such as a driver that administrators have to install
+            count = _counted(len(blocking), "problem").capitalize()
+            return f"Not ready: {reason}. {count} {'blocks' if len(blocking) == 1 else 'block'} training."
+        num_commands = sum(map(len, commands))
         count = _counted(num_commands, "command").capitalize()
         return f"Not ready: {reason}. {count} {'fixes' if num_commands == 1 else 'fix'} it."
     if any(finding.id == "no-gpu" for finding in findings):
