@@ -370,8 +370,25 @@ def test_the_recipe_names_a_layout_as_the_command_line_names_devices(asked, flag
 
 
 @pytest.mark.parametrize(
-    ("asked", "match"), [({"shard": 3}, "splits over 3"), ({"replicate": 2, "shard": 2}, "over 4")]
+    ("asked", "match", "edits"),
+    [
+        ({"shard": 3}, "splits over 3", ["parallel.shard=auto"]),
+        (
+            {"replicate": 2, "shard": 2},
+            "over 4",
+            ["parallel.replicate=auto", "parallel.shard=auto"],
+        ),
+        ({"context": 3}, "over 3", ["parallel.context=1"]),
+        (
+            {"shard": 1, "replicate": 1},
+            "over 1",
+            ["parallel.replicate=auto", "parallel.shard=auto"],
+        ),
+    ],
 )
-def test_a_recipe_and_a_command_line_that_name_other_numbers_are_refused(asked, match):
-    with pytest.raises(UserError, match=match):
-        planned(load_recipe("go-coder-125m", [f"parallel={asked}"]), gpu_machine("MI300X"), gpus=8)
+def test_a_recipe_and_a_command_line_that_name_other_numbers_are_refused(asked, match, edits):
+    overrides = [f"parallel={asked}"]
+    with pytest.raises(UserError, match=match) as caught:
+        planned(load_recipe("go-coder-125m", overrides), gpu_machine("MI300X"), gpus=8)
+    assert caught.value.fix.endswith(" ".join(edits))
+    planned(load_recipe("go-coder-125m", [*overrides, *edits]), gpu_machine("MI300X"), gpus=8)

@@ -159,12 +159,15 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
         problem = (
             f"the recipe splits over {devices:,} devices, the command line names {gpus * nodes:,}"
         )
-        raise UserError(
-            problem,
-            where="parallel",
-            fix="leave out --gpus and --nodes, or change the recipe",
-            code=2,
-        )
+        set_keys = [
+            key for key in ("replicate", "shard", "pipeline") if getattr(parallel, key) != "auto"
+        ]
+        larger_keys = [key for key in set_keys if getattr(parallel, key) > 1]
+        edits = [f"parallel.{key}=auto" for key in larger_keys or set_keys]
+        edits += ["parallel.context=1"] * (gpus * nodes % parallel.context > 0)
+        number = f"a multiple of {devices:,}" if "auto" in sizes else f"{devices:,}"
+        fix = f"name {number} devices, or set {' '.join(edits)}"
+        raise UserError(problem, where="parallel", fix=fix, code=2)
     return gpus, nodes
 
 
