@@ -60,7 +60,12 @@ ALLOWED = {
     "src/bloomery/serve/app.py": ["import asyncio"],
     "src/bloomery/serve/connections.py": ["import asyncio"],
     "src/bloomery/serve/address.py": ["listener.bind"],
-    "src/bloomery/serve/listen.py": ["import asyncio", "listen", "listener.listen", "listener.listen"],
+    "src/bloomery/serve/listen.py": [
+        "import asyncio",
+        "listen",
+        "listener.listen",
+        "listener.listen",
+    ],
     "src/bloomery/serve/tokenizing.py": ["import asyncio"],
     "src/bloomery/studio/application.py": ["listen"],  # that of serve/listen.py
     "src/bloomery/studio/chat_page.py": ["import asyncio"],

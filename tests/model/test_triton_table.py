@@ -20,7 +20,11 @@ import triton_page  # noqa: E402  # a script, found through the line above
 from bloomery.model.attention.tiles import COMPILED_AS, KERNELS, TileShape, tile_candidates  # noqa: E402
 
 ROWS = json.loads(triton_page.FIGURES.read_text(encoding="utf-8"))
-VARIANTS = ("documents", "dropout", "all")  # spilled registers, vector and other instructions of each
+VARIANTS = (
+    "documents",
+    "dropout",
+    "all",
+)  # spilled registers, vector and other instructions of each
 VERSIONS = sorted({row["triton"] for row in ROWS})
 
 

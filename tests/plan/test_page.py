@@ -187,6 +187,9 @@ def test_a_range_that_ends_above_the_limit_is_said_in_the_headline():
     assert headline(report.model_copy(update={"plan": one})).startswith(f"May not fit: {ends}")
     small = one.model_copy(update={"memory": tight.model_copy(update={"limit": memory.total - 1})})
     assert headline(report.model_copy(update={"plan": small})).startswith("Does not fit: ")
+    nothing = one.model_copy(update={"memory": tight.model_copy(update={"limit": 46 * 2**20})})
+    total = f"{memory.total / 2**30:.1f} GiB"
+    assert f"{total} of 46 MiB. " in headline(report.model_copy(update={"plan": nothing}))
 
 
 def test_the_model_line_has_the_context_of_the_model_not_the_sequence_length():

@@ -156,17 +156,18 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     if gpus * nodes == 1:
         return devices, 1
     if gpus * nodes % devices or ("auto" not in sizes and gpus * nodes != devices):
-        problem = (
-            f"the recipe splits over {devices:,} devices, the command line names {gpus * nodes:,}"
-        )
+        split_over = f"the recipe splits over {counted(devices, 'devices')}"
+        problem = f"{split_over}, the command line names {gpus * nodes:,}"
         set_keys = [
             key for key in ("replicate", "shard", "pipeline") if getattr(parallel, key) != "auto"
         ]
         larger_keys = [key for key in set_keys if getattr(parallel, key) > 1]
         edits = [f"parallel.{key}=auto" for key in larger_keys or set_keys]
         edits += ["parallel.context=1"] * (gpus * nodes % parallel.context > 0)
-        number = f"a multiple of {devices:,}" if "auto" in sizes else f"{devices:,}"
-        fix = f"name {number} devices, or set {' '.join(edits)}"
+        number = (
+            f"a multiple of {devices:,} devices" if "auto" in sizes else counted(devices, "devices")
+        )
+        fix = f"name {number}, or set {' '.join(edits)}"
         raise UserError(problem, where="parallel", fix=fix, code=2)
     return gpus, nodes
 

@@ -167,11 +167,9 @@ def columns(head: str, text: str) -> Iterator[str]:
 def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
     plan = report.plan
-    (unit, size) = unit_of(report.plan.memory.total)
-    needs = f"{plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
-    memory_range = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
-    text = f"{verdict(plan)}: up to {memory_range}." if verdict(plan) != "Fits" else "Fits."
-    text = text if plan.fits else f"Does not fit: {needs}."
+    high = _of_limit(plan.memory.high, plan)
+    text = f"{verdict(plan)}: up to {high}." if verdict(plan) != "Fits" else "Fits."
+    text = text if plan.fits else f"Does not fit: {_of_limit(plan.memory.total, plan)}."
     text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
@@ -321,11 +319,21 @@ def unit_of(value: float) -> tuple[str, float]:
     return ("GiB", GIB) if value >= GIB else ("MiB", MIB)
 
 
+def _of_limit(value: float, plan: RunPlan) -> str:
+    """ "9.0 of 11.0 GiB", with the value in the unit of the total, or "35.2 GiB of 46 MiB"."""
+    (unit, size) = unit_of(plan.memory.total)
+    (limit_unit, limit_size) = unit_of(plan.memory.limit)
+    text = f"{value / size:.{1 if size == GIB else 0}f}" + (
+        "" if limit_unit == unit else f" {unit}"
+    )
+    limit = f"{plan.memory.limit / limit_size:,.{1 if limit_size == GIB else 0}f}"
+    return f"{text} of {limit} {limit_unit}"
+
+
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; next to them total, limit and range."""
     memory = plan.memory
     (unit, size) = unit_of(plan.memory.total)
-    (limit_unit, limit_size) = unit_of(plan.memory.limit)
     digits = 1 if size == GIB else 0
     names = {
         "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context"
@@ -339,9 +347,8 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         ((names.get(name, name), value) for name, value in memory.parts.items()),
         key=lambda p: -p[1],
     )
-    total = f"{memory.total / size:.{digits}f}" + ("" if limit_unit == unit else f" {unit}")
-    total += f" of {memory.limit / limit_size:,.{1 if limit_size == GIB else 0}f} {limit_unit}: "
-    total += verdict(plan).lower() if memory.fits else "too much"
+    total = _of_limit(memory.total, plan)
+    total += f": {verdict(plan).lower() if memory.fits else 'too much'}"
     limit = [
         f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
         f"{profile.memory_share.reason})",
