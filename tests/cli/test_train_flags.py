@@ -21,6 +21,23 @@ def test_words_for_a_launcher_are_shown_as_a_command():
 
 
 @pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        (["-d", "cpu,cpu"], ["bloomery train demo-rl-base -d cpu,cpu"]),
+        (
+            ["-d", "cpu"],
+            ["bloomery train demo-rl-base -d cpu", "bloomery bench demo-rl-base -d cpu"],
+        ),
+        (["parallel.replicate=2"], []),  # of these devices there is one here
+    ],
+)
+def test_a_dry_run_ends_with_the_command_for_the_same_devices(words, commands):
+    told = CliRunner().invoke(cli, ["train", "demo-rl-base", "--dry-run", *words])
+    ends = [line[10:].partition("   ")[0] for line in told.stdout.splitlines()]
+    assert [line for line in ends if line.startswith("bloomery ")] == commands
+
+
+@pytest.mark.parametrize(
     ("saved", "steps", "told"),
     [
         ([], 3, "starts over"),

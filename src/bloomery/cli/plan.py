@@ -188,13 +188,16 @@ def show_plan(
     from bloomery.plan.page import page
     from bloomery.plan.unsupported import untrained
 
-    # The page suggests no command that would fail: `train` on a GPU of another machine or without its dataset, and
-    # `bench` of a generated recipe, which has no name.
+    # The page suggests no command that would fail: `train` on a GPU of another machine, on more devices than there are
+    # or without its dataset, and `bench` of a generated recipe, which has no name.
+    local_devices = None if devices == "auto" else devices
+    num_local = len(machine.accelerators) or len((local_devices or "cpu").split(","))
+    is_local = gpu is None and gpus * nodes == 1 and plan.train.ranks <= num_local
     dataset_assumed = Path(recipe.data.path or "").name == ASSUMED
     missing_datasets = absent(recipe) if gpu is None and plan.dataset is None else []
     missing_files = [path for path in missing_datasets if not path.startswith("hub:")]
     hidden_commands = set[str]()
-    if gpu is not None or dataset_assumed or missing_files:
+    if not is_local or dataset_assumed or missing_files:
         hidden_commands.add("train")
     if (source or "").startswith("--model "):
         hidden_commands.add("bench")
@@ -208,6 +211,7 @@ def show_plan(
         source=source or loaded_recipe.name,
         commands=[name for name in COMMANDS if name not in hidden_commands],
         devices=device_options,
+        local_devices="" if local_devices is None else f" -d {local_devices}",
         simulated=simulation.lines() if simulation else [],
     )
     echo_page(lines)

@@ -522,8 +522,9 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
 
 def _saved(plan: RunPlan, changed_plan: RunPlan, cost: str) -> str:
     saved = format_bytes(plan.memory.total - changed_plan.memory.total)
-    verdict = "fits" if changed_plan.fits else "still does not fit"
-    return f"{saved}: {format_bytes(changed_plan.memory.total)} in total, {verdict}; {cost}"
+    fit = fit_of(changed_plan).lower().replace("fits, barely", "barely fits")
+    fit = fit if changed_plan.fits else "still does not fit"
+    return f"{saved}: {format_bytes(changed_plan.memory.total)} in total, {fit}; {cost}"
 
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -618,6 +619,17 @@ def _smaller_rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def fit_of(plan: RunPlan) -> str:
+    """Whether the upper end of the memory's range fits too, and what `train` can still do where it does not: an
+    out-of-memory error halves the micro-batch, down to one sequence.
+    """
+    if not plan.fits:
+        return "Does not fit"
+    if plan.memory.high <= plan.memory.limit:
+        return "Fits"
+    return "Fits, barely" if plan.train.micro_batch_size > 1 else "May not fit"
+
+
 def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """Settings of the recipe that cost time, where the plan's own choice is faster and fits."""
     step_seconds = plan.step_seconds
@@ -650,6 +662,10 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
                 saves += f": {format_seconds(plan.seconds.value - changed_plan.seconds.value)}"
             if edit == NO_DROPOUT:
                 saves += "; changes the training: overfits sooner on repeated data"
+            if fit_of(changed_plan) != "Fits":
+                memory = changed_plan.memory
+                high = f"up to {memory.high / GIB:.1f} of {memory.limit / GIB:.1f} GiB"
+                saves += f"; {fit_of(changed_plan).lower()}: {high}"
             yield Suggestion(edit=edit, saves=saves)
 
 

@@ -30,7 +30,7 @@ from bloomery.hardware.profile import (
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.model.counting import active_parameter_count, parameter_count
 from bloomery.model.families import architecture_of
-from bloomery.plan.advise import energy_kwh, span
+from bloomery.plan.advise import energy_kwh, fit_of, span
 from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
@@ -90,12 +90,14 @@ def page(
     source: str,
     commands: list[str],
     devices: str = "",
+    local_devices: str = "",
     simulated: Sequence[str] = (),
 ) -> list[str]:
     """The lines of `bloomery plan`.
 
-    `source`: the recipe and its overrides as typed; `devices`: the options that chose devices; `commands`: those that
-    may be suggested; `simulated`: lines below memory's.
+    `source`: the recipe and its overrides as typed; `devices`: the options that chose devices to plan for;
+    `local_devices`: those that chose devices of this machine; `commands`: those that may be suggested; `simulated`:
+    lines below memory's.
     """
     plan = report.plan
     profile = build_profile(machine)
@@ -130,7 +132,7 @@ def page(
         lines += [*block, ""] if (block := _block(label, content_lines)) else []
     following = [
         part
-        for line in next_lines(report, source, commands, devices)
+        for line in next_lines(report, source, commands, devices, local_devices)
         for part in broken(line, WIDTH - LABEL)
     ]
     lines += [
@@ -168,7 +170,7 @@ def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
     plan = report.plan
     high = _of_limit(plan.memory.high, plan)
-    text = f"{verdict(plan)}: up to {high}." if verdict(plan) != "Fits" else "Fits."
+    text = f"{fit_of(plan)}: up to {high}." if fit_of(plan) != "Fits" else "Fits."
     text = text if plan.fits else f"Does not fit: {_of_limit(plan.memory.total, plan)}."
     text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
@@ -176,17 +178,6 @@ def headline(report: PlanReport) -> str:
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
         text += f" Trains on {format_count(plan.total_tokens)} tokens, not the claimed {claimed}."
     return text
-
-
-def verdict(plan: RunPlan) -> str:
-    """Whether the upper end of the memory's range fits too, and what `train` can still do where it does not: an
-    out-of-memory error halves the micro-batch, down to one sequence.
-    """
-    if not plan.fits:
-        return "Does not fit"
-    if plan.memory.high <= plan.memory.limit:
-        return "Fits"
-    return "Fits, barely" if plan.train.micro_batch_size > 1 else "May not fit"
 
 
 def _wrong_tokens(report: PlanReport) -> str | None:
@@ -348,7 +339,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         key=lambda p: -p[1],
     )
     total = _of_limit(memory.total, plan)
-    total += f": {verdict(plan).lower() if memory.fits else 'too much'}"
+    total += f": {fit_of(plan).lower() if memory.fits else 'too much'}"
     limit = [
         f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
         f"{profile.memory_share.reason})",
@@ -679,13 +670,19 @@ def confidence(plan: RunPlan, profile: Profile, *, checked: bool = False) -> str
     return "Estimated from GPU specifications; nobody has measured this GPU with Bloomery yet."
 
 
-def next_lines(report: PlanReport, source: str, commands: list[str], devices: str) -> Iterator[str]:
+def next_lines(
+    report: PlanReport, source: str, commands: list[str], devices: str, local_devices: str = ""
+) -> Iterator[str]:
     """Commands that exist and make sense after this plan."""
     plan = report.plan
     if not plan.fits:
         sufficient = [
-            suggestion for suggestion in report.suggestions if ", fits; " in suggestion.saves
+            suggestion
+            for suggestion in report.suggestions
+            if "still does not fit" not in suggestion.saves
         ]
+        # The first that surely fits, else the first that may.
+        sufficient.sort(key=lambda suggestion: ", fits; " not in suggestion.saves)
         if sufficient:
             yield f"bloomery plan {source} {sufficient[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
@@ -693,8 +690,8 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
     if untrained(plan.model.config):
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
         return
-    if plan.parallel is None and "train" in commands:
-        yield f"bloomery train {source}"
+    if "train" in commands and (plan.parallel is None or plan.parallel.nodes == 1):
+        yield f"bloomery train {source}{local_devices}"
     can_measure = plan.parallel is None and plan.rollout is None
     if can_measure and "bench" in commands and not _measured(plan):
         device = (
@@ -704,7 +701,9 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
             if not devices
             else "it where that GPU is"
         )
-        yield _remarked(f"bloomery bench {source}", f"measure {device}; ranges become figures")
+        yield _remarked(
+            f"bloomery bench {source}{local_devices}", f"measure {device}; ranges become figures"
+        )
     if claimed := _wrong_tokens(report):
         yield f"bloomery plan {source} train.max_tokens={claimed.replace(' ', '')}{devices}"
 

@@ -10,7 +10,7 @@ BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """Ready or not, the first reason, and the number of commands that fix it, or of problems where one has no command."""
+    """Ready or not, the first reason, and how many commands fix it; where a problem has none, how many problems."""
     blocking = [finding for finding in findings if finding.level == "blocks"]
     if blocking:
         # Of the steps of a fix, some are remarks, and some are alternatives to the command before them.
