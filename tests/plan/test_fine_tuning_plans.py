@@ -8,11 +8,15 @@ from plan_help import gpu_machine, planned, reported
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
 from bloomery.model.presets import published_config
+from bloomery.plan.advise import _planned_step
 from bloomery.plan.choices import setting
 from bloomery.plan.estimate.mode import FULL, TrainingMode
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.fallback import roomier
+from bloomery.plan.gather import facts_of
+from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 
 LLAMA = published_config("meta-llama/Llama-2-7b-hf")
@@ -121,3 +125,29 @@ def test_an_unusual_way_is_told_from_a_usual_one():
     names = ("qwen2.5-1.5b-dpo-lora", "qwen2.5-1.5b-reward-lora")
     dpo, reward = (setting(plan_of(name, "RTX 4090")) for name in names)
     assert dpo != reward
+
+
+def test_out_of_memory_with_one_sequence_first_takes_smaller_chunks_of_logits():
+    """The cheapest change for a large vocabulary: it saves what none of the others has to give."""
+    loaded = load_recipe("qwen2.5-7b-qlora")
+    where = gpu_machine("RX 6700 XT")
+    facts = facts_of(loaded, where)
+    plan = resolve(loaded, facts)
+    assert (plan.train.micro_batch_size, plan.model.score_chunk) == (1, 1024)
+    fallback = roomier(plan, "out of memory")
+    assert fallback.only_time
+    smaller = fallback.plan
+
+    def gib(plan):
+        step, measure, _ = _planned_step(plan, facts.model, where, facts.profile, None)
+        return measure(step).total / GIB
+
+    assert gib(plan) == pytest.approx(plan.memory.total / GIB)
+    # 768 tokens fewer, of 152,064 logits: two numbers of float32 for each.
+    assert gib(plan) - gib(smaller) > 768 * 152_064 * 8 / GIB
+    others = smaller.model_copy(update={"model": plan.model, "choices": plan.choices})
+    assert others == plan
+    assert roomier(smaller, "out of memory").plan.train.offload_activations
+    little = plan.memory.model_copy(update={"parts": plan.memory.parts | {"logits": 0.1 * GIB}})
+    kept = roomier(plan.model_copy(update={"memory": little}), "out of memory")
+    assert kept.plan.model.score_chunk == 1024

@@ -7,6 +7,8 @@ from typing import final
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import Decision, RunPlan
 
+SMALLEST_CHUNK = 256  # tokens whose logits exist together: as exact, and matmuls are hardly slower
+LOGITS_SHARE = 0.02  # of the planned memory, below which smaller chunks of logits are no help
 MOST_HALVINGS = 3  # of the learning rate: a run that diverges at an eighth of it has another cause
 
 
@@ -123,7 +125,7 @@ def through_the_host(plan: RunPlan, reason: str) -> Fallback:
 def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """The next change that needs less memory, or moves it to the CPU; None when all are taken.
 
-    A smaller micro-batch, in evaluations too; recomputed activations; on a GPU activations, then optimizer states, in
+    A smaller micro-batch, in evaluations too; logits in smaller chunks; recomputed activations; on a GPU activations, then optimizer states, in
     CPU memory; last, and the only one that changes numbers, optimizer states in 8 bits.
     """
     fallback = smaller_micro_batch(plan, reason)
@@ -133,6 +135,15 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
             update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": sequences})}
         )
         return Fallback(evaluated, fallback.action, only_time=True)
+    chunk = plan.model.score_chunk
+    logits = plan.memory.parts.get("logits", 0.0)
+    if chunk > SMALLEST_CHUNK and logits > LOGITS_SHARE * plan.memory.total:
+        model = plan.model.model_copy(update={"score_chunk": SMALLEST_CHUNK})
+        smaller = decided(
+            plan.model_copy(update={"model": model}), "model.score_chunk", SMALLEST_CHUNK, reason
+        )
+        action = f"logits in chunks of {chunk:,} -> {SMALLEST_CHUNK} tokens; same training"
+        return Fallback(smaller, action, only_time=True)
     optimizer = plan.optimizer
     gpu = plan.train.device != "cpu"
     settings = OPTIMIZERS[optimizer.kind].settings
