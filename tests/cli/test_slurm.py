@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
+from bloomery.cli.slurm import _seconds
 from bloomery.cli.runs import runner_of, slurm_job_of, stop_run
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import find_site, site_names
@@ -106,6 +107,13 @@ def test_two_steps_and_a_save_fit_between_the_signal_and_the_limit(folder) -> No
     assert "512 on 64 nodes" in result.stderr and "about two minutes" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("time", "seconds"), [("2h", 7200), ("02:00:00", 7200), ("0-01:30:00", 5400), ("90m", 5400)]
+)
+def test_a_time_is_written_with_a_unit_or_as_slurm_does(time: str, seconds: int) -> None:
+    assert _seconds(time) == seconds
+
+
 def test_the_script_is_valid_shell(folder) -> None:
     for words in (
         ["--site", "frontier", "--nodes", "64", "--account", "A"],
@@ -164,6 +172,8 @@ def test_a_short_run_gets_a_short_job(folder) -> None:
             "--time 8m",
         ),
         (["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "soon"], "soon", "12h"),
+        # Minutes and seconds to Slurm, hours and minutes to many readers.
+        (["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "2:00"], "2:00", "12:00:00"),
         (
             ["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "5 steps"],
             "no time",

@@ -1,5 +1,6 @@
 """`bloomery slurm RECIPE --site S --nodes N`: plan a run for a cluster, write its job, submit it to Slurm. No torch."""
 
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ APPLIES = {
     "--time",
     "time_limit",
     metavar="T",
-    help="Time limit of a job, such as 90m or 12h [default: the queue's].",
+    help="Time limit of a job: 90m, 12h or 12:00:00 [default: the queue's].",
 )
 @click.option("--queue", metavar="Q", help="Partition or quality of service [default: the site's].")
 @click.option("--gpu", metavar="NAME", help="GPUs of a node where SITE does not say: 8xMI300X.")
@@ -268,17 +269,25 @@ def _cloud_document(
     }
 
 
+# As sbatch takes it: 12:00:00, or 1-12:00:00 with days. Its shorter forms mean minutes, or hours after days.
+_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
+
+
 def _seconds(time_limit: str | None) -> float | None:
     """Raises UserError for a text that is no time."""
     if time_limit is None:
         return None
+    clock = _CLOCK.fullmatch(time_limit.strip())
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+    fix = "pass --time 12h, 90m or 12:00:00"
     try:
         duration = parse_duration(time_limit)
     except ValueError as error:
-        raise UserError(str(error), where="--time", fix="pass --time 12h", code=2) from error
+        raise UserError(f"{time_limit!r} is no time", where="--time", fix=fix, code=2) from error
     if duration.unit != "seconds":
-        problem = f"{time_limit!r} is no time"
-        raise UserError(problem, where="--time", fix="pass --time 12h, or 90m", code=2)
+        raise UserError(f"{time_limit!r} is no time", where="--time", fix=fix, code=2)
     return duration.amount
 
 
