@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.slurm import _seconds
 from bloomery.cli.runs import runner_of, slurm_job_of, stop_run
+from bloomery.cli.slurm import _seconds
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import find_site, site_names
 from bloomery.hardware.specs import find_gpu
@@ -173,7 +173,11 @@ def test_a_short_run_gets_a_short_job(folder) -> None:
         ),
         (["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "soon"], "soon", "12h"),
         # Minutes and seconds to Slurm, hours and minutes to many readers.
-        (["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "2:00"], "2:00", "12:00:00"),
+        (
+            ["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "2:00"],
+            "2:00",
+            "12:00:00",
+        ),
         (
             ["--site", "lumi", "--nodes", "2", "--account", "A", "--time", "5 steps"],
             "no time",

@@ -24,6 +24,7 @@ from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.sharding import gathered_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.mesh import undivided
 from bloomery.recipe.load import load_recipe
 
 EIGHT_B = (
@@ -392,3 +393,8 @@ def test_a_recipe_and_a_command_line_that_name_other_numbers_are_refused(asked, 
         planned(load_recipe("go-coder-125m", overrides), gpu_machine("MI300X"), gpus=8)
     assert caught.value.fix.endswith(" ".join(edits))
     planned(load_recipe("go-coder-125m", [*overrides, *edits]), gpu_machine("MI300X"), gpus=8)
+
+
+def test_one_sequence_is_counted_in_the_singular():
+    assert undivided(1, "8 devices") == "1 sequence per step does not divide among 8 devices"
+    assert undivided(16, "32 devices") == "16 sequences per step do not divide among 32 devices"

@@ -688,7 +688,7 @@ def warnings(
     sequences = plan.train.sequences_per_step
     if padding > mesh.PADDED_SHARE * sequences:
         full_batch = -(-sequences // plan.train.data_parallel) * plan.train.data_parallel
-        uneven = f"{sequences:,} sequences per step do not divide among {plan.train.readers}"
+        uneven = mesh.undivided(sequences, plan.train.readers)
         idle = f"{padding / (padding + sequences):.0%} of what they compute is padding"
         yield f"{uneven}: {idle}; train.batch_size={full_batch} would use all of them, and is another training run"
     if plan.train.accumulation < plan.train.pipeline:

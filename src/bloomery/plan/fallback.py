@@ -125,8 +125,8 @@ def through_the_host(plan: RunPlan, reason: str) -> Fallback:
 def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """The next change that needs less memory, or moves it to the CPU; None when all are taken.
 
-    A smaller micro-batch, in evaluations too; logits in smaller chunks; recomputed activations; on a GPU activations, then optimizer states, in
-    CPU memory; last, and the only one that changes numbers, optimizer states in 8 bits.
+    A smaller micro-batch, in evaluations too; logits in smaller chunks; recomputed activations; on a GPU activations,
+    then optimizer states, in CPU memory; last, and the only one that changes numbers, optimizer states in 8 bits.
     """
     fallback = smaller_micro_batch(plan, reason)
     if fallback is not None:

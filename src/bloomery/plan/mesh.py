@@ -327,14 +327,18 @@ def _plan_layout(
     return best
 
 
+def undivided(sequences: int, readers: str) -> str:
+    verb = "does" if sequences == 1 else "do"
+    return f"{counted(sequences, 'sequences')} per step {verb} not divide among {readers}"
+
+
 def _pipeline_misfit(workload: MeshWorkload, recipe: Recipe, split: MeshSplit) -> UserError | None:
     """Why the stages cannot share the sequences of a step; None where they can."""
     if workload.sequences_per_step % split.data_parallel:
         copies = split.data_parallel
         need = -(-workload.sequences_per_step // copies) * copies * workload.step.sequence_length
         return UserError(
-            f"{workload.sequences_per_step:,} sequences per step do not divide among"
-            f" the {copies:,} copies of a pipeline",
+            undivided(workload.sequences_per_step, f"the {copies:,} copies of a pipeline"),
             where="train.tokens_per_step",
             fix=f"set train.tokens_per_step={need}, or remove parallel.pipeline",
             code=2,

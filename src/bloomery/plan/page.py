@@ -35,6 +35,7 @@ from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
 from bloomery.plan.lengths import in_epochs
+from bloomery.plan.mesh import undivided
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import (
     LayoutPlan,
@@ -538,7 +539,7 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step
     if padding:
-        yield f"{sequences:,} sequences per step do not divide among {plan.train.readers}:"
+        yield f"{undivided(sequences, plan.train.readers)}:"
         yield f"{padding:,} of {sequences + padding:,} that they compute are padding, of zero weight"
 
 
