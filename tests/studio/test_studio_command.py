@@ -1,11 +1,13 @@
 """`bloomery studio` as a process: its address, its refusals, and the commands that outlive it."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +15,7 @@ from studio_for_tests import TOKEN
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.serve.address import bound
+from bloomery.serve.address import LOCAL, bound, url_for_others, url_of
 from bloomery.studio.commands import Commands
 
 needs_nicegui = pytest.mark.skipif(
@@ -35,6 +37,39 @@ def test_an_open_address_needs_a_token_of_yours(monkeypatch: pytest.MonkeyPatch)
     assert "BLOOMERY_STUDIO_TOKEN=" in error.fix and "--token" not in error.fix
     assert "too short" in refused("--token", "short").problem
     assert "ASCII" in refused("--token", "schlüssel").problem
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "node7", "::1", "192.0.2.7"])
+def test_an_address_of_one_host_is_printed_once(host: str) -> None:
+    url = url_of(host, 8100)
+    assert urlsplit(url).netloc == (f"[{host}]:8100" if ":" in host else f"{host}:8100")
+    assert url_for_others(url, host) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_open_studio_prints_an_address_that_other_machines_can_reach(host: str) -> None:
+    if host == "::" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with bound(host, 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        local = f"{url_of(host, port)}run/demo?token={TOKEN}"
+        others = url_for_others(local, host)
+        assert others is not None and others.endswith(f":{port}/run/demo?token={TOKEN}")
+        names = [urlsplit(url).hostname for url in (local, others)]
+        assert names[0] in LOCAL
+        assert names[1] not in (*LOCAL, host)
+        for name in names:
+            if name != socket.gethostname():  # without a network it may be no address
+                socket.create_connection((name, port), timeout=10).close()
+
+
+def test_without_a_network_other_machines_get_the_name_of_this_one(monkeypatch) -> None:
+    monkeypatch.setattr("bloomery.serve.address._own_address", lambda _: None)
+    assert (
+        url_for_others("http://127.0.0.1:8100/", "0.0.0.0")
+        == f"http://{socket.gethostname()}:8100/"
+    )
 
 
 @needs_nicegui

@@ -388,7 +388,7 @@ def serve_command(
     if adapter_paths and len(models) > 1:
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
     adapter_folders = {name: model_path(path) for name, path in adapter_paths.items()}
-    from bloomery.serve.address import bound, token_for
+    from bloomery.serve.address import bound, token_for, url_for_others
 
     token = token_for(host, os.environ)
     if not math.isfinite(seconds):
@@ -435,6 +435,8 @@ def serve_command(
 
         def announce(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
+            if (others := url_for_others(url, host)) is not None:
+                echo(f"others     {others}  (from another machine)", err=True)
 
         set_defaults = {
             name: value for name, value in finite(defaults).items() if value is not None

@@ -74,13 +74,19 @@ def show(
     for_notebook: bool = False,
 ) -> None:
     """Studio until Ctrl+C. `address`: of the page that is printed and, if `opens`, opened in a browser."""
+    from bloomery.serve.address import url_for_others
     from bloomery.studio.application import serve_studio
+
+    def announce(url: str) -> None:
+        echo(f"studio     {url}  (Ctrl+C ends it; runs train on)", err=True)
+        if (others := url_for_others(url, host)) is not None:
+            echo(f"others     {others}  (from another machine)", err=True)
 
     serve_studio(
         listener,
         host=host,
         token=token or secrets.token_urlsafe(16),
-        on_ready=lambda url: echo(f"studio     {url}  (Ctrl+C ends it; runs train on)", err=True),
+        on_ready=announce,
         show=opens,
         address=address,
         for_notebook=for_notebook,

@@ -2,12 +2,17 @@
 
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
 
 from bloomery.core.errors import UserError
 
 TOKEN = "BLOOMERY_SERVE_TOKEN"
 LOCAL = ("127.0.0.1", "localhost", "::1")
+# Every address of this machine, which is none to open: a browser here takes the one on the right.
+_EVERY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}
+# Addresses for documentation (RFC 5737, RFC 3849): no machine has them, so the way there is that to other networks.
+_ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def token_for(host: str, environment: Mapping[str, str]) -> str | None:
@@ -31,6 +36,31 @@ def refuse_weak(token: str, name: str, where: str) -> None:
     if len(token) < 8 or not token.isascii() or not token.isprintable():
         problem = f"{name} is too short, or not plain ASCII"
         raise UserError(problem, where=where, fix="use 8 characters or more", code=2)
+
+
+def url_of(host: str, port: int) -> str:
+    """Of a server that listens at `host`, for a browser of this machine."""
+    return f"http://{_EVERY.get(host) or (f'[{host}]' if ':' in host else host)}:{port}/"
+
+
+def url_for_others(url: str, host: str) -> str | None:
+    """`url` of a server that listens at `host`, as other machines reach it; None where that is `url`, or none does."""
+    if host not in _EVERY:
+        return None
+    families = [socket.AF_INET] if host != "::" else [socket.AF_INET6, socket.AF_INET]
+    address = next(filter(None, map(_own_address, families)), socket.gethostname())
+    name = f"[{address}]" if ":" in address else address
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{name}:{parts.port}").geturl()
+
+
+def _own_address(family: socket.AddressFamily) -> str | None:
+    """The address from which this machine reaches other networks; None without a network. Nothing is sent."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((_ELSEWHERE[family], 9))
+        address = str(probe.getsockname()[0])
+        return None if address.startswith("127.") or address == "::1" else address
+    return None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from bloomery.serve.address import LOCAL, taken
+from bloomery.serve.address import LOCAL, taken, url_of
 from bloomery.serve.connections import (
     ACCEPTED_AT_ONCE,
     Waiting,
@@ -76,7 +76,7 @@ def serve(
             engine.close()  # answers end, so that connections do
 
         config = uvicorn_config(endpoints.app(hosts_of(host)), limits)
-        url = url_of(host, listener)
+        url = url_of(host, listener.getsockname()[1])
         answer(
             config, listener, url, on_ready=on_ready, on_stop=close, opened=url if show else None
         )
@@ -85,10 +85,6 @@ def serve(
 def hosts_of(host: str) -> tuple[str, ...]:
     """The names that requests to a local server may use; empty where it is open to other machines."""
     return ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
-
-
-def url_of(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
 
 
 def listen(listener: socket.socket, host: str) -> None:

@@ -9,8 +9,9 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
 from nicegui import app, ui
 
+from bloomery.serve.address import url_of
 from bloomery.serve.limits import Limits
-from bloomery.serve.listen import answer, hosts_of, listen, url_of, uvicorn_config
+from bloomery.serve.listen import answer, hosts_of, listen, uvicorn_config
 from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
@@ -104,8 +105,8 @@ def serve_studio(
     # What has been made so far stays: looking at it again and again would be a sixth of reading a long run.
     gc.collect()
     gc.freeze()
-    url = url_of(host, listener)
     port = listener.getsockname()[1]
+    url = url_of(host, port)
     guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
     page = f"{url.rstrip('/')}{address}"
