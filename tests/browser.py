@@ -44,7 +44,15 @@ OVERFLOWING = """(() => {
 AXE = """axe.run({resultTypes: ["violations"]}).then(result => result.violations
   .filter(fault => ["serious", "critical"].includes(fault.impact))
   .flatMap(fault => fault.nodes.map(node => [fault.id, node.html.slice(0, 200), node.failureSummary].join(": "))))"""
-CODES = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
+CODES = {
+    "Enter": 13,
+    "Tab": 9,
+    "Escape": 27,
+    "ArrowLeft": 37,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    " ": 32,
+}
 
 
 class Navigated(Exception):

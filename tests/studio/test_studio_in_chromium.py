@@ -89,6 +89,25 @@ def pointing_at_a_run_reads_it(browser: Browser, folder: Path) -> None:
     browser.until("document.querySelectorAll('tbody tr').length === 3")
 
 
+def keys_zoom_a_chart(browser: Browser) -> None:
+    chart = "document.querySelector('main [aria-roledescription=chart]')"
+    zoomed = f"getElement(+{chart}.id.slice(1)).chart.getOption().dataZoom[0]"
+    zoom = f"(part => part.start + ' ' + part.end)({zoomed})"
+    browser.value(f"{chart}.focus()")
+    for key, part in (
+        ("+", "25 75"),
+        ("ArrowRight", "37.5 87.5"),
+        ("+", "50 75"),
+        ("-", "37.5 87.5"),
+        *[("ArrowRight", "50 100")] * 2,  # no further than the end of the run
+        ("ArrowLeft", "37.5 87.5"),
+        ("-", "12.5 100"),
+        ("0", "0 100"),
+    ):
+        browser.press(key)
+        browser.until(f"{zoom} === {part!r}")
+
+
 def test_the_list_and_a_run_and_nothing_without_the_token(
     studio: str, browser: Browser, folder: Path
 ) -> None:
@@ -123,6 +142,7 @@ def test_the_list_and_a_run_and_nothing_without_the_token(
     assert browser.value("document.body.classList.contains('body--dark')")  # on every page
     assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
     shows(browser, "stopped")
+    keys_zoom_a_chart(browser)
     assert browser.problems == []
 
 

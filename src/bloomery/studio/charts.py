@@ -56,7 +56,29 @@ window.studioTooltip = (id, values) => {
   }
   return box;
 };
+// Plus and minus zoom around the middle, arrow keys move the part that is shown, 0 shows the whole run.
+window.studioKeys = (id, event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey) return;  // those of the browser
+  const {chart} = getElement(id);
+  const {start, end} = chart.getOption().dataZoom[0];
+  const width = end - start;
+  const middle = (start + end) / 2;
+  const around = half => [middle - half, middle + half];
+  const moved = by => {
+    const left = Math.min(Math.max(start + by, 0), 100 - width);
+    return [left, left + width];
+  };
+  const part = {
+    "+": around(width / 4), "=": around(width / 4), "-": around(width), "0": [0, 100],
+    ArrowLeft: moved(-width / 4), ArrowRight: moved(width / 4),
+  }[event.key];
+  if (!part || part[1] - part[0] < 0.01) return;
+  event.preventDefault();
+  chart.dispatchAction(
+    {type: "dataZoom", dataZoomIndex: 0, start: Math.max(part[0], 0), end: Math.min(part[1], 100)});
+};
 </script>"""
+_KEYS = "Plus and minus zoom, the arrow keys left and right move, 0 shows the whole run."
 
 
 @cache
@@ -132,7 +154,13 @@ class LineChart:
             self.element = ui.echart(self._options()).classes("w-full h-56")
             tooltip = f"values => studioTooltip({self.element.id}, values)"
             self.element.options["tooltip"][":formatter"] = tooltip
-            self.element.props(f'role=img aria-label="{_attribute(title)} over {across}"')
+            # As an application, so that a screen reader passes the keys on. What describes it is read though hidden.
+            keys = ui.label(_KEYS).classes("hidden")
+            self.element.props(
+                f"role=application aria-roledescription=chart tabindex=0 aria-describedby={keys.html_id}"
+                f' aria-label="{_attribute(title)} over {across}"'
+            )
+            self.element.on("keydown", js_handler=f"event => studioKeys({self.element.id}, event)")
         self.element.on("chart:datazoom", self._on_zoom, throttle=0.2)
         self._curves: Curves | None = None
 
