@@ -167,7 +167,7 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
         number = (
             f"a multiple of {devices:,} devices" if "auto" in sizes else counted(devices, "devices")
         )
-        fix = f"name {number}, or set {' '.join(edits)}"
+        fix = f"name {number} with --nodes or --gpus, or set {' '.join(edits)}"
         raise UserError(problem, where="parallel", fix=fix, code=2)
     return gpus, nodes
 
