@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -287,6 +288,23 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
         and hub.is_hub_id("a/b")
         and hub.is_hub_id("ab/c.d@v1.git")
     )
+
+
+def test_a_mistyped_folder_gets_its_neighbour(tmp_path, monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise UserError("cannot reach the Hub", where="the Hub", fix="check the network")
+
+    monkeypatch.setattr(hub, "download", unreachable)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "smollm2").mkdir(parents=True)
+    for name, meant in (("models/smolm2", "models/smollm2"), ("model", "models")):
+        with pytest.raises(UserError) as caught:
+            hub.fetch_model(name)
+        assert re.match("no (local|such) folder", caught.value.problem)
+        assert caught.value.fix.startswith(f"did you mean {meant}? ")
+    with pytest.raises(UserError) as caught:
+        hub.fetch_model("nosuch/model")
+    assert "did you mean" not in caught.value.fix
 
 
 def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path, monkeypatch):

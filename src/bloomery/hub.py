@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError, of_the_system
-from bloomery.core.text import expanded, redact_secrets
+from bloomery.core.text import closest, expanded, redact_secrets
 
 Kind = Literal["model", "dataset"]
 # "config": a model whose weights are needed later
@@ -101,10 +101,12 @@ def parse_id(name: str, kind: Kind) -> Repository:
                 where=name,
                 fix="use the path itself as the model or dataset",
             )
+        similar = _similar_folder(expanded(name)) if name else None
+        meant = "" if similar is None else f"did you mean {similar}? Otherwise "
         raise UserError(
             f"no such folder, and not a valid Hub {kind} id",
             where=name[:200] or "an empty name",
-            fix="correct the path, or write ORG/NAME as on huggingface.co",
+            fix=f"{meant}correct the path, or write ORG/NAME as on huggingface.co",
         )
     repository, _, revision = name.partition("@")
     return Repository(repository, revision or None, kind)
@@ -137,7 +139,22 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
         return download(str(name), part="model" if weights else "config")
     except UserError as error:
         problem = f"no local folder {name}; on the Hub: {error.problem}"
-        raise UserError(problem, where=error.where, fix=error.fix) from error
+        similar = _similar_folder(expanded(str(name)))
+        fix = error.fix if similar is None else f"did you mean {similar}? On the Hub: {error.fix}"
+        raise UserError(problem, where=error.where, fix=fix) from error
+
+
+def _similar_folder(path: Path) -> Path | None:
+    """The folder next to a path that does not exist whose name is most like it."""
+    try:
+        names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
+    except (
+        OSError,
+        ValueError,
+    ):  # no such folder, none that can be read, or no name of one: nothing is similar
+        return None
+    similar = closest(path.name, names)
+    return path.with_name(similar[0]) if similar else None
 
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
