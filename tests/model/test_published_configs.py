@@ -11,10 +11,12 @@ import transformers
 from tiny_models import tokens
 from torch.testing import assert_close
 
+from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_from_hf
 from bloomery.model.io.weights import load_decoder
+from bloomery.model.presets import stated_config
 from bloomery.model.published import published_config
 
 CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -77,3 +79,13 @@ def test_a_small_model_of_it_gives_the_logits_of_transformers(name, tmp_path):
     expected = theirs(tokens()).logits
     assert float(expected.std()) > 0.1
     assert_close(ours(tokens()).head, expected, atol=1e-4, rtol=0)
+
+
+def test_the_folder_of_a_run_names_where_its_models_are(tmp_path):
+    with pytest.raises(UserError) as caught:
+        stated_config(tmp_path)
+    assert caught.value.fix == "give the folder of a saved model"
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError) as caught:
+        stated_config(tmp_path)
+    assert str(tmp_path / "checkpoints") in caught.value.fix

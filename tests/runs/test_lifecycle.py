@@ -90,7 +90,7 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     again = bloomery.here(*RESUME)
     assert again.returncode == 0
     assert "nothing left to train" in again.stdout
-    assert "bloomery resume one train.epochs=" in again.stdout
+    assert "bloomery resume one train.max_steps=8 " in again.stdout  # the key of its recipe
     refused = bloomery.here(*TRAIN)
     assert refused.returncode == 1
     assert "already has a run" in refused.stderr

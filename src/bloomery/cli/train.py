@@ -242,6 +242,7 @@ def resume_command(
     Example: bloomery resume last train.epochs=4
     """
     from bloomery.cli.common import traceback_file
+    from bloomery.recipe.load import load_recipe
     from bloomery.runs.lifecycle import resume
 
     folder = find_run(run)
@@ -255,8 +256,11 @@ def resume_command(
         check=not no_check,
     )
     if outcome.already_done:
-        echo(
-            f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N"
-        )
+        # Twice as long, by the key that the recipe of the run has.
+        train = load_recipe(folder / "recipe.yaml").recipe.train
+        seconds = "s" if train.length.unit == "seconds" else ""
+        longer = f"train.{train.length_key}={2 * train.length.amount:.15g}{seconds}"
+        echo("done       nothing left to train")
+        echo(f"next       bloomery resume {outcome.name} {longer}      twice as long")
         return 0
     return conclude(outcome)

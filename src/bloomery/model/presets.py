@@ -328,9 +328,10 @@ def stated_config(folder: Path) -> dict[str, Any]:
         fix = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
         raise UserError("this is an adapter, not a whole model", where=str(folder), fix=fix)
     if not path.is_file():
-        raise UserError(
-            "no config.json is here", where=str(folder), fix="give the folder of a saved model"
-        )
+        fix = "give the folder of a saved model"
+        if (folder / "checkpoints").is_dir():
+            fix = f"this is a run: give one of {folder / 'checkpoints'}, or `bloomery export` its model"
+        raise UserError("no config.json is here", where=str(folder), fix=fix)
     return read_object(path, fix=AGAIN)
 
 
