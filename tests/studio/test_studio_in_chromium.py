@@ -189,6 +189,11 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     check("delete")
 
     open_page(browser, studio, "new")
+    fill(browser, "Model", "gpt2")
+    fill(browser, "Dataset", "absent.jsonl")
+    click(browser, "Make a recipe")
+    shows(browser, "no such file or folder")
+    check("error")
     fill(browser, "micro_batch_size", "many")
     shows(browser, "must be auto or a whole number")
     check("mistake")

@@ -109,7 +109,7 @@ def page(title: str, path: str) -> Iterator[None]:
     ui.add_head_html(SCRIPT)
     ui.add_head_html(prefetch_links())
     ui.add_head_html(_KEEP_FOCUS)
-    ui.colors(primary="#2a6db0", positive="#26794f", negative="#b3313f", warning="#9a6500")
+    ui.colors(primary="#296aac", positive="#26794f", negative="#b3313f", warning="#9a6500")
     chosen = ui.context.client.request.cookies.get(_COLORS)
     dark = ui.dark_mode({"dark": True, "light": False}.get(chosen or ""))  # None: as the system
 
@@ -257,7 +257,7 @@ def notify(error: UserError) -> None:
         type="negative",
         multi_line=True,
         timeout=15_000,
-        close_button="Close",
+        actions=[{"label": "Close", "color": "white"}],  # its own button is blue on red
         classes="whitespace-pre-wrap",
     )
 
