@@ -1,5 +1,6 @@
 """A recipe as a form and as YAML: each change against the recipe that the text loads to."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,9 @@ def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:
     assert good.problem == ""
     assert good.origins["train.epochs"] == "recipe line 4"
     assert any(line.startswith("memory") for line in good.lines)
+    (note,) = good.notes
+    assert re.match(r"data\.path does not exist: .*/corpus; set data\.path", note)
+    assert planned("extends: demo\n", "mine").notes == ()
     bad = planned(TEXT.replace("epochs: 2", "epochs: 2, micro_batch_size: many, foo: 1"), "mine")
     assert bad.problem_at("train.micro_batch_size") == "must be auto or a whole number, not 'many'"
     assert bad.problem_at("train.foo") == "no such key"

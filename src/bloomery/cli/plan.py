@@ -181,23 +181,17 @@ def show_plan(
         return exit_code
 
     from bloomery.cli import COMMANDS
-    from bloomery.hub import cached_model, is_hub_id, local_model
-    from bloomery.model.io.stored import is_bare
-    from bloomery.plan.gather import absent, models_of, unread_data_notes
-    from bloomery.plan.made import ASSUMED
+    from bloomery.plan.notes import is_dataset_assumed, missing_datasets, plan_notes
     from bloomery.plan.page import page
-    from bloomery.plan.unsupported import untrained
 
     # The page suggests no command that would fail: `train` on a GPU of another machine, on more devices than there are
     # or without its dataset, and `bench` of a generated recipe, which has no name.
     local_devices = None if devices == "auto" else devices
     num_local = len(machine.accelerators) or len((local_devices or "cpu").split(","))
     is_local = gpu is None and gpus * nodes == 1 and plan.train.ranks <= num_local
-    dataset_assumed = Path(recipe.data.path or "").name == ASSUMED
-    missing_datasets = absent(recipe) if gpu is None and plan.dataset is None else []
-    missing_files = [path for path in missing_datasets if not path.startswith("hub:")]
+    missing_files = [path for path in missing_datasets(recipe, plan) if not path.startswith("hub:")]
     hidden_commands = set[str]()
-    if not is_local or dataset_assumed or missing_files:
+    if not is_local or is_dataset_assumed(recipe) or missing_files:
         hidden_commands.add("train")
     if (source or "").startswith("--model "):
         hidden_commands.add("bench")
@@ -216,25 +210,7 @@ def show_plan(
     )
     echo_page(lines)
 
-    # Notes go to stderr: what the plan could not read, and what `train` does about it.
-    notes = []
-    models = models_of(recipe)
-    for name in models:
-        if cached_model(name) is None:
-            action = "refuses" if untrained(plan.model.config) else "downloads"
-            notes.append(f"{name} is not downloaded: shape from a table; `train` {action} it")
-    for name in models:
-        if not is_hub_id(name) and is_bare(local_model(name)):
-            notes.append(f"no weights in {name}: `bloomery train` would fail")
-    notes += unread_data_notes(recipe)
-    if dataset_assumed:
-        sequences = f"packed sequences of {recipe.data.sequence_length:,} tokens"
-        notes.append(f"no --data: conversations in {sequences} are assumed; --data adds steps")
-    for path in missing_datasets if not dataset_assumed else ():
-        on_hub = path.startswith("hub:")
-        fix = "`train` downloads it" if on_hub else "set data.path to your dataset before `train`"
-        notes.append(f"data.path does not exist: {path}; {fix}")
-    for note in notes:
+    for note in plan_notes(recipe, plan, is_local=gpu is None):  # not a part of the plan
         echo(f"note: {note}", err=True)
     return exit_code
 

@@ -106,6 +106,7 @@ class NewRun:
                     ui.button(
                         "Show three examples with their loss mask", on_click=self._preview
                     ).props("outline no-caps")
+                self._notes = ui.label().classes("studio-text")
                 self._command = ui.column().classes("w-full gap-0")
                 ui.label("Plan").classes("text-lg font-semibold").props("role=heading aria-level=2")
                 self._plan = ui.label().classes("studio-text studio-plan w-full overflow-x-auto")
@@ -203,6 +204,8 @@ class NewRun:
         )
         if result.lines:
             self._plan.text = "\n".join(result.lines)
+        self._notes.text = "\n".join(f"note: {note}" for note in result.notes)
+        self._notes.visible = bool(result.notes)
         # The plan of the last recipe without mistakes stays, as such.
         self._plan.style(f"opacity: {1 if result.lines else 0.65}")
         self._suggestions.clear()

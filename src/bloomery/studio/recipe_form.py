@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.text import harmless
+from bloomery.plan.notes import plan_notes
 from bloomery.plan.page import page
 from bloomery.recipe.load import dump_recipe, json_schema, load_text
 from bloomery.recipe.yaml import read_yaml
@@ -52,6 +53,7 @@ class Planned:
     fits: bool = False
     lines: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()  # what the plan could not read
     values: Mapping[str, Any] | None = None  # of the whole recipe, with defaults
     origins: Mapping[str, str] = field(default_factory=dict)  # where each key came from
     problem: str = ""
@@ -235,6 +237,9 @@ def planned(text: str, name: str) -> Planned:
     try:
         with system_errors_worded():
             report, machine = planned_report(loaded_recipe)
+            notes = tuple(
+                map(harmless, plan_notes(loaded_recipe.recipe, report.plan, is_local=True))
+            )
     except UserError as error:
         return Planned(
             name=loaded_recipe.name,
@@ -249,6 +254,7 @@ def planned(text: str, name: str) -> Planned:
         fits=report.plan.fits,
         lines=tuple(harmless(line) for line in lines),
         suggestions=tuple((each.edit, each.saves) for each in report.suggestions),
+        notes=notes,
         values=values,
         origins=loaded_recipe.provenance,
     )
