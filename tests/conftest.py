@@ -45,8 +45,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `--quick` nobody lists the slow tests: one that does what takes time is skipped when it begins with it."""
+    """With `--quick` nobody lists the slow tests: one that does what takes time is skipped when it begins with it.
+
+    Otherwise one process forks those of the tests, for all processes that pytest-xdist starts.
+    """
     if not config.getoption("--quick"):
+        if config.getoption("numprocesses", None) and sys.platform == "linux":
+            import preloaded
+
+            preloaded.Server().share()
         return
     from bloomery.train import loop
 

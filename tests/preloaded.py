@@ -18,10 +18,12 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -89,6 +91,7 @@ LATER = ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE
 TAKEN_OVER = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_")
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 ROOM = 8192  # bytes for the command line that the system shows, and for the variables
+SHARED = "BLOOMERY_TESTS_PRELOADED"  # the process that forks for all processes of the tests, as JSON
 
 
 def early(environment: Any) -> dict[str, str]:
@@ -178,21 +181,46 @@ class Server:
     """The process that has imported torch. It ends with this one."""
 
     def __init__(self) -> None:
-        self.talk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.folder = tempfile.mkdtemp(prefix="bloomery-preloaded-")
+        self.address = f"{self.folder}/socket"
         self.early = early(os.environ)
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), "-" * ROOM],
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            env=os.environ | {"ROOM": "-" * ROOM},
-        )
-        theirs.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-X", "faulthandler", __file__),
+                    *(str(listener.fileno()), "-" * ROOM),
+                ],
+                stdin=subprocess.PIPE,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,
+                env=os.environ | {"ROOM": "-" * ROOM},
+            )
         atexit.register(self.end)
+
+    def share(self) -> None:
+        """The processes that this one starts from now on connect to it instead of starting their own."""
+        fields = {"address": self.address, "pid": self.process.pid, "early": self.early}
+        os.environ[SHARED] = json.dumps(fields)
 
     def end(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Client:
+    """The connection of a process of the tests to the process that has imported torch."""
+
+    def __init__(self, address: str, pid: int, early: dict[str, str]) -> None:
+        self.pid, self.early = pid, early
+        self.talk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.talk.connect(address)
+
+    @property
+    def alive(self) -> bool:
+        return not select.select([self.talk], [], [], 0)[0]  # nothing comes but its end
 
     def fork(self, job: dict[str, Any], streams: list[int]) -> tuple[int, socket.socket]:
         """The number of the new process, and where its ending will be told."""
@@ -204,16 +232,22 @@ class Server:
         return int(ours.recv(64)), ours
 
 
-_server: Server | None = None
+_shared: dict[str, Any] | None = json.loads(os.environ.get(SHARED, "null"))
+_client: Client | None = None
 _starting = threading.Lock()
 
 
-def server() -> Server:
-    global _server
+def client() -> Client:
+    """Of the process that all tests share, or else, as where it has ended, of one for this process."""
+    global _client
     with _starting:
-        if _server is None or _server.process.poll() is not None:
-            _server = Server()
-        return _server
+        if _client is None and _shared is not None:
+            with suppress(OSError):
+                _client = Client(**_shared)
+        if _client is None or not _client.alive:
+            server = Server()
+            _client = Client(server.address, server.process.pid, server.early)
+        return _client
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -223,10 +257,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *names: Any, **values: Any) -> None:
         bound = bound_arguments(names, values)
+        here = early(os.environ) if _shared is None else _shared["early"]
         job = job_of(
             bound,
             ("-c", "bloomery", *CHILDREN),
-            early(os.environ) if _server is None else _server.early,
+            here if _client is None else _client.early,
         )
         if job is None:
             super()._execute_child(*names, **values)
@@ -234,10 +269,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         streams = [bound["p2cread"], bound["c2pwrite"], bound["errwrite"]]
         chosen = [number if given == -1 else given for number, given in enumerate(streams)]
         if "--parent" in job["arguments"]:  # which ends when this process does
-            job["arguments"][job["arguments"].index("--parent") + 1] = str(server().process.pid)
+            job["arguments"][job["arguments"].index("--parent") + 1] = str(client().pid)
         elif job["module"] in TALKING:
-            job["arguments"][1] = str(server().process.pid)
-        self.pid, self._ending = server().fork(job, [*chosen, *job["passed"]])
+            job["arguments"][1] = str(client().pid)
+        self.pid, self._ending = client().fork(job, [*chosen, *job["passed"]])
         self._child_created = True
         self._close_pipe_fds(
             *[
@@ -280,12 +315,17 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def run(
-    words: list[str], *, input: Any = None, timeout: float | None = None, **options: Any
+    words: list[str],
+    *,
+    popen: type["subprocess.Popen[Any]"] = Popen,
+    input: Any = None,
+    timeout: float | None = None,
+    **options: Any,
 ) -> "subprocess.CompletedProcess[Any]":
     """`subprocess.run` that captures the output."""
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     streams["stdin"] = subprocess.DEVNULL if input is None else subprocess.PIPE
-    with Popen(words, **streams, **options) as process:
+    with popen(words, **streams, **options) as process:
         try:
             out, err = process.communicate(input, timeout=timeout)
         except BaseException:
@@ -301,15 +341,21 @@ def run(
 _kept: list[Any] = []
 
 
-def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def serve(clients: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Forks until the tests end. Returns in each forked process: what it is to be, its streams."""
     wake, endings = select.poll(), dict[int, tuple[int, socket.socket]]()
-    wake.register(talk, select.POLLIN)
+    talks = dict[int, socket.socket]()
+    wake.register(clients, select.POLLIN)
     wake.register(0, select.POLLIN)
     while True:
         for ready, _ in wake.poll():
             if ready == 0:
                 os._exit(0)
+            if ready == clients.fileno():
+                talk, _ = clients.accept()
+                talks[talk.fileno()] = talk
+                wake.register(talk, select.POLLIN)
+                continue
             if ready in endings:
                 number, listener = endings.pop(ready)
                 wake.unregister(ready)
@@ -317,9 +363,11 @@ def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 with listener, suppress(OSError):  # nobody waits for it any more
                     listener.send(str(os.waitpid(number, 0)[1]).encode())
                 continue
-            text, given, _, _ = socket.recv_fds(talk, 2**20, 32)
-            if not text:
-                os._exit(0)
+            text, given, _, _ = socket.recv_fds(talks[ready], 2**20, 32)
+            if not text:  # a process of the tests has ended
+                wake.unregister(ready)
+                talks.pop(ready).close()
+                continue
             listener = socket.socket(fileno=given[0])
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             if not (number := os.fork()):
@@ -472,13 +520,15 @@ def fork_children() -> None:
 
 
 if __name__ == "__main__":
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    clients = socket.socket(fileno=int(sys.argv[1]))
     SYSTEM_PATH = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
+    if 0 in select.select([clients, 0], [], [])[0]:
+        sys.exit()  # the tests have ended, and nobody asked for anything
     gc.disable()
     for module in MODULES:
         __import__(module)
     gc.freeze()
     gc.enable()
-    job, given = serve(connection)
+    job, given = serve(clients)
     fork_children()
     become(job, given)

@@ -169,9 +169,10 @@ def test_a_signal_right_after_the_fork_does_not_reach_a_handler_of_the_parent(tm
 def test_signals_are_blocked_as_where_the_process_was_asked_for(tmp_path, monkeypatch, blocked):
     """Not as where the first process of all was: that one may have been started with a signal held back."""
     code = "import signal; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    monkeypatch.setattr(preloaded, "_server", None)
     with held_back(signal.SIGUSR2):
-        server = preloaded.server()
+        server = preloaded.Server()
+    own = preloaded.Client(server.address, server.process.pid, server.early)
+    monkeypatch.setattr(preloaded, "_client", own)
     previous_mask = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
         words = [sys.executable, "-c", code]

@@ -117,7 +117,8 @@ def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
     loaded = recipe_of(path=str(text), validation="5%", num_proc=2)
     recipe = tmp_path / "recipe.json"
     recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
-    preloaded.server()  # which takes longer to start than any of these runs
+    # What forks takes longer to start than any of these runs: its first answer is awaited here.
+    assert preloaded.run([sys.executable, "-c", ""]).returncode == 0
     started = time.monotonic()
     assert kill_after(120, recipe, tmp_path / "whole") == 0
     whole, chance = time.monotonic() - started, random.Random(count)
