@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,14 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bloomery-tests-")
 os.environ["BLOOMERY_CPU_CHECK"] = "off"
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# What Bloomery compiles is kept for all tests of a session, whose caches begin empty: `kept_compiler.sh` is their g++.
+if "BLOOMERY_TESTS_COMPILED" not in os.environ and (compiler := shutil.which("g++")):
+    compiled = Path(tempfile.mkdtemp(prefix="bloomery-tests-compiled-"))
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["BLOOMERY_TESTS_COMPILED"] = str(compiled)
+    os.environ["BLOOMERY_TESTS_COMPILER"] = compiler
+    (compiled / "g++").symlink_to(Path(__file__).with_name("kept_compiler.sh"))
+    os.environ["PATH"] = f"{compiled}{os.pathsep}{os.environ['PATH']}"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
