@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 from bloomery import cli
 from small_words import SMALL_WORDS
 
@@ -51,15 +52,16 @@ def process(
     environment: Mapping[str, str] | None = None,
     code: str = "",
     timeout: float = PATIENCE_SECONDS,
+    forked: bool = True,
 ) -> Result:
-    """`bloomery words` as a process in `folder`; `code` runs in it before."""
-    done = subprocess.run(
+    """`bloomery words` as a process in `folder`; `code` runs in it before. Without `forked` it starts from nothing."""
+    popen = preloaded.Popen if forked else subprocess.Popen
+    done = preloaded.run(
         [*python(code), *words],
+        popen=popen,
         cwd=folder,
         env=os.environ | dict(environment or {}),
         timeout=timeout,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
         start_new_session=True,
     )
     return Result(

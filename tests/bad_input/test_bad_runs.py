@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import PATIENCE_SECONDS, assert_clear, here, process, python
 
+import preloaded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.store import write_sealed
 from bloomery.train.checkpoint import copy_tokenizer
@@ -120,7 +121,7 @@ def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
     odd = stopped.folder / "; rm -rf $HOME é\n<b>"
     stopped.run.rename(odd)
     words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.max_steps=300"]
-    with subprocess.Popen(
+    with preloaded.Popen(
         words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as first:
         try:
@@ -337,7 +338,7 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, plain, ver
     words = [*python(), "train", "tiny.yaml", "--run-dir", "runs/one"]
     reading, writing = os.pipe()
     os.close(reading)  # whoever read has gone, as `| head -1` does
-    with subprocess.Popen(
+    with preloaded.Popen(
         words, cwd=odd, env=homeless, stdout=writing, stderr=subprocess.PIPE
     ) as child:
         os.close(writing)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from bloomery.bench import measuring
 from bloomery.cli import cli
 from bloomery.cli.bench import one_of_several
@@ -138,7 +139,7 @@ def test_a_giver_is_a_name(here, contributor):
 
 
 def test_ctrl_c_leaves_nothing_behind(here):
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -154,7 +155,7 @@ def test_ctrl_c_leaves_nothing_behind(here):
 
 
 def test_a_child_does_not_outlive_a_killed_bench(here):
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

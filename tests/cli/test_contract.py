@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from bloomery.cli import COMMANDS, cli, main
 from bloomery.cli.demo import _evaluate
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
@@ -415,7 +415,7 @@ def workshop(tmp_path_factory) -> Path:
         "tiny.yaml",
         "logging.trackers=[tensorboard]",
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = preloaded.run(command, cwd=folder, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 

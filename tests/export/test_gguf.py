@@ -460,7 +460,7 @@ gguf.export_gguf(find_model(Path(sys.argv[1])), Path("out.gguf"), kind="f32", ve
 
 def test_a_killed_export_leaves_no_file_and_the_next_one_clears_its_draft(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
-    done = subprocess.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path)
+    done = preloaded.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL
     (draft,) = [path.name for path in tmp_path.iterdir() if path != source]
     assert draft.startswith(".tmp-out.gguf-")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+import preloaded
 from bloomery.monitor.events import EvalDone, read_events
 from bloomery.monitor.summary import summary_of
 from bloomery.report import write_report
@@ -128,16 +129,17 @@ def drawn(seed: int) -> dict[str, Any]:
 def bloomery(*words: str, folder: Path) -> str:
     """The output of a command, both streams."""
     command = [sys.executable, "-m", "bloomery", *words]
-    done = subprocess.run(
+    with preloaded.Popen(
         command,
         cwd=folder,
         text=True,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+    ) as process:
+        output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output[-3000:]
+    return output
 
 
 def trained(recipe: dict[str, Any], folder: Path) -> str:

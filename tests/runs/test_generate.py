@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -144,9 +145,7 @@ class TestModelFolder:
 
 class TestCommandLine:
     def bloomery(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, cwd=cwd
-        )
+        return preloaded.run([sys.executable, "-m", "bloomery", *words], text=True, cwd=cwd)
 
     def test_a_prompt_is_continued_on_stdout(self, folder: Path) -> None:
         words = (
