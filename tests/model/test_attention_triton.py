@@ -13,6 +13,7 @@ import torch
 import triton_here
 
 from bloomery.hardware.specs import arch_spec
+from bloomery.model.attention.blockwise import Options
 from bloomery.model.attention.tiles import (
     KERNELS,
     WIDTHS,
@@ -48,8 +49,12 @@ def assert_right(case: dict) -> None:
 
 
 def test_kernels_are_as_exact_as_math_attention():
-    cases = triton_here.in_interpreter("triton_cases.py", 0, 3)
-    assert len(cases) == 3
+    # Small ones, which between them have each precision and every option.
+    cases = triton_here.in_interpreter("triton_cases.py", 57, 73, 102, 113, 138)
+    assert len({case["dtype"] for case in cases}) == 3 and len(cases) == 5
+    for option in ("window", "softcap", "dropout"):
+        assert any(case["options"][Options._fields.index(option)] for case in cases)
+    assert {case["documents"] for case in cases} == {True, False}
     # Heads are read whole, and in parts.
     assert any(case["part"] < case["shape"][-1] for case in cases)
     for case in cases:
@@ -58,7 +63,7 @@ def test_kernels_are_as_exact_as_math_attention():
 
 @pytest.mark.soak
 def test_every_tile_of_the_table_is_right():
-    cases = triton_here.in_interpreter("triton_cases.py", 70, 71, "tiles")
+    cases = triton_here.in_interpreter("triton_cases.py", 70, "tiles")
     assert len(cases) == 6
     for case in cases:
         assert_right(case)
@@ -66,7 +71,7 @@ def test_every_tile_of_the_table_is_right():
 
 @pytest.mark.soak
 def test_two_hundred_cases():
-    for case in triton_here.in_interpreter("triton_cases.py", 3, 203):
+    for case in triton_here.in_interpreter("triton_cases.py", *range(203)):
         assert_right(case)
 
 

@@ -1,6 +1,6 @@
 """Random cases of Triton's attention kernels in its interpreter, a line of JSON each: test_attention_triton.py runs it.
 
-    TRITON_INTERPRET=1 python triton_cases.py FIRST LAST [tiles]
+    TRITON_INTERPRET=1 python triton_cases.py NUMBER ... [tiles]
 
 With `tiles`: each case once for every tile of the table.
 
@@ -198,6 +198,7 @@ def case(number: int, tile: TileShape | None = None) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+    for number in sys.argv[1:]:
         for tile in table_tiles() if "tiles" in sys.argv else [None]:
-            print(json.dumps(case(number, tile)), flush=True)
+            if number != "tiles":
+                print(json.dumps(case(int(number), tile)), flush=True)

@@ -1,6 +1,6 @@
 """Triton's kernel for decoding in Triton's interpreter, a line of JSON for each case: test_decoding_triton.py runs it.
 
-    TRITON_INTERPRET=1 python triton_decoding.py FIRST LAST
+    TRITON_INTERPRET=1 python triton_decoding.py NUMBER ...
 
 Oracle: attention in float64, text by text. Beside it stands the error of math attention in the same precision.
 """
@@ -68,5 +68,5 @@ def case(number: int) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for number in range(int(sys.argv[1]), int(sys.argv[2])):
-        print(json.dumps(case(number)), flush=True)
+    for number in sys.argv[1:]:
+        print(json.dumps(case(int(number))), flush=True)

@@ -39,10 +39,10 @@ def close(q, k, v, documents=None, d_out=waves, **options):
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-base = torch.randn(2, 64, 4, 33).permute(0, 2, 3, 1)  # the numbers of a head are 132 apart
-close(base, base[:, :2], base[:, 2:])
-wide = torch.randn(2, 33, 4, 200)[..., 3:67].transpose(1, 2)  # neighbors, at an odd address
-close(wide, wide[:, :2], wide[:, 2:])
+base = torch.randn(2, 64, 3, 33).permute(0, 2, 3, 1)  # the numbers of a head are 99 apart
+close(base[:, :2], base[:, 1:2], base[:, 2:])
+wide = torch.randn(2, 33, 3, 200)[..., 3:67].transpose(1, 2)  # neighbors, at an odd address
+close(wide[:, :2], wide[:, 1:2], wide[:, 2:])
 close(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
 
 # Documents of one token each, and padding, which is a document of its own.
@@ -58,7 +58,7 @@ blank = torch.stack([torch.full((20,), -1), torch.arange(20) // 7])
 close(torch.randn(2, 2, 20, 64), torch.randn(2, 1, 20, 64), torch.randn(2, 1, 20, 64), blank)
 
 # Widths without a tile of their own; lengths around the edges of a tile, down to a single token.
-for width in (1, 8, 40, 72, 80, 96, 112, 160, 200, 256):
+for width in (1, 40, 72, 80, 96, 112, 200, 256):
     tokens = torch.randn(1, 4, 19, width)
     close(tokens[:, :2], tokens[:, 2:3], tokens[:, 3:])
 for length in (1, 2, 31, 32, 33):
@@ -158,7 +158,7 @@ decodes(torch.randn(2, 2, 64, 1).mT, torch.randn(2, 1, 64, 300).mT, [300, 2])
 
 # The launches that a GPU times are whole: a failure there would leave the table's first tile, unnoticed.
 for packed, dropout, softcap in ((True, 0.1, None), (False, 0.0, 4.0)):
-    workload = Workload(4, 2, 64, 20, torch.float32, packed, softcap, dropout)
+    workload = Workload(2, 1, 64, 20, torch.float32, packed, softcap, dropout)
     for launch in launches(workload, torch.device("cpu")):
         for tile in tile_candidates(launch.kernel, arch="gfx1030", width=64):
             launch.run(tile)
