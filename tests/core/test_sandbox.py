@@ -249,8 +249,8 @@ def test_a_daemon_ends_with_its_program():
         "time.sleep(0.5)"
     )
     began = time.monotonic()
-    assert run(daemon, limits=Limits(seconds=8)) is None  # the program itself ends well
-    assert time.monotonic() - began < 8 and not left_behind("bloomery-daemon")
+    assert run(daemon, limits=Limits(seconds=60)) is None  # the program itself ends well
+    assert time.monotonic() - began < 60 and not left_behind("bloomery-daemon")
     assert run("import time\n" + daemon + "\ntime.sleep(600)", limits=SHORT) is not None
     assert not left_behind("bloomery-daemon")
 

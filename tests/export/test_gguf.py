@@ -649,10 +649,10 @@ HOSTILE = {
 def test_a_hostile_header_is_refused_at_once(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(HOSTILE[name])
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(UserError, match="not a valid GGUF file"):
         import_gguf(path, tmp_path / "out")
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
     assert [each.name for each in tmp_path.iterdir()] == ["bad.gguf"]
 
 
@@ -733,13 +733,13 @@ def fuzzed(rounds: int, tmp_path: Path) -> None:
                 (bytes(8), b"\xff" * 8, struct.pack("<Q", 2**63), choose.randbytes(8))
             )
         path.write_bytes(content[: choose.choice((len(content), len(content), end, at))])
-        begin = time.monotonic()
+        begin = time.process_time()
         try:
             import_gguf(path, tmp_path / "out")
             shutil.rmtree(tmp_path / "out")
         except UserError:
             assert not (tmp_path / "out").exists()
-        assert time.monotonic() - begin < 5
+        assert time.process_time() - begin < 5
 
 
 def test_fuzzed_headers_are_read_or_refused(tmp_path: Path) -> None:

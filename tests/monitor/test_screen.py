@@ -149,9 +149,9 @@ def test_a_night_between_a_stop_and_its_resume_does_not_count():
 def test_a_million_steps_stay_drawable():
     seen = seen_of(step_done(step, 1 / step) for step in range(1, 50_001))
     assert len(seen.curve) <= 20_001
-    begun = time.perf_counter()
+    begun = time.process_time()  # other programs may use the cores
     frame(seen, FACTS, Screen(100), state="running", now=0.0)
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 def heights(rows: list[str], column: int) -> list[int]:

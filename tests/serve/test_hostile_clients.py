@@ -132,17 +132,18 @@ class TestPrompts:
 
     def test_the_queue_of_long_texts_is_bounded_and_ends_with_the_server(self) -> None:
         async def fill() -> tuple[int, list[int]]:
-            tokenizing, release = Tokenizing(waiting=3), threading.Event()
+            tokenizing, release, released = Tokenizing(waiting=3), threading.Event(), []
             calls = [
-                asyncio.ensure_future(tokenizing.run("grammar", lambda: release.wait(30)))
+                asyncio.ensure_future(
+                    tokenizing.run("grammar", lambda: released.append(release.wait(30)))
+                )
                 for _ in range(4)
             ]
             await asyncio.sleep(0.1)
             full = calls[3].exception()
-            began = time.monotonic()
             tokenizing.close()
             ends = await asyncio.gather(*calls[:3], return_exceptions=True)
-            assert time.monotonic() - began < 1.0
+            assert not released  # the thread is still in its call
             release.set()
             assert isinstance(full, Refused)
             return full.status, [end.status for end in ends if isinstance(end, Refused)]
@@ -180,7 +181,8 @@ class TestConnections:
             held = [stack.enter_context(connected(server)) for _ in range(60)]
             for _ in range(5):
                 status, seconds = get(server, "/health")
-                assert status == 200 and seconds < 1.0
+                # One that is behind a silent connection waits until that one is closed.
+                assert status == 200 and seconds < connections.HEAD_SECONDS / 2
             assert post(server, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
             assert sum(closed(connection, 0.02) for connection in held) >= 50
 

@@ -255,18 +255,24 @@ def test_a_column_that_the_dataset_lacks_is_said_before_anything_is_drawn(source
 
 
 def test_workers_run_at_the_same_time(tmp_path):
-    file = tmp_path / "slow.py"
+    """Each of the two waits in its function until the other is in its own."""
+    file = tmp_path / "waiting.py"
     file.write_text(
-        "import time\ndef f(prompts, **_):\n    time.sleep(1.5)\n    return [1.0] * len(prompts)\n"
+        "import os, time\nfrom pathlib import Path\n"
+        "def f(prompts, **_):\n"
+        f"    Path({str(tmp_path)!r}, f'{{os.getpid()}}.here').touch()\n"
+        "    end = time.monotonic() + 30\n"
+        f"    while len(list(Path({str(tmp_path)!r}).glob('*.here'))) < 2 and time.monotonic() < end:\n"
+        "        time.sleep(0.01)\n"
+        "    return [float(time.monotonic() < end)] * len(prompts)\n"
     )
     sources = [
         RewardSource(name=name, job={"file": str(file), "function": "f"}) for name in ("a", "b")
     ]
     with Rewards(sources) as rewards:
         rewards.start()
-        start_time = time.monotonic()
-        rewards.score(["?"], [""], [[0]], {})
-        assert time.monotonic() - start_time < 2.9
+        scores = rewards.score(["?"], [""], [[0]], {})
+        assert scores.totals == (2.0,)
 
 
 def test_a_copy_that_forked_answers_nothing(tmp_path):
