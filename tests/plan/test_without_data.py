@@ -32,6 +32,7 @@ def planned(*words):
     return CliRunner().invoke(command, words)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("entry", published_models(), ids=lambda entry: entry.names[0])
 def test_every_model_of_the_table_is_planned(entry):
     result = planned("--model", entry.names[0], "--gpu", "MI300X", "--json")

@@ -60,6 +60,7 @@ def test_planned_and_measured_memory_agree(smollm2, pairs, tmp_path, monkeypatch
     assert row.peak_gib == pytest.approx(row.planned_gib, rel=WITHIN)
 
 
+@pytest.mark.soak  # test_sampling.py compares tiny models, alone and in one batch
 def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     """Of several lengths, in float32, decoded one by one and in one batch."""
     from transformers import AutoModelForCausalLM
