@@ -44,6 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Events of `sys.audit`. With `--quick` a test that causes one is skipped.
 PROCESS_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+LONG_FOLDERS = ("train", "runs", "model", "studio")
 running_tests: list[str] = []
 gc.disable()  # while libraries are imported: millions of objects come, and none goes
 
@@ -88,7 +89,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Most cases of a test marked as `sampled` become soak."""
+    """Most cases of a test marked as `sampled` become soak. Files that take long begin first."""
+    # With a long file at the end one process of pytest-xdist would work and the others wait.
+    items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
     seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("sampled")
