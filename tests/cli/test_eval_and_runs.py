@@ -246,6 +246,18 @@ def test_a_place_that_cannot_hold_a_report_is_refused(tmp_path, monkeypatch):
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_a_missing_text_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("{}\n")
+    for model in ("absent-model", "texts.jsonl"):  # neither is looked at
+        result = CliRunner().invoke(eval_command, [model, "--data", "text.jsonl"])
+        assert isinstance(result.exception, UserError)
+        assert (result.exception.problem, result.exception.fix) == (
+            "no such file or folder",
+            "did you mean --data texts.jsonl?",
+        )
+
+
 def test_a_near_name_of_a_text_is_said_as_a_flag():
     with pytest.raises(UserError) as refused, text_flags():
         raise UserError("no", where="data.path: txet.py", fix="did you mean data.path=text.py?")
@@ -261,6 +273,7 @@ def test_a_near_name_of_a_text_is_said_as_a_flag():
         ),
         ("mend it, or set data.on_error to skip", "mend it"),
         ("name it: data.columns={messages: NAME}", "rename its column to messages"),
+        ("add files, or set data.path", "add files, or use another --data"),
     ],
 )
 def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):

@@ -60,6 +60,14 @@ def test_wrong_words(capsys):
     error = capsys.readouterr().err
     assert "error: no such command: 'lst'\n" in error
     assert "fix:   did you mean `bloomery recipes list`?" in error
+    assert exit_code("convert", "a", "b", "--dtype", "bf17") == 2
+    assert "fix:   did you mean bf16?" in capsys.readouterr().err
+    for option, value, kind in (
+        ("--temperature", "hot", "number"),
+        ("--seed", "x", "whole number"),
+    ):
+        assert exit_code("generate", "a", "--prompt", "b", option, value) == 2
+        assert f"'{value}' is not a {kind}\n" in capsys.readouterr().err
     assert exit_code("runs", "zzz") == 2
     assert "fix:   bloomery runs --help" in capsys.readouterr().err
     assert exit_code("recipes", "show") == 2

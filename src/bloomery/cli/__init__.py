@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -210,6 +211,19 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
     for (path, beginning), usage_fix in _USAGE_FIXES.items():
         if path == command and problem.startswith(beginning):
             fix = usage_fix
+
+    # A number in the words of the docs, and of a list of words the one that was meant.
+    for jargon, words in (("integer range", "whole number"), ("float range", "number")):
+        problem = problem.replace(f"a valid {jargon}", f"a {words}")
+    problem = problem.replace("a valid integer", "a whole number").replace(
+        "a valid float", "a number"
+    )
+    parameter = getattr(error, "param", None)
+    choice = parameter.type if isinstance(parameter, click.Parameter) else None
+    if isinstance(choice, click.Choice) and (
+        typed := re.search(r"'([^']*)' is not one of", problem)
+    ):
+        fix = did_you_mean(typed[1], map(str, choice.choices), fix)
 
     # A command of a command, such as `bloomery recipes lst`: worded as one of `bloomery` is.
     is_misspelled = problem.startswith("no such command") and isinstance(error, click.UsageError)

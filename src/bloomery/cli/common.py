@@ -341,10 +341,19 @@ def show_export(export: "Exported") -> None:
 
 
 def data_path(data: Path) -> Path:
-    """A path unchanged; `hub:ORG/NAME` as the folder of that dataset, downloaded if missing."""
-    from bloomery.hub import PREFIX, fetch_dataset
+    """A path unchanged; `hub:ORG/NAME` as the folder of that dataset, downloaded if missing.
 
-    return fetch_dataset(str(data)) if str(data).startswith(PREFIX) else data
+    Raises UserError for a path that does not exist: before a model is loaded.
+    """
+    from bloomery.data.sources.files import list_files
+    from bloomery.hub import PREFIX, fetch_dataset
+    from bloomery.recipe.schema import Source
+
+    if str(data).startswith(PREFIX):
+        return fetch_dataset(str(data))
+    if not data.exists():
+        list_files(Source(path=str(data)))  # raises, with a similar name
+    return data
 
 
 @contextmanager
@@ -362,7 +371,7 @@ def text_flags() -> Iterator[None]:
         fix = re.sub(r",( or)? set data\.on_error(=| to )skip", "", fix)  # no option skips rows
         fix = fix.replace("set data.chat.template to another", "use another --template")
         fix = re.sub(r"^[^:]*: data\.columns=\{(\w+): NAME\}", r"rename its column to \1", fix)
-        fix = fix.replace("data.path=", "--data ")
+        fix = fix.replace("data.path=", "--data ").replace("set data.path", "use another --data")
         where = error.where.removeprefix("data.path: ")
         raise UserError(error.problem, where=where, fix=fix, code=error.code) from error
 
