@@ -9,6 +9,8 @@ from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
+from bloomery.plan.estimate.mode import TrainingMode
+from bloomery.plan.estimate.operators import SECONDS
 from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, device_rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
@@ -83,13 +85,13 @@ def test_the_rx_6700_xt_reaches_a_fifth_of_its_peak():
 
 @pytest.mark.parametrize(("precision", "measured"), [("float32", 196), ("bfloat16", 341)])
 def test_measured_rates_of_a_processor_fall_inside(precision, measured):
-    """GPT-2 124M, uncompiled, two Zen 4 cores."""
+    """GPT-2 124M, uncompiled, two Zen 4 cores, by a program that kept the logits of forward for backward."""
     where = machine()
     rate = device_rate(build_profile(where), where, precision=precision, width=768, compiled=False)
     here = load(
         on_gpu=False, precision=precision, attention="sdpa", micro_batch_size=2, score_chunk=2048
     )
-    found = total(step_parts(work_of(here, tokens=2048), rate)).inverse(2048)
+    found = total(step_parts(work_of(here, tokens=2048, loss="kept"), rate)).inverse(2048)
     assert found.low <= measured <= found.high
     assert found.value == pytest.approx(measured, rel=0.10)
 
@@ -186,3 +188,84 @@ def test_keys_of_a_window_are_those_that_causal_queries_see():
         load(model=TrainedModel(config), sequence_length=length, attention="math"), tokens=1
     )
     assert every.attention == 12 * layers * width * length
+
+
+def on_cpu(**changes):
+    """The same model and tokens on a CPU."""
+    return load(on_gpu=False, precision="bfloat16", attention="sdpa", **changes)
+
+
+def lora(rank, *, names=("up_proj",), **changes):
+    """GPT-2 124M with an adapter on the first matrix of each layer's MLP, 768 to 3,072, or on others of it."""
+    targets = tuple(
+        (f"model.layers.{layer}.mlp.{name}", rank) for layer in range(12) for name in names
+    )
+    mode = TrainingMode(target_modules=targets, **changes)
+    return TrainedModel(preset("go-coder-small"), mode)
+
+
+def test_a_cpu_computes_the_logits_of_a_large_vocabulary_again():
+    """Of 50,000 entries 4,096 exist at once; of 4,096 all do, and backward has them."""
+    kept, again = (work_of(load(on_gpu=on_gpu), tokens=1024).products for on_gpu in (True, False))
+    assert again - kept == 1024 * 2 * HEAD
+    small = TrainedModel(replace(preset("go-coder-small"), vocab_size=4096))
+    kept, same = (
+        work_of(load(model=small, on_gpu=on_gpu), tokens=1024).products for on_gpu in (True, False)
+    )
+    assert same == kept
+
+
+def test_narrow_products_of_an_adapter_take_a_cpu_longer():
+    """Rank 16 reaches 16 / 26 of the rate, so that its three passes take 26 / 16 of the time."""
+    gpu, cpu = (
+        work_of(load(model=lora(16), on_gpu=on_gpu, score_chunk=1), tokens=1024)
+        for on_gpu in (True, False)
+    )
+    values = 12 * 16 * (768 + 3072)
+    assert cpu.products - gpu.products == pytest.approx(1024 * 2 * 3 * values * 10 / 16)
+    # Its output is added to that of the matrix, and the gradients of their input to each other: 6 bytes a value each.
+    # Autocast copies its float32 matrices once a micro-batch, of which 1,024 tokens are a sixteenth.
+    one, both = (
+        work_of(on_cpu(model=lora(16, names=names)), tokens=1024).between
+        for names in (("up_proj",), ("up_proj", "down_proj"))
+    )
+    assert both - one == pytest.approx(1024 * 12 * 6 * (768 + 3072) + 6 * values / 16)
+
+
+def test_dequantizing_takes_a_cpu_far_more_than_its_bytes():
+    """14 bytes a weight of nf4 and 7 of int8, in forward and in backward of each micro-batch."""
+    plain, nf4, int8 = (
+        work_of(on_cpu(model=lora(16, quantize_kind=kind)), tokens=16384).between
+        for kind in ("none", "nf4", "int8")
+    )
+    assert nf4 - plain == pytest.approx(2 * 14 * LAYERS)
+    assert int8 - plain == pytest.approx(2 * 7 * LAYERS)
+
+
+def test_muons_products_are_a_cpus_work():
+    """Five iterations: two products of the smaller side's square with the matrix, one of it with itself."""
+    adamw, muon = (work_of(on_cpu(optimizer=kind), tokens=1024) for kind in ("adamw", "muon"))
+    square = 4 * 768**3 + 2 * 768**3
+    wide = 4 * 768**2 * 3072 + 2 * 768**3
+    assert muon.update_products == 12 * 5 * (4 * square + 2 * wide)
+    assert (
+        adamw.update_products == 0 == work_of(load(optimizer="muon"), tokens=1024).update_products
+    )
+    assert muon.with_shard_of_update(4).update_products == muon.update_products / 4
+
+
+def test_operators_add_to_the_time_of_a_cpu_alone():
+    """Two micro-batches call them twice. On a GPU they are launches, which its work hides."""
+    where = machine()
+    rate = device_rate(build_profile(where), where, precision="bfloat16", width=768, compiled=False)
+    step = on_cpu(micro_batch_size=1, score_chunk=1024)
+    once, twice = (work_of(step, tokens=tokens) for tokens in (1024, 2048))
+    assert twice.operators == 2 * once.operators > 0
+    parts = step_parts(once, rate)
+    assert parts["operators"].value == pytest.approx(once.operators * SECONDS[1])
+    # No other rank of the machine shares the time of its Python.
+    shared = step_parts(once, rate.shared(2))
+    assert shared["operators"] == parts["operators"]
+    assert shared["matmul"].value == pytest.approx(2 * parts["matmul"].value)
+    gpu = work_of(load(), tokens=1024)
+    assert gpu.operators == 0

@@ -454,7 +454,7 @@ def layout_parts(
     else:
         # A device computes all of its sequences, and updates its shard of the parameters.
         work = work or work_of(step, tokens=sequences * step.sequence_length // split.context)
-        parts = step_parts(replace(work, update=work.update / split.shard), workload.rate)
+        parts = step_parts(work.with_shard_of_update(split.shard), workload.rate)
     computing = total(
         {name: part for name, part in parts.items() if name not in ("optimizer", "pipeline bubble")}
     )

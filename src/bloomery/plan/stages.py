@@ -264,7 +264,7 @@ def pipeline_parts(
     by_stage = []
     for stage in stage_models(step.model, split):
         work = work_of(replace(step, model=stage.model), tokens=tokens)
-        by_stage.append(step_parts(replace(work, update=work.update / split.shard), rate))
+        by_stage.append(step_parts(work.with_shard_of_update(split.shard), rate))
     computing = [total(_without_optimizer(parts)) for parts in by_stage]
     slowest = max(range(split.pipeline), key=lambda index: computing[index].value)
 

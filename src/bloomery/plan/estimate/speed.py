@@ -1,6 +1,7 @@
 """Seconds of a step by operation: matmuls and attention by FLOPs, everything else by bytes moved.
 
-Attention in Triton kernels of Bloomery's own: by their instructions (estimate/kernels.py).
+Attention in Triton kernels of Bloomery's own: by their instructions (estimate/kernels.py). On a CPU, which computes one
+operator after the other: also by the operators called (estimate/operators.py).
 """
 
 import math
@@ -11,9 +12,10 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.counting import Shape, flops_per_token
-from bloomery.model.limits import storage_bytes
+from bloomery.model.limits import CPU_TILE, storage_bytes
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
+from bloomery.plan.estimate.operators import operator_seconds, operators_of_micro_batch
 from bloomery.plan.estimate.states import TrainedLayer, TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate
@@ -44,6 +46,15 @@ COMPILED_GAIN = 1.15  # on a CPU; measured: 3 to 35%
 # two of an AMD EPYC 0.177 s, two without bf16 instructions 0.41 s: docs/decisions.md.
 CHECKED_PRODUCTS = (0.55, 0.80, 0.95)
 CHECKED_COPIES = (0.09, 0.125, 0.20)
+# Of the rate of wide matrices a CPU's products of rank r reach r / (r + NARROW): measured with 4, 8, 16, 32 and 64 and
+# 1,024 tokens 0.16, 0.34, 0.62, 0.73 and 0.74 of it, in bfloat16 on a core of an AMD EPYC.
+NARROW = 10.0
+# Bytes that a CPU moves at its copies' share while it dequantizes a weight in plain PyTorch: 0.8 to 1.8 ns for nf4 and
+# 0.4 to 0.8 for int8 on the same core, whose share is 12 GB/s.
+DEQUANTIZED = {"nf4": 14.0, "int8": 7.0}
+ADDED = 6.0  # bytes per value where LoRA's part is added to the output, and its gradient to that of the input
+MUON_ITERATIONS = 5  # of its orthogonalization
+
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
 FUSED_ATTENTION_SHARE = 0.6
@@ -63,6 +74,7 @@ class Rate:
     bandwidth: float | None = None
     bandwidth_share: tuple[float, float, float] = BANDWIDTH_SHARE
     kernels: Mapping[str, ScoreSeconds] | None = None  # of the attention backend `triton`
+    operators: tuple[float, float, float] | None = None  # seconds of each, on a CPU
 
     def shared(self, ranks: int) -> "Rate":
         """The rate of each of so many processes on the cores of one CPU."""
@@ -90,6 +102,15 @@ class Work:
     update: float  # bytes of the optimizer
     launches: float = 0.0
     scores: TiledScores | None = None  # of the attention backend `triton`
+    # On a CPU: the operators called one after the other, and the FLOPs of the optimizer.
+    operators: float = 0.0
+    update_products: float = 0.0
+
+    def with_shard_of_update(self, shard: int) -> "Work":
+        """The work of one of so many devices that update the parameters together."""
+        return replace(
+            self, update=self.update / shard, update_products=self.update_products / shard
+        )
 
 
 def device_rate(
@@ -115,6 +136,7 @@ def device_rate(
             share=CHECKED_PRODUCTS,
             bandwidth=check.copy_gbs * 1e9 * cores * gain,
             bandwidth_share=CHECKED_COPIES,
+            operators=operator_seconds(check),
         )
     gflops_per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
     if gflops_per_core is None:
@@ -123,6 +145,7 @@ def device_rate(
     return Rate(
         peak=gflops_per_core * 1e9 * cores,
         share=(low, min(0.95, typical * gain), min(1.0, high * gain)),
+        operators=operator_seconds(None),
     )
 
 
@@ -205,6 +228,12 @@ def recompute(step: StepShape) -> Recompute:
     )
 
 
+def keeps_logits(step: StepShape) -> bool:
+    """Whether backward takes the logits of forward: all are one chunk, on a CPU of one tile of the vocabulary."""
+    one_tile = step.on_gpu or step.head_outputs <= CPU_TILE
+    return one_tile and step.score_chunk >= step.tokens_per_micro_batch
+
+
 def work_of(
     step: StepShape,
     *,
@@ -219,7 +248,7 @@ def work_of(
     """
     model = step.model
     recomputed = recomputed or recompute(step)
-    loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
+    loss = loss or ("kept" if keeps_logits(step) else "chunked")
     micro_batches = tokens / step.tokens_per_micro_batch
 
     # FLOPs per token.
@@ -238,6 +267,8 @@ def work_of(
             lambda layer: layer_traffic(traffic_step, layer) + score_traffic(traffic_step, layer)
         )
     )
+    if not step.on_gpu:
+        layer_bytes += ADDED * sum(sum(shape) for shape in _adapted_shapes(step))
     logit_bytes = 0.0
     if model.has_head:
         logit_bytes = LOSS[loss][int(traffic_step.compiled)] * step.head_outputs * step.loss_share
@@ -257,10 +288,35 @@ def work_of(
         between=between,
         update=update,
         launches=kernels * micro_batches if step.on_gpu else 0.0,
+        operators=0.0
+        if step.on_gpu
+        else operators_of_micro_batch(step, recomputed=recomputed.between) * micro_batches,
+        update_products=0.0 if step.on_gpu else _orthogonalization_flops(step),
         scores=_tiled_scores(step, attention_forwards, tokens)
         if step.attention == "triton"
         else None,
     )
+
+
+def _adapted_shapes(step: StepShape) -> list[tuple[int, int]]:
+    """Outputs and inputs of every adapted matrix."""
+    return [
+        (adapted.outputs, adapted.inputs)
+        for layer in step.model.layers
+        for adapted in layer.layer.matrices
+        if layer.adapter_rank(adapted.name)
+    ]
+
+
+def _orthogonalization_flops(step: StepShape) -> float:
+    """FLOPs of Muon's update: in each iteration two products of R x R with R x C, and one of R x R with itself."""
+    if step.optimizer != "muon":
+        return 0.0
+    total_flops = 0.0
+    for shape in step.model.layer_matrices:
+        rows, columns = sorted(shape)
+        total_flops += MUON_ITERATIONS * (4.0 * rows**2 * columns + 2.0 * rows**3)
+    return total_flops
 
 
 def _cast_bytes(step: StepShape) -> float:
@@ -279,6 +335,9 @@ def _dequantize_bytes(step: StepShape, recomputed: Recompute) -> float:
     if mode.quantize_kind == "none":
         return 0.0
     matrices = [matrix for layer in step.model.layers for matrix in layer.layer.matrices]
+    if not step.on_gpu:
+        moved_bytes = DEQUANTIZED[mode.quantize_kind] * sum(matrix.size for matrix in matrices)
+        return moved_bytes * (2 + recomputed.products)
     read_bytes = sum(
         storage_bytes((matrix.outputs, matrix.inputs), mode.quantize_kind, mode.double_quant)
         for matrix in matrices
@@ -294,7 +353,7 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> f
     weight_gradients = 2.0 * sum(
         model.by_layer(lambda layer: _values_met(layer.trained, layer.layer.expert_share))
     )
-    adapter = 2.0 * _values_met(model.adapter)
+    adapter = 2.0 * _adapter_values(step)
     head = 2.0 * step.head_outputs * step.config.hidden_size * step.loss_share
     head_passes = 2 + model.trains_head + chunked
     # The reference model: the layers and the head, without the adapters.
@@ -309,6 +368,18 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> f
         + adapter * (3 + recomputed.products)
         + head * head_passes
         + extra
+    )
+
+
+def _adapter_values(step: StepShape) -> float:
+    """Values of LoRA's matrices; on a CPU those of wide matrices whose products take as long."""
+    adapter = step.model.adapter
+    if step.on_gpu:
+        return _values_met(adapter)
+    return sum(
+        math.prod(shape) * (1 + NARROW / min(shape))
+        for shape in adapter.values()
+        if len(shape) == 2
     )
 
 
@@ -348,6 +419,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
         "matmul": seconds(work.products, rate.peak, rate.share),
         "attention": seconds(work.attention, rate.peak, rate.share),
     }
+    if rate.operators is not None and work.operators:
+        low, typical, high = (work.operators * each for each in rate.operators)
+        parts["operators"] = Estimate(value=typical, low=low, high=high, origin="table")
     if rate.bandwidth is None:
         return parts
     parts["attention"] = parts["attention"].scaled(1 / FUSED_ATTENTION_SHARE)
@@ -356,6 +430,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
         parts["attention"] = Estimate(value=typical, low=low, high=high, origin="table")
     parts["memory-bound"] = seconds(work.between, rate.bandwidth, rate.bandwidth_share)
     parts["optimizer"] = seconds(work.update, rate.bandwidth, rate.bandwidth_share)
+    if work.update_products:
+        products = seconds(work.update_products, rate.peak, rate.share)
+        parts["optimizer"] = total({"bytes": parts["optimizer"], "products": products})
 
     # Small kernels that finish before the host has launched the next ones leave the device idle.
     device_seconds = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
