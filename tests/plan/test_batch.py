@@ -173,3 +173,14 @@ def test_every_objective_says_how_many_epochs_it_takes():
     parts = get_args(get_args(Objective)[0])
     kinds = {kind for part in parts for kind in get_args(part.model_fields["kind"].annotation)}
     assert kinds == set(REPEATS)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "where", "keeps"),
+    [(4096, machine(), True), (4097, machine(), False), (4097, gpu_machine("H200"), True)],
+)
+def test_the_plan_says_which_logits_backward_keeps(vocabulary, where, keeps):
+    """A CPU computes those of 4,096 entries at a time, and again in backward."""
+    plan = planned(loaded(model={"vocab_size": vocabulary}), where)
+    (reason,) = (each.reason for each in plan.choices if each.key == "model.score_chunk")
+    assert ("kept for backward" in reason) == keeps

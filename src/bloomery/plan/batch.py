@@ -8,7 +8,9 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
+from bloomery.model.limits import CPU_TILE
 from bloomery.plan.choices import ASKED
+from bloomery.plan.estimate.speed import keeps_logits
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
@@ -160,7 +162,12 @@ def choose_micro_batching(
     one_chunk_step = replace(planned_step, score_chunk=tokens)
     memory = measure(one_chunk_step)
     if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        chunk = Choice(tokens, "all logits of a micro-batch fit, and are kept for backward")
+        reason = "all logits of a micro-batch fit, and are kept for backward"
+        if not keeps_logits(one_chunk_step):
+            reason = (
+                f"all tokens by {CPU_TILE:,} entries of the vocabulary, which a CPU's caches hold"
+            )
+        chunk = Choice(tokens, reason)
         planned_step = one_chunk_step
     else:
         reason = "all logits together would take too much memory; larger chunks are not faster"
