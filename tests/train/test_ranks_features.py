@@ -148,7 +148,8 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         ("text", {"train": {"activation_checkpointing": mode}}, 1e-5)
         for mode in ("full", "selective")
     ],
-    "train.compile": [("text", {"train": {"compile": True}}, 1e-5)],
+    # After 14 steps a single process is 3.1e-5 from the same one uncompiled: rounding, of a step with a high loss.
+    "train.compile": [("text", {"train": {"compile": True}}, 5e-5)],
     "optimizer adamw": [("text", {"config": WIDE}, 1e-5)],
     "optimizer muon": [
         ("text", {"config": WIDE, "optimizer": {"kind": "muon", "muon_learning_rate": 0.002}}, HALF)
@@ -301,6 +302,8 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
     from bloomery.model.io.parameters import full
     from bloomery.train import loop
 
+    # The process has compiled for other cases, and after eight graphs of a function PyTorch runs it uncompiled.
+    torch._dynamo.reset()
     plain = loop.train_step
 
     def first_step(own, *arguments, **named):
@@ -432,7 +435,7 @@ def test_ranks_train_as_one_does(
     assert losses(many).keys() == set(range(1, steps + 1))
     assert losses(many) == pytest.approx(losses(one), rel=0, abs=near)
     norms = [next(event["grad_norm"] for event in fields(run, "StepDone")) for run in (one, many)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4 if near == 1e-5 else 0.05)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4 if near < 1e-3 else 0.05)
     scored = [[event["loss"] for event in fields(run, "EvalDone")] for run in (one, many)]
     assert scored[1] == pytest.approx(scored[0], abs=near)
     near = 1e-5 if plan.train.precision == "float32" else 0.05
