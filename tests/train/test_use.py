@@ -277,9 +277,10 @@ def test_a_quantized_base_is_never_whole_in_memory(tmp_path):
 
 @pytest.mark.parametrize("verb", ["chat", "generate", "eval"])
 def test_devices_that_are_not_here_are_refused(base, verb):
-    prompt = ["--prompt", "x"] if verb == "generate" else ["--data", "x"] if verb == "eval" else []
+    prompts = {"generate": ["--prompt", "x"], "eval": ["--data", str(base / "config.json")]}
     for devices, said in (("0,1", "no such device: '0'"), ("cuda:7", "no such device: 'cuda:7'")):
-        done = CliRunner().invoke(cli, [verb, str(base), "-d", devices, *prompt])
+        words = [verb, str(base), "-d", devices, *prompts.get(verb, [])]
+        done = CliRunner().invoke(cli, words)
         assert isinstance(done.exception, UserError) or said in done.output
         assert said in (done.output + str(done.exception))
 
