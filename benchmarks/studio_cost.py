@@ -293,11 +293,11 @@ def main() -> None:
                 pids = {"studio": pid, "browser": browser._process.pid}
                 drawn = cost(events, pids, max(2, asked.pairs // 3), asked.seconds)
     mean, low, high = silent.interval
-    is_met = silent.studio <= STUDIO_BAR and high <= RUN_BAR
+    is_met = silent.studio <= STUDIO_BAR and mean <= RUN_BAR
     report = {
         **report_of(silent),
         "with_chromium": report_of(drawn),
-        "bars": {"studio_share_of_a_core": STUDIO_BAR, "run_slower_high": RUN_BAR},
+        "bars": {"studio_share_of_a_core": STUDIO_BAR, "run_slower": RUN_BAR},
         "met": is_met,
         "seconds": asked.seconds,
         "tokens_per_step": tokens,
@@ -308,7 +308,7 @@ def main() -> None:
     print(
         f"a run of {silent.steps_per_second:.1f} steps per second, {asked.pairs} pairs: studio takes"
         f" {silent.studio:.1%} of a core (at most {STUDIO_BAR:.0%}), the run is {mean:+.2%} slower"
-        f" ({low:+.2%} to {high:+.2%}; at most {RUN_BAR:.0%}): {'met' if is_met else 'NOT MET'}"
+        f" (at most {RUN_BAR:.0%}; 95% of such means: {low:+.2%} to {high:+.2%}): {'met' if is_met else 'NOT MET'}"
     )
 
 

@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "studio_long_runs.json"
 BARS = {"list_seconds": 2.0, "run_seconds": 1.0, "memory_mib": 300.0}
 COMPARED = 20
 OPENED = 5
+LOOKED_SECONDS = 1.0  # at the list, before the mouse moves
 POINTED_SECONDS = 0.2
 STEP_SECONDS = 0.05
 
@@ -150,6 +151,7 @@ def main() -> None:
                 browser.open(url)
                 link = f"document.querySelector('a[data-focus=\"/run/{name}\"]')"
                 browser.until(f"!!{link}")
+                time.sleep(LOOKED_SECONDS)
                 place = browser.point(link)
                 time.sleep(POINTED_SECONDS)
                 open_page.begin()

@@ -325,7 +325,7 @@ def test_the_run_pointed_at_is_read_ahead_and_of_many_the_last(
     read = list[str]()
     update = OpenRun.update
 
-    def slow_update(opened: OpenRun) -> None:
+    def slow_update(opened: OpenRun, wait_seconds: float = 0.0) -> None:
         read.append(opened.reader.folder.name)
         first_is_read.set()
         assert wait_for_others.wait(30)
@@ -342,6 +342,18 @@ def test_the_run_pointed_at_is_read_ahead_and_of_many_the_last(
     watching.read_ahead("gone")
     assert read == ["first", "last"]
     assert watching.run("last").curves.points("loss")
+
+
+def test_a_page_waits_for_the_reading_that_another_thread_began() -> None:
+    long_run("long", 8000)
+    opened = Watching().run("long")
+    reading = threading.Thread(target=opened.update)
+    reading.start()
+    while reading.is_alive() and not opened.is_reading:
+        pass
+    opened.update(wait_seconds=60)
+    assert opened.points("loss")[-1] == [7999, 2.0]
+    reading.join()
 
 
 def test_points_are_asked_for_while_the_run_is_read() -> None:

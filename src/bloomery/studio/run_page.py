@@ -34,7 +34,8 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
             ui.label(f"error: {error.problem}").classes("text-lg")
             ui.link("All runs", "/")
         return
-    reading = asyncio.create_task(asyncio.to_thread(opened.update))
+    # It may be read already, since somebody pointed at it.
+    reading = asyncio.create_task(asyncio.to_thread(opened.update, FIRST_SECONDS))
     await asyncio.wait({reading}, timeout=FIRST_SECONDS)
     with page(harmless(name), ""):
         view = RunView(opened, commands)

@@ -202,10 +202,10 @@ class OpenRun:
         with self.lock:
             return self.curves.points(name, first, last)
 
-    def update(self) -> None:
-        """Reads what is new since the last call; returns at once while another thread does."""
+    def update(self, wait_seconds: float = 0.0) -> None:
+        """Reads what is new since the last call; returns after `wait_seconds` while another thread does."""
         self.used = time.monotonic()
-        if not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(timeout=wait_seconds):
             return
         try:
             with self.lock:
