@@ -148,10 +148,8 @@ def _similar_folder(path: Path) -> Path | None:
     """The folder next to a path that does not exist whose name is most like it."""
     try:
         names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
-    except (
-        OSError,
-        ValueError,
-    ):  # no such folder, none that can be read, or no name of one: nothing is similar
+    # No such folder, none that can be read, or no name of one: nothing is similar.
+    except (OSError, ValueError):
         return None
     similar = closest(path.name, names)
     return path.with_name(similar[0]) if similar else None

@@ -86,15 +86,18 @@ def prefetch_links() -> str:
     """HTML for the head of any page: the browser loads ECharts, 1.1 MB, before the first page with a chart asks for it.
 
     A run would otherwise be drawn a third of a second later: a component of NiceGUI asks for a module, which asks for
-    ECharts.
+    ECharts. Empty where another version of NiceGUI keeps it elsewhere.
     """
-    key, folder = next(
-        (key, one.path) for key, one in esm_modules.items() if one.name == "nicegui-echart"
-    )
-    module = (folder / "index.js").read_text(encoding="utf-8")
-    names = ["index.js", *re.findall(r'"\./([\w-]+\.js)"', module)]
-    address = f"/_nicegui/{__version__}/esm/{key}"
-    return "".join(f'<link rel="prefetch" as="script" href="{address}/{name}">' for name in names)
+    links = ""
+    for key, module in esm_modules.items():
+        if module.name == "nicegui-echart":
+            text = (module.path / "index.js").read_text(encoding="utf-8")
+            names = ["index.js", *re.findall(r'"\./([\w-]+\.js)"', text)]
+            address = f"/_nicegui/{__version__}/esm/{key}"
+            links += "".join(
+                f'<link rel="prefetch" as="script" href="{address}/{name}">' for name in names
+            )
+    return links
 
 
 @dataclass(frozen=True)
