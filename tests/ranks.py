@@ -103,15 +103,17 @@ def _serve(pipe: Connection) -> None:
         with Path(folder, f"stack-{rank}").open("w") as stack:
             faulthandler.dump_traceback_later(seconds - 10, file=stack)
             try:
-                pipe.send(("done", function(*arguments)))
+                answer = ("done", function(*arguments))
             except BaseException:  # SystemExit too: the case is told, and the pool ends
-                pipe.send(("failed", traceback.format_exc()))
-                return
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                with contextlib.suppress(Exception):
-                    if dist.is_initialized():
-                        dist.destroy_process_group()
+                answer = ("failed", traceback.format_exc())
+            with contextlib.suppress(Exception):
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()
+        # Only now: the answer ends the folder, and a store whose folder goes while it closes waits for 30 minutes.
+        pipe.send(answer)
+        if answer[0] == "failed":
+            return
 
 
 def on_ranks(
