@@ -91,7 +91,9 @@ LATER = ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE
 TAKEN_OVER = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_")
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 ROOM = 8192  # bytes for the command line that the system shows, and for the variables
-SHARED = "BLOOMERY_TESTS_PRELOADED"  # the process that forks for all processes of the tests, as JSON
+SHARED = (
+    "BLOOMERY_TESTS_PRELOADED"  # the process that forks for all processes of the tests, as JSON
+)
 
 
 def early(environment: Any) -> dict[str, str]:

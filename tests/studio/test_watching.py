@@ -4,15 +4,20 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from studio_for_tests import make_run
 
 from bloomery.core.errors import UserError
+from bloomery.monitor import reader_processes
 from bloomery.monitor.events import (
     DeviceStats,
     Event,
@@ -20,19 +25,23 @@ from bloomery.monitor.events import (
     Phase,
     Resumed,
     RunEnded,
+    RunStarted,
     StepHealth,
     Tail,
     Warned,
     decode_json,
+    fast_decode,
     read_ends,
     read_events,
     to_json,
 )
+from bloomery.monitor.reader_processes import ReaderProcesses
 from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import summary_of
+from bloomery.runs.reader import RunReader
 from bloomery.studio.curves import RunCurves
-from bloomery.studio.watching import END_BYTES, OpenRun, Watching, fast_decode
+from bloomery.studio.watching import END_BYTES, OpenRun, Watching
 from runs_for_tests import made_up_run, step_done
 
 
@@ -144,6 +153,97 @@ def test_steps_that_are_read_together_are_the_steps_one_by_one(seed: int) -> Non
         for name, curve in curves.by_name.items():
             assert same_curves.by_name[name].steps == curve.steps
             assert same_curves.by_name[name].values.tobytes() == curve.values.tobytes()
+
+
+@pytest.fixture
+def processes(monkeypatch) -> Iterator[ReaderProcesses]:
+    monkeypatch.setattr(reader_processes, "PIECE_BYTES", 60_000)
+    readers = ReaderProcesses()
+    yield readers
+    readers.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_read_what_one_reads(seed: int, processes: ReaderProcesses) -> None:
+    """Damaged lines among them, and a part of a line at the end, which is read once it is complete."""
+    path = make_run("demo", events=events_of(seed)) / "events.jsonl"
+    lines = path.read_bytes().splitlines()
+    for place in random.Random(seed).sample(range(1, len(lines)), 5):
+        lines[place] = lines[place].replace(b"1", b"2", 1)
+    path.write_bytes(b"\n".join(lines)[:-20])
+    alone = OpenRun(path.parent, decode_json)
+    run = OpenRun(path.parent, decode_json, processes)
+    for end in (b"", lines[-1][-20:] + b"\n"):
+        with path.open("ab") as file:
+            file.write(end)
+        for opened in (alone, run):
+            opened.update()
+        assert (run.status, run.problem) == (alone.status, alone.problem)
+        assert run.summary == alone.summary
+        for count in ("read_lines", "unknown_lines"):
+            assert getattr(run.reader.tail, count) == getattr(alone.reader.tail, count)
+        assert alone.reader.tail.unknown_lines
+        for name, curve in alone.curves.by_name.items():
+            assert run.curves.by_name[name].steps == curve.steps
+            assert run.curves.by_name[name].values.tobytes() == curve.values.tobytes()
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderProcesses) -> None:
+    folder = make_run("demo", events=events_of(1))
+    alone = OpenRun(folder, decode_json)
+    alone.update()
+    num_groups = 0
+
+    def kill(_group: object) -> None:
+        nonlocal num_groups
+        num_groups += 1
+        if num_groups == 3 or moment == "before":
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):  # its parent has not waited for it yet
+                    if "bloomery.monitor.reader_processes" in child.cmdline():
+                        child.kill()
+
+    if moment == "before":
+        OpenRun(folder, decode_json, processes).update()
+        kill(None)
+    reader = RunReader(folder, keeps_curves=False, processes=processes)
+    assert reader.read(kill) == alone.status
+    assert reader.run.summary == alone.summary
+    assert reader.tail.read_lines == alone.reader.tail.read_lines
+
+
+def test_another_schema_is_refused_by_name_where_processes_read_it(
+    processes: ReaderProcesses,
+) -> None:
+    began = next(event for event in made_up_run() if isinstance(event, RunStarted))
+    other = replace(began, schema=99, version="9.9")
+    folder = make_run("demo", events=[*events_of(1), other, *events_of(2)])
+    run = OpenRun(folder, decode_json, processes)
+    run.update()
+    assert run.status == "unreadable"
+    assert run.problem == "Bloomery 9.9 wrote this run with another event schema"
+
+
+def test_reader_processes_end_with_the_one_that_asks() -> None:
+    folder = make_run("demo", events=events_of(1))
+    program = f"""
+import os, sys, psutil
+from pathlib import Path
+from bloomery.monitor import reader_processes
+from bloomery.monitor.events import Tail
+reader_processes.PIECE_BYTES = 60_000
+list(reader_processes.ReaderProcesses().groups(Tail(Path({str(folder / "events.jsonl")!r}))))
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split(), done.stderr
+    _, alive = psutil.wait_procs(
+        [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))],
+        timeout=20,
+    )
+    assert not alive
 
 
 def test_a_line_of_known_fields_and_a_wrong_type_is_still_refused() -> None:

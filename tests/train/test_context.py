@@ -205,7 +205,9 @@ def embedded_noise(plan_json: str) -> float:
     model.model.embedding_noise = 5.0
     tokens = torch.zeros(4, 64 // mesh.context, dtype=torch.int64)
     largest = float(model.model.embed(tokens, tokens).abs().max())
-    mesh.any_rank(False)  # a rank that left while the other still connects would end that connection
+    mesh.any_rank(
+        False
+    )  # a rank that left while the other still connects would end that connection
     return largest
 
 

@@ -124,7 +124,9 @@ def mib_given_back(plan_json: str) -> float:
     before = resident_gib()
     del freed
     given_back = 1024 * (before - resident_gib()) * bool(kept)
-    mesh.any_rank(False)  # a rank that left while the other still connects would end that connection
+    mesh.any_rank(
+        False
+    )  # a rank that left while the other still connects would end that connection
     return given_back
 
 

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self, TypeVar, final, get_args, get_origin
@@ -326,6 +327,7 @@ def to_json(event: Event) -> str:
 
 LONGEST_LINE = 2**20  # bytes; a longer line is no event
 CHUNK_BYTES = 2**20  # of a read
+_LOOK_BYTES = 2**16  # for the end of a line
 _STAMP = b', "crc32": "'
 _STAMP_BYTES = len(', "crc32": "00000000"}')
 # Fields and types of lines that were accepted: a million lines of a run have a few of them.
@@ -362,6 +364,22 @@ def _are_of_64_bits(values: Iterable[Any]) -> bool:
         elif kind is list and not _are_of_64_bits(value):
             return False
     return True
+
+
+def fast_decode() -> Decode:
+    """The JSON parser of orjson, where it is installed; what it refuses, Python's own decides."""
+    try:
+        import orjson
+    except ImportError:
+        return decode_json
+
+    def decode(line: bytes) -> Any:
+        try:
+            return orjson.loads(line)
+        except ValueError:
+            return decode_json(line)
+
+    return decode
 
 
 def is_whole(line: bytes) -> bool:
@@ -507,7 +525,7 @@ class Tail:
     def __init__(
         self, path: Path, start: int = 0, decode: Decode = decode_json, end: int | None = None
     ) -> None:
-        self._path = path
+        self.path = path
         self._end = end  # no byte after it is read
         self._position = start
         self.decode = decode
@@ -519,11 +537,42 @@ class Tail:
         for lines in self.chunks(is_complete=is_complete):
             yield from self.events_of(lines)
 
+    def pieces(self, most: int) -> list[tuple[int, int]]:
+        """Where whole lines that are not read yet begin and end in the file: of about `most` bytes each, together up to
+        the last newline. None where there are not enough for two."""
+        start = self._position - len(self._rest)
+        try:
+            file = open_regular(self.path)
+        except FileNotFoundError:
+            return []
+        try:
+            size = os.fstat(file).st_size
+            if size - start < 2 * most:
+                return []
+            # A line that goes on for longer than a look for its end stays in one piece.
+            borders = [start]
+            for place in range(start + most, size, most):
+                newline = os.pread(file, _LOOK_BYTES, place).find(b"\n")
+                if newline >= 0 and place + newline >= borders[-1]:
+                    borders.append(place + newline + 1)
+            last = max(borders[-1], size - _LOOK_BYTES)
+            newline = os.pread(file, size - last, last).rfind(b"\n")
+            if newline >= 0:
+                borders.append(last + newline + 1)
+        finally:
+            os.close(file)
+        return list(pairwise(borders))
+
+    def go_on_at(self, position: int) -> None:
+        """The lines before this byte, where one begins, have been read elsewhere."""
+        self._position = position
+        self._rest = b""
+
     def chunks(self, *, is_complete: bool = False) -> Iterator[list[bytes]]:
         """The new lines, those of CHUNK_BYTES at a time."""
         while True:
             try:
-                with os.fdopen(open_regular(self._path), "rb") as file:
+                with os.fdopen(open_regular(self.path), "rb") as file:
                     file.seek(self._position)
                     size = (
                         CHUNK_BYTES

@@ -17,7 +17,6 @@ from bloomery.monitor.events import (
     StepHealth,
     Tail,
     TaskDone,
-    from_entry,
     from_json,
     is_whole,
 )
@@ -28,6 +27,7 @@ _SKIPPED = 200  # steps without a loss that are there as events: more are not sh
 _STEP = b'{"event": "StepDone", '  # how the line of a step begins
 # Events that may be handled before the steps around them: no figure depends on their order.
 _BETWEEN_STEPS = (DeviceStats, Saved, StepHealth, TaskDone)
+_BETWEEN_STEP_LINES = tuple(b'{"event": "%s", ' % kind.__name__.encode() for kind in _BETWEEN_STEPS)
 _NAN = float("nan")
 
 
@@ -83,53 +83,69 @@ def _columns(
     )
 
 
-def _decoded(lines: Sequence[bytes], decode: Decode) -> StepColumns | None:
-    """The steps of these lines; None where one of them is not as this version writes it."""
-    if max(map(len, lines)) > LONGEST_LINE or not all(map(is_whole, lines)):
+@final
+@dataclass(frozen=True)
+class ParsedSteps:
+    """Lines of steps by field, with those that are needed as events, too: what another process hands over."""
+
+    columns: StepColumns  # without `newest` and `skipped`
+    newest: Sequence[bytes]
+    skipped: Sequence[bytes]
+
+    def with_events(self, decode: Decode) -> StepColumns:
+        """Raises ValueError where one of the lines is not as this version writes it."""
+        parsed = [
+            [from_json(line, decode) for line in lines] for lines in (self.newest, self.skipped)
+        ]
+        newest, skipped = [[e for e in events if isinstance(e, StepDone)] for events in parsed]
+        if len(newest) + len(skipped) < len(self.newest) + len(self.skipped):
+            raise ValueError("a line that is no step")
+        return replace(self.columns, newest=newest, skipped=skipped)
+
+
+def parse_steps(lines: Sequence[bytes], decode: Decode) -> ParsedSteps | None:
+    """The steps of these lines; None where they are few, or one of them is not as this version writes it."""
+    if len(lines) <= NEWEST or max(map(len, lines)) > LONGEST_LINE or not all(map(is_whole, lines)):
         return None
     try:
         # The other fields are freed line by line: to hold all of them would take most of the time.
-        rows = [_FIELDS_OF(decode(line)) for line in lines[:-NEWEST]]
-        newest_entries = [decode(line) for line in lines[-NEWEST:]]
-        rows += map(_FIELDS_OF, newest_entries)
+        rows = [_FIELDS_OF(decode(line)) for line in lines]
         columns = _columns(rows, newest=(), skipped=())
     except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
         return None
     skipped = [line for line, loss in zip(lines, columns.loss, strict=True) if isnan(loss)]
-    events = (
-        [from_entry(entry) for entry in newest_entries],
-        [from_json(line, decode) for line in skipped[-_SKIPPED:]],
-    )
-    newest, without_loss = [[e for e in some if isinstance(e, StepDone)] for some in events]
-    if len(newest) + len(without_loss) < sum(map(len, events)):
-        return None
-    return replace(columns, newest=newest, skipped=without_loss)
+    return ParsedSteps(columns, lines[-NEWEST:], skipped[-_SKIPPED:])
+
+
+def together(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Consecutive steps, and each other line by itself. Those that no figure depends on come before the steps."""
+    step_lines: list[bytes] = []
+    for line in lines:
+        if line.startswith(_STEP):
+            step_lines.append(line)
+            continue
+        if step_lines and not line.startswith(_BETWEEN_STEP_LINES):
+            yield step_lines
+            step_lines = []
+        yield [line]
+    if step_lines:
+        yield step_lines
 
 
 def read_groups(tail: Tail) -> Iterator[Event | StepColumns]:
     """What `tail` has not read yet. An event that no figure depends on may come before the steps around it."""
     for lines in tail.chunks():
-        step_lines: list[bytes] = []
-        for line in lines:
-            if line.startswith(_STEP):
-                step_lines.append(line)
-                continue
-            for event in tail.events_of([line]):
-                if step_lines and not isinstance(event, _BETWEEN_STEPS):
-                    yield from _steps_of(tail, step_lines)
-                    step_lines = []
-                yield event
-        if step_lines:
-            yield from _steps_of(tail, step_lines)
-
-
-def _steps_of(tail: Tail, lines: Sequence[bytes]) -> Iterator[Event | StepColumns]:
-    columns = _decoded(lines, tail.decode) if len(lines) > NEWEST else None
-    if columns is None:
-        yield from in_groups(tail.events_of(lines))
-    else:
-        tail.read_lines += len(lines)
-        yield columns
+        for some in together(lines):
+            parsed = parse_steps(some, tail.decode)
+            try:
+                columns = None if parsed is None else parsed.with_events(tail.decode)
+            except ValueError:
+                columns = None
+            if columns is None:
+                yield from in_groups(tail.events_of(some))
+            else:
+                tail.read_lines += len(some)
+                yield columns
 
 
 def in_groups(events: Iterable[Event]) -> Iterator[Event | StepColumns]:

@@ -9,6 +9,7 @@ from typing import final
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
+from bloomery.monitor.reader_processes import ReaderProcesses
 from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import RunFacts, RunSummary
@@ -27,12 +28,19 @@ class RunReader:
     """A run in its present state. `read` reads what is new."""
 
     def __init__(
-        self, folder: Path, decode: Decode = decode_json, *, keeps_curves: bool = True
+        self,
+        folder: Path,
+        decode: Decode = decode_json,
+        *,
+        keeps_curves: bool = True,
+        processes: ReaderProcesses | None = None,
     ) -> None:
+        """`processes` parse a long file."""
         self.folder = folder
         self.name = name_of(folder.absolute())  # as an argument of commands
         self.run = WatchedRun(keeps_curves=keeps_curves)
         self.tail = Tail(folder / "events.jsonl", decode=decode)
+        self._groups = read_groups if processes is None else processes.groups
         self.plan: RunPlan | None = None
         self._facts: RunFacts | None = None
 
@@ -48,7 +56,7 @@ class RunReader:
         """
         # The lock is asked before the events are read, so that the last events of a run are not missed.
         is_running = worked_on(self.folder)
-        for group in read_groups(self.tail):
+        for group in self._groups(self.tail):
             if isinstance(group, StepColumns):
                 self.run.add_steps(group)
             else:

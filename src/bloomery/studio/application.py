@@ -91,7 +91,8 @@ def serve_studio(
     """Answers requests until SIGINT or SIGTERM. `address`: of the page that is opened first. `for_notebook`: pages of
     this machine may have studio in a frame. Raises UserError where the address is taken by now."""
     listen(listener, host)
-    add_pages(Watching(), Commands())
+    watching = Watching()
+    add_pages(watching, Commands())
     application = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     ui.run_with(
         application,
@@ -115,6 +116,6 @@ def serve_studio(
         listener,
         f"{page}?token={token}",
         on_ready=on_ready,
-        on_stop=lambda: None,
+        on_stop=watching.processes.close,
         opened=f"{page}?token={guard.new_key()}" if show else None,
     )

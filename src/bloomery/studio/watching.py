@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import final
 from urllib.parse import quote
 
 from bloomery.core.errors import UserError, one_line, system_errors_worded
@@ -25,8 +25,10 @@ from bloomery.monitor.events import (
     Warned,
     as_shown,
     decode_json,
+    fast_decode,
     read_ends,
 )
+from bloomery.monitor.reader_processes import ReaderProcesses
 from bloomery.monitor.step_columns import StepColumns
 from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.monitor.words import incident_text, status_text
@@ -46,22 +48,6 @@ LOCKED_SECONDS = 0.03  # in which events are read before a page may look
 MFU = "MFU"  # a curve, in percent
 UNREAD = "reading"  # the status of a run before its events have been read once
 FIRST_SECONDS = 1.0  # that a page waits for a run to be read before it shows what there is
-
-
-def fast_decode() -> Decode:
-    """The JSON parser of orjson, which NiceGUI brings; what it refuses, Python's own decides."""
-    try:
-        import orjson
-    except ImportError:
-        return decode_json
-
-    def decode(line: bytes) -> Any:
-        try:
-            return orjson.loads(line)
-        except ValueError:
-            return decode_json(line)
-
-    return decode
 
 
 @dataclass(frozen=True)
@@ -171,8 +157,10 @@ def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:
 class OpenRun:
     """A run that pages show: read once, whatever their number. Hold `lock` to look at what has been read."""
 
-    def __init__(self, folder: Path, decode: Decode) -> None:
-        self.reader = RunReader(folder, decode, keeps_curves=False)
+    def __init__(
+        self, folder: Path, decode: Decode, processes: ReaderProcesses | None = None
+    ) -> None:
+        self.reader = RunReader(folder, decode, keeps_curves=False, processes=processes)
         self.curves = RunCurves()
         self.status = UNREAD
         self.problem = ""  # why its events cannot be read
@@ -265,6 +253,7 @@ class Watching:
     """Mutable: every run of `runs/`, as rows, and the runs that pages have opened."""
 
     decode: Decode = field(default_factory=fast_decode)
+    processes: ReaderProcesses = field(default_factory=ReaderProcesses)
     _rows: dict[Path, tuple[tuple[object, ...], RunRow]] = field(default_factory=dict)
     _open: dict[str, OpenRun] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -308,7 +297,7 @@ class Watching:
                 ]
                 if key == name or now - run.used < KEPT_SECONDS
             }
-            return self._open.setdefault(name, OpenRun(folder, self.decode))
+            return self._open.setdefault(name, OpenRun(folder, self.decode, self.processes))
 
     def read_ahead(self, name: str) -> None:
         """Reads a run that somebody points at, before it is opened. Of those that are pointed at meanwhile, the last
