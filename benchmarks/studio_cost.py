@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,8 +205,8 @@ def signal_to(processes: list[psutil.Process], signal_number: int) -> None:
             process.send_signal(signal_number)
 
 
-def with_children(pids: dict[str, int]) -> list[psutil.Process]:
-    roots = [psutil.Process(pid) for pid in pids.values()]
+def with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    roots = [psutil.Process(pid) for pid in pids]
     return [one for root in roots for one in (root, *root.children(recursive=True))]
 
 
@@ -226,7 +226,7 @@ def cost(events: Path, pids: dict[str, int], pairs: int, seconds: float) -> Cost
     shares: dict[str, list[float]] = {name: [] for name in pids}
 
     def halted() -> float:
-        processes = with_children(pids)
+        processes = with_children(pids.values())
         signal_to(processes, signal.SIGSTOP)
         try:
             return speed_in(events, seconds)

@@ -20,13 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from bloomery.core.units import MIB
 from bloomery.monitor.events import EvalDone, Event, EventLog, RunEnded, RunStarted, Saved, StepDone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from studio_cost import TOKEN, cpu_seconds, studio, write_result
+from studio_cost import TOKEN, cpu_seconds, studio, with_children, write_result
 
 from browser import Browser
 
@@ -119,7 +117,7 @@ class Studio:
         self.measured[f"{name}_seconds"].append(round(time.monotonic() - self.began, 2))
         cpu = cpu_seconds(self.pid) - self.cpu_began
         self.measured[f"{name}_cpu_seconds"].append(round(cpu, 2))
-        resident = psutil.Process(self.pid).memory_info().rss
+        resident = sum(one.memory_info().rss for one in with_children([self.pid]))
         self.measured["memory_mib"].append(round(resident / MIB))
 
 
