@@ -30,14 +30,18 @@ def test_points_by_tokens_and_hours_are_those_by_step_at_other_positions() -> No
     run.update()
     curves = run.curves
 
-    by_step = curves.points("loss")
+    by_step = curves.points("loss").tolist()
     assert [step for step, _ in by_step] == [*range(1, 10)]
-    assert curves.points_over("tokens", "loss") == [[1000 * step, loss] for step, loss in by_step]
-    hours = curves.points_over("hours", "loss")
+    assert curves.points_over("tokens", "loss").tolist() == [
+        [1000 * step, loss] for step, loss in by_step
+    ]
+    hours = curves.points_over("hours", "loss").tolist()
     assert hours[:8] == [[pytest.approx(0.1 * (step - 1)), step] for step in range(1, 9)]
     assert hours[8] == [pytest.approx(2.0), 90.0]  # the repeated steps took their time
     # A zoom is a part of it, in positions of the axis.
-    assert curves.points_over("tokens", "loss", 3500, 6000) == [[s * 1000, s] for s in (3, 4, 5, 6)]
+    assert curves.points_over("tokens", "loss", 3500, 6000).tolist() == [
+        [s * 1000, s] for s in (3, 4, 5, 6)
+    ]
 
 
 def table_of(user, title: int) -> dict[str, list[str]]:

@@ -78,6 +78,6 @@ def same_as_file(browser: Browser, folder: Path) -> None:
     for event in read_events(folder / "events.jsonl"):
         curves.add(event)
     for title, name in (("Loss", "loss"), ("Gradient norm", "gradient norm")):
-        points = curves.points(name)
+        points = curves.points(name).tolist()
         browser.until(f"{POINTS}({title!r}).length === {len(points)}")
         assert browser.value(f"{POINTS}({title!r})") == points

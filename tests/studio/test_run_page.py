@@ -161,7 +161,7 @@ def test_a_run_with_rewards_has_their_curves_and_completions() -> None:
         assert {"Reward", "Loss", "Rewards, without their weights", "Length of completions"} <= {
             *charts
         }
-        series = {line["name"]: [*line["data"]] for line in charts["Reward"]["series"]}
+        series = {line["name"]: line["data"].tolist() for line in charts["Reward"]["series"]}
         assert series == {"training": [[step, 0.5] for step in (1, 2, 3)], "validation": [[2, 0.6]]}
         both = [line["name"] for line in charts["Rewards, without their weights"]["series"]]
         assert both == ["length", "format"]
@@ -195,7 +195,7 @@ def test_a_preference_run_has_both_rewards_in_one_chart_and_evaluations_of_its_m
         await user.should_see("Rewards, mean per response", retries=50)
         charts = charts_by_title(user)
         assert [line["name"] for line in charts["Rewards"]["series"]] == ["chosen", "rejected"]
-        accuracy = {line["name"]: [*line["data"]] for line in charts["Accuracy"]["series"]}
+        accuracy = {line["name"]: line["data"].tolist() for line in charts["Accuracy"]["series"]}
         assert accuracy == {"training": [[1, 0.75], [2, 0.75]], "validation": [[2, 0.8]]}
 
     with_user(visit)
@@ -226,13 +226,13 @@ def test_mfu_is_the_speed_as_a_share_of_the_peak() -> None:
     run.reader._facts = RunFacts(flops_per_token=1e9, peak_flops=1e13)
     run.update()
     assert "MFU" in [chart.title for chart in charts_of(run)]
-    assert run.curves.points("MFU") == [[1, 50.0]]
-    assert run.curves.points_over("tokens", "MFU") == [[8192.0, 50.0]]
+    assert run.curves.points("MFU").tolist() == [[1, 50.0]]
+    assert run.curves.points_over("tokens", "MFU").tolist() == [[8192.0, 50.0]]
 
 
 def test_a_metric_that_is_named_as_a_chart_changes_no_other() -> None:
     make_run("demo", events=[step_done(1, metrics={"Memory": 7.0, "loss": 9.0})])
     run = opened("demo")
-    assert run.curves.points("memory") == [[1, 0.58]]
-    assert run.curves.points("loss") == [[1, 2.0]]
-    assert run.curves.points("Memory") == [[1, 7.0]]
+    assert run.curves.points("memory").tolist() == [[1, 0.58]]
+    assert run.curves.points("loss").tolist() == [[1, 2.0]]
+    assert run.curves.points("Memory").tolist() == [[1, 7.0]]

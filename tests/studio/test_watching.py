@@ -344,7 +344,8 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
         run.update()
         assert run.problem == ""
         assert dict(figures_of(run))["Step"]
-        json.dumps(snapshot_of(run, "hours").points, allow_nan=False)
+        points = snapshot_of(run, "hours").points
+        json.dumps({name: values.tolist() for name, values in points.items()}, allow_nan=False)
 
 
 def test_a_name_that_no_page_shows_is_taken_for_no_other_run() -> None:
@@ -380,20 +381,20 @@ def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:
     watching = Watching()
     opened = watching.run("demo")
     opened.update()
-    assert opened.curves.points("loss") == [[1, 2.0], [2, 2.0]]
+    assert opened.curves.points("loss").tolist() == [[1, 2.0], [2, 2.0]]
     with EventLog(folder / "events.jsonl") as log:
         log(step_done(3, loss=1.5))
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "StepDone", "step": 4, "lo')  # a half-written event
     opened.update()
-    assert opened.curves.points("loss")[-1] == [3, 1.5]
+    assert opened.curves.points("loss").tolist()[-1] == [3, 1.5]
     assert opened.reader.tail.read_lines == 3
     assert watching.run("demo") is opened
 
     shutil.rmtree(folder)
     opened.update()
     assert (opened.status, opened.problem) == ("deleted", "the run folder is gone")
-    assert opened.curves.points("loss")[-1] == [3, 1.5]
+    assert opened.curves.points("loss").tolist()[-1] == [3, 1.5]
 
 
 def test_a_run_that_is_deleted_while_the_list_is_made_hides_no_other(
@@ -441,7 +442,7 @@ def test_the_run_pointed_at_is_read_ahead_and_of_many_the_last(
     reading.join()
     watching.read_ahead("gone")
     assert read == ["first", "last"]
-    assert watching.run("last").curves.points("loss")
+    assert watching.run("last").curves.points("loss").tolist()
 
 
 def test_a_page_waits_for_the_reading_that_another_thread_began() -> None:
@@ -452,7 +453,7 @@ def test_a_page_waits_for_the_reading_that_another_thread_began() -> None:
     while reading.is_alive() and not opened.is_reading:
         pass
     opened.update(wait_seconds=60)
-    assert opened.points("loss")[-1] == [7999, 2.0]
+    assert opened.points("loss").tolist()[-1] == [7999, 2.0]
     reading.join()
 
 
@@ -463,8 +464,8 @@ def test_points_are_asked_for_while_the_run_is_read() -> None:
     reading = threading.Thread(target=opened.update)
     reading.start()
     while reading.is_alive():
-        opened.points("loss", 10, 6000)
-        opened.points("loss")
+        opened.points("loss", 10, 6000).tolist()
+        opened.points("loss").tolist()
     reading.join()
-    assert opened.points("loss")[-1] == [7999, 2.0]
+    assert opened.points("loss").tolist()[-1] == [7999, 2.0]
     assert (opened.status, opened.problem) == ("done", "")

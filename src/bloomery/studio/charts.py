@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, final
 
+import numpy as np
 from nicegui import __version__, ui
 from nicegui.dependencies import esm_modules
 from nicegui.events import GenericEventArguments
 
 from bloomery.monitor.events import Event, RunEnded, Saved, Warned
-from bloomery.studio.curves import Axis, Point
+from bloomery.studio.curves import NO_POINTS, Axis, Points
 
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
 DASHES = ("solid", "dashed", "dotted")
@@ -120,7 +121,7 @@ class ChartMark:
 class Curves(Protocol):
     """Points of a curve by its name, between two positions on the horizontal axis."""
 
-    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]: ...
+    def points(self, name: str, first: float = 0, last: float | None = None) -> Points: ...
 
 
 @final
@@ -145,8 +146,8 @@ class LineChart:
         self._labels = labels or {}
         self._has_legend = has_legend
         self._across = across
-        self._points: dict[str, list[Point]] = {name: [] for name in self.names}
-        self._extra: dict[str, list[Point]] = {}
+        self._points: dict[str, Points] = dict.fromkeys(self.names, NO_POINTS)
+        self._extra: dict[str, Points] = {}
         self._marks: tuple[ChartMark, ...] = ()
         self._is_new = True
         self._zoom: tuple[float, float] | None = None
@@ -178,7 +179,7 @@ class LineChart:
         self,
         curves: Curves,
         *,
-        extra: dict[str, list[Point]] | None = None,
+        extra: dict[str, Points] | None = None,
         marks: Sequence[ChartMark] = (),
     ) -> None:
         """Draws what has changed. `extra`: points that are drawn as dots, such as evaluations."""
@@ -188,7 +189,7 @@ class LineChart:
         shown_marks = tuple(marks)
         series = [*points.items(), *dots.items()]
         known = [*self._points.items(), *self._extra.items()]
-        tails: list[tuple[int, int, list[Point]]] = []
+        tails: list[tuple[int, int, list[list[float]]]] = []
         is_redrawn = self._is_new
         is_redrawn |= shown_marks != self._marks or [n for n, _ in series] != [n for n, _ in known]
         for index, ((_, new), (_, old)) in enumerate(zip(series, known, strict=False)):
@@ -197,7 +198,7 @@ class LineChart:
                 continue
             # Points in the middle have changed: the width of the buckets has doubled, or the run went back.
             is_redrawn = is_redrawn or same < len(old) - 3
-            tails.append((index, same, new[same:]))
+            tails.append((index, same, new[same:].tolist()))
         self._points = points
         self._extra = dots
         self._marks = shown_marks
@@ -212,21 +213,21 @@ class LineChart:
         elif tails:
             ui.run_javascript(f"studioTails({self.element.id}, {json.dumps(tails)})")
 
-    def _visible(self, curves: Curves, name: str) -> list[Point]:
+    def _visible(self, curves: Curves, name: str) -> Points:
         points = curves.points(name)
         if self._zoom is None:
             return points
         first, last = self._zoom
         detail = curves.points(name, first, last)
-        before = [point for point in points if point[0] < first]
-        return [*before, *detail, *(point for point in points if point[0] > last)]
+        steps = points[:, 0]
+        return np.concatenate([points[steps < first], detail, points[steps > last]])
 
     def _on_zoom(self, event: GenericEventArguments) -> None:
         arguments = event.args if isinstance(event.args, dict) else {}
         batch = arguments.get("batch") or [arguments]
         bounds = batch[0] if isinstance(batch[0], dict) else {}
         curves = self._curves
-        ends = [points[-1][0] for points in self._points.values() if points]
+        ends = [float(points[-1, 0]) for points in self._points.values() if len(points)]
         if curves is None or not ends:
             return
         end = max(ends)
@@ -242,7 +243,7 @@ class LineChart:
                 "name": self._labels.get(name, name),
                 "type": "line",
                 "showSymbol": False,
-                "data": tuple(points),  # NiceGUI would watch every point of a list
+                "data": points,
                 "lineStyle": {"width": 1.4, "type": dash_of(index)},
                 "itemStyle": {"color": color_of(index)},
                 "emphasis": {"disabled": True},
@@ -257,7 +258,7 @@ class LineChart:
                     "type": "line",
                     "showSymbol": True,
                     "symbolSize": 6,
-                    "data": tuple(points),  # NiceGUI would watch every point of a list
+                    "data": points,
                     "itemStyle": {"color": color_of(index + len(self._points))},
                 }
             )
@@ -366,14 +367,11 @@ def marks_of(incidents: Sequence[tuple[Event, str]]) -> list[ChartMark]:
     return [*reversed(checkpoints), *reversed(others)]
 
 
-def _common(old: list[Point], new: list[Point]) -> int:
+def _common(old: Points, new: Points) -> int:
     """How many first points are equal."""
-    if old == new[: len(old)]:
-        return len(old)
-    return next(
-        (index for index, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-        min(len(old), len(new)),
-    )
+    num_both = min(len(old), len(new))
+    differ = np.flatnonzero((old[:num_both] != new[:num_both]).any(axis=1))
+    return int(differ[0]) if len(differ) else num_both
 
 
 def _bound(value: object, percent: object, end: float, default: float) -> float:

@@ -20,7 +20,7 @@ from bloomery.monitor.words import format_joules, number_format_of, with_interva
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.curves import AXES, Axis, Point
+from bloomery.studio.curves import AXES, NO_POINTS, Axis, Points
 from bloomery.studio.frame import notify, page, show_command, update_every
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
@@ -120,11 +120,11 @@ class Snapshot:
     metrics: dict[str, str]
     scores_of_others: dict[str, dict[str, str]]  # that it was tested against, by their names
     charts: dict[str, tuple[str, str]]
-    points: dict[str, list[Point]]
-    evaluations: list[Point]
+    points: dict[str, Points]
+    evaluations: Points
 
 
-_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, {}, [])
+_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, {}, NO_POINTS)
 
 
 def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
@@ -165,9 +165,9 @@ class Overlay:
     curve: str
     axis: Axis
 
-    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+    def points(self, name: str, first: float = 0, last: float | None = None) -> Points:
         if not first and last is None:
-            return self.snapshots[name].points.get(self.curve, [])
+            return self.snapshots[name].points.get(self.curve, NO_POINTS)
         run = self.runs[name]
         with run.lock:
             return run.curves.points_over(self.axis, self.curve, first, last)
@@ -344,7 +344,7 @@ class CompareView:
         for title, (curve, unit) in charts.items():
             overlay = Overlay(self.runs, self._snapshots, curve, self.axis)
             self._chart(title, names, unit).show(overlay)
-            if title == "Loss" and any(evaluations.values()):
+            if title == "Loss" and any(map(len, evaluations.values())):
                 self._chart("Validation loss", (), "").show(overlay, extra=evaluations)
 
     def _chart(self, title: str, names: tuple[str, ...], unit: str) -> LineChart:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, Recovered, Resumed, StepDone
 from bloomery.monitor.step_columns import StepColumns
@@ -16,15 +17,32 @@ MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest va
 HIGHEST_STEP = 2**32 - 1
 HIGHEST_VALUE = 3e38  # of a float of 4 bytes
 NAN = float("nan")
-Point = list[float]  # step and value, as ECharts reads it
+DIGITS = 6  # of a value that is drawn
+Points = NDArray[np.float64]  # a row of step and value each: 16 bytes, a list of lists 140
 Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
+
+
+def points_of(steps: ArrayLike, values: ArrayLike) -> Points:
+    """With values of DIGITS significant digits, which are as exact as floats of 4 bytes, and shorter."""
+    exact = np.asarray(values, np.float64)
+    with np.errstate(divide="ignore"):  # the logarithm of 0
+        exponents = np.floor(np.log10(np.abs(exact)))
+    shift = np.clip(DIGITS - 1 - np.nan_to_num(exponents, neginf=0.0), -300, 300)
+    # A division by a whole power of ten gives the number that is nearest to the decimal one.
+    scale = 10.0 ** np.abs(shift)
+    up = np.rint(exact * scale) / scale
+    down = np.rint(exact / scale) * scale
+    return np.column_stack([np.asarray(steps, np.float64), np.where(shift >= 0, up, down)])
+
+
+NO_POINTS: Points = np.empty((0, 2))
 
 
 class _Extremes(NamedTuple):
     """`num_complete`: points before the last bucket. `last_bucket`: the index of its first value."""
 
-    points: list[Point]
+    points: Points
     num_complete: int = 0
     last_bucket: int = 0
 
@@ -37,7 +55,7 @@ class Curve:
     steps: "array[int]"
     values: "array[float]"
     # Points of the whole curve before its last bucket, with the width of the buckets and the index of the last.
-    _complete: list[Point] = field(default_factory=list)
+    _complete: Points = field(default_factory=lambda: NO_POINTS)
     _width: int = 0
     _last_bucket: int = 0
 
@@ -46,20 +64,21 @@ class Curve:
         del self.values[num_kept:]
         self._width = 0
 
-    def at(self, steps: Sequence[float]) -> list[float]:
+    def at(self, steps: ArrayLike) -> NDArray[np.float64]:
         """The values at these steps, interpolated between those that are known."""
         known_values = np.frombuffer(self.values, np.float32)
         known = ~np.isnan(known_values)
         known_steps = np.frombuffer(self.steps, np.uint32)[known]
-        values: list[float] = np.interp(steps, known_steps, known_values[known]).tolist()
-        return [float(f"{value:.6g}") for value in values]
+        values = np.interp(np.asarray(steps), known_steps, known_values[known])
+        at: NDArray[np.float64] = points_of(steps, values)[:, 1]
+        return at
 
     def step_of(self, value: float) -> int:
         """The last step whose value is at most this one, of values that never fall."""
         index = bisect_right(self.values, value)
         return self.steps[index - 1] if index else 0
 
-    def points(self, first: float = 0, last: float | None = None) -> list[Point]:
+    def points(self, first: float = 0, last: float | None = None) -> Points:
         """The lowest and the highest value of each bucket between two steps, in the order of their steps, and the last.
 
         The width of a bucket is the power of two with which at most MOST_BUCKETS hold all steps: new steps change the
@@ -68,7 +87,7 @@ class Curve:
         start = bisect_left(self.steps, first)
         end = len(self.steps) if last is None else bisect_right(self.steps, last)
         if start >= end:
-            return []
+            return NO_POINTS
         span = self.steps[end - 1] - self.steps[start] + 1
         width = 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
         if start or last is not None:
@@ -76,13 +95,14 @@ class Curve:
 
         if width != self._width:
             self._width = width
-            self._complete = []
+            self._complete = NO_POINTS
             self._last_bucket = 0
         begin = self._last_bucket
         extremes = self._extremes(begin, end, width)
-        self._complete += extremes.points[: extremes.num_complete]
+        points = np.concatenate([self._complete, extremes.points])
+        self._complete = points[: len(self._complete) + extremes.num_complete]
         self._last_bucket = begin + extremes.last_bucket
-        return [*self._complete, *extremes.points[extremes.num_complete :]]
+        return points
 
     def _extremes(self, start: int, end: int, width: int) -> _Extremes:
         """The lowest and the highest value of each bucket of `width` steps, and the last value, by step."""
@@ -95,7 +115,7 @@ class Curve:
             steps = steps[known]
             values = values[known]
         if not len(values):
-            return _Extremes([])
+            return _Extremes(NO_POINTS)
         # Each bucket begins where the number of the bucket changes.
         numbers = steps // np.uint32(width)
         begins = np.append(0, np.flatnonzero(numbers[1:] != numbers[:-1]) + 1)
@@ -106,10 +126,7 @@ class Curve:
             _, firsts = np.unique(numbers[equal], return_index=True)  # of each bucket
             chosen.append(equal[firsts])
         indices = np.unique(np.concatenate(chosen))
-        points = [
-            [step, float(f"{value:.6g}")]
-            for step, value in zip(steps[indices].tolist(), values[indices].tolist(), strict=True)
-        ]
+        points = points_of(steps[indices], values[indices])
         last_begin = int(begins[-1])
         last_bucket = last_begin if known is None else int(known[last_begin])
         return _Extremes(points, int(np.searchsorted(indices, last_begin)), last_bucket)
@@ -215,19 +232,17 @@ class RunCurves:
         if len(table.curves) > num_before:
             self.by_name |= table.curves
 
-    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+    def points(self, name: str, first: float = 0, last: float | None = None) -> Points:
         if name in self.scaled:
             other, factor = self.scaled[name]
-            return [
-                [step, float(f"{value * factor:.6g}")]
-                for step, value in self.points(other, first, last)
-            ]
+            points = self.points(other, first, last)
+            return points_of(points[:, 0], factor * points[:, 1])
         curve = self.by_name.get(name)
-        return [] if curve is None else curve.points(first, last)
+        return NO_POINTS if curve is None else curve.points(first, last)
 
     def points_over(
         self, axis: Axis, name: str, first: float = 0, last: float | None = None
-    ) -> list[Point]:
+    ) -> Points:
         """As `points`, with positions on this axis; `first` and `last` are such positions, too."""
         positions = self.by_name.get(axis)
         if positions is None:  # it is the step, or no step has been taken
@@ -235,10 +250,9 @@ class RunCurves:
         until = None if last is None else positions.step_of(last)
         return self.moved(axis, self.points(name, positions.step_of(first), until))
 
-    def moved(self, axis: Axis, points: list[Point]) -> list[Point]:
+    def moved(self, axis: Axis, points: Points) -> Points:
         """Points by step as points on this axis."""
         positions = self.by_name.get(axis)
-        if positions is None or not points:
+        if positions is None or not len(points):
             return points
-        across = positions.at([step for step, _ in points])
-        return [[x, value] for x, (_, value) in zip(across, points, strict=True)]
+        return np.column_stack([positions.at(points[:, 0]), points[:, 1]])

@@ -18,7 +18,7 @@ from bloomery.report.rewards import (
 )
 from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import Level
-from bloomery.studio.curves import Point
+from bloomery.studio.curves import NO_POINTS, Points, points_of
 from bloomery.studio.watching import MFU, OpenRun, planned_speed
 
 
@@ -143,12 +143,13 @@ def _charts_of_metrics(opened: OpenRun) -> Iterator[Chart]:
             yield Chart(title, {name: "training"}, METRIC_UNITS.get(name, ""), evaluated=name)
 
 
-def evaluations_of(opened: OpenRun, metric: str) -> list[Point]:
+def evaluations_of(opened: OpenRun, metric: str) -> Points:
     """The loss or a metric of the validation set, by step."""
     if metric == "loss" and opened.summary.scores_completions:
-        return []
+        return NO_POINTS
     values = (
         (step, event.loss if metric == "loss" else event.metrics.get(metric))
         for step, event in sorted(opened.summary.evaluations.items())
     )
-    return [[float(step), float(f"{value:.6g}")] for step, value in values if value is not None]
+    known = [(step, value) for step, value in values if value is not None]
+    return points_of(*zip(*known, strict=True)) if known else NO_POINTS

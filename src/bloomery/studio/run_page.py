@@ -13,6 +13,7 @@ from bloomery.core.text import harmless
 from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import ChartMark, LineChart, marks_of
 from bloomery.studio.commands import Commands
+from bloomery.studio.curves import NO_POINTS
 from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
@@ -223,9 +224,11 @@ class RunView:
                 drawn.move(
                     place
                 )  # the first values of a curve may come after those of later charts
-            evaluations = evaluations_of(self.opened, chart.evaluated) if chart.evaluated else []
+            evaluations = (
+                evaluations_of(self.opened, chart.evaluated) if chart.evaluated else NO_POINTS
+            )
             drawn.show(
                 self.opened,
-                extra={"validation": evaluations} if evaluations else None,
+                extra={"validation": evaluations} if len(evaluations) else None,
                 marks=marks,
             )

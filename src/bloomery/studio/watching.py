@@ -36,7 +36,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import all_runs, is_run, worked_on
 from bloomery.runs.reader import LIVE, RunReader, status_of
-from bloomery.studio.curves import Point, RunCurves
+from bloomery.studio.curves import Points, RunCurves
 
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
@@ -185,7 +185,7 @@ class OpenRun:
     def is_reading(self) -> bool:
         return self._reading.locked()
 
-    def points(self, name: str, first: float = 0, last: float | None = None) -> list[Point]:
+    def points(self, name: str, first: float = 0, last: float | None = None) -> Points:
         """Of a curve, also while its values are read."""
         with self.lock:
             return self.curves.points(name, first, last)
