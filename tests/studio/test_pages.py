@@ -87,6 +87,21 @@ def test_a_run_that_does_not_exist_is_an_answer() -> None:
     with_user(visit)
 
 
+def test_an_address_without_a_page_has_the_way_back() -> None:
+    async def visit(user) -> None:
+        from nicegui import __version__
+
+        answer = await user.http_client.get("/runs/demo")
+        assert answer.status_code == 404
+        assert "error: no page /runs/demo" in answer.text
+        assert "All runs" in answer.text
+        script = await user.http_client.get(f"/_nicegui/{__version__}/components/absent")
+        assert script.status_code == 404
+        assert "<html" not in script.text
+
+    with_user(visit)
+
+
 def test_an_empty_folder_has_an_empty_list_and_a_demo_to_start() -> None:
     commands = RecordedCommands()
 

@@ -5,16 +5,20 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.middleware.gzip import GZipMiddleware
-from nicegui import app, ui
+from nicegui import Client, app, ui
+from starlette.exceptions import HTTPException
 
+from bloomery.core.text import harmless
 from bloomery.serve.address import url_of
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import answer, hosts_of, listen, uvicorn_config
 from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
+from bloomery.studio.frame import page
 from bloomery.studio.guard import Guard
 from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.model_server import ModelServers
@@ -74,8 +78,20 @@ def add_pages(watching: Watching, commands: Commands) -> None:
         ("/chat", chat),
     ):
         ui.page(address, response_timeout=PAGE_SECONDS)(build)
+    app.exception_handler(404)(_not_found)
     app.add_route("/serve/{path:path}", servers.forward, methods=["GET", "POST"])
     app.on_shutdown(servers.close)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """A page for an address that is none; what is no page, such as a script, is answered without one."""
+    endpoint = request.scope.get("endpoint")
+    if endpoint not in (None, app) and isinstance(error, HTTPException):
+        return await http_exception_handler(request, error)
+    with Client(ui.page(""), request=request) as client, page("No such page", ""):
+        ui.label(f"error: no page {harmless(request.url.path)[:80]}").classes("text-lg break-all")
+        ui.link("All runs", "/")
+    return client.build_response(request, 404)
 
 
 def serve_studio(
@@ -110,12 +126,12 @@ def serve_studio(
     url = url_of(host, port)
     guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
-    page = f"{url.rstrip('/')}{address}"
+    first_page = f"{url.rstrip('/')}{address}"
     answer(
         config,
         listener,
-        f"{page}?token={token}",
+        f"{first_page}?token={token}",
         on_ready=on_ready,
         on_stop=watching.processes.close,
-        opened=f"{page}?token={guard.new_key()}" if show else None,
+        opened=f"{first_page}?token={guard.new_key()}" if show else None,
     )
