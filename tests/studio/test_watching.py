@@ -213,6 +213,15 @@ def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderPro
     assert reader.tail.read_lines == alone.reader.tail.read_lines
 
 
+def test_a_reading_ends_where_the_processes_are_closed(processes: ReaderProcesses) -> None:
+    folder = make_run("demo", events=events_of(1))
+    alone = OpenRun(folder, decode_json)
+    alone.update()
+    reader = RunReader(folder, keeps_curves=False, processes=processes)
+    reader.read(lambda _: processes.close())
+    assert 0 < reader.tail.read_lines < alone.reader.tail.read_lines
+
+
 def test_another_schema_is_refused_by_name_where_processes_read_it(
     processes: ReaderProcesses,
 ) -> None:

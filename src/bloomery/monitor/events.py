@@ -327,7 +327,7 @@ def to_json(event: Event) -> str:
 
 LONGEST_LINE = 2**20  # bytes; a longer line is no event
 CHUNK_BYTES = 2**20  # of a read
-_LOOK_BYTES = 2**16  # for the end of a line
+_LOOK_BYTES = 2**14  # for the end of a line
 _STAMP = b', "crc32": "'
 _STAMP_BYTES = len(', "crc32": "00000000"}')
 # Fields and types of lines that were accepted: a million lines of a run have a few of them.

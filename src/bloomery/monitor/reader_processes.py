@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, final
@@ -49,27 +49,38 @@ class ReaderProcesses:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="event-reader")
         self._of_thread = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
+        self._is_closed = False
 
     def groups(self, tail: Tail) -> Iterator[Event | StepColumns]:
-        """As `read_groups`."""
-        pieces = deque(tail.pieces(PIECE_BYTES))
+        """As `read_groups`. The first time that a file is read; from then on little is new, and read here. After
+        `close` the rest of a file stays unread."""
+        pieces = deque(() if tail.read_lines else tail.pieces(PIECE_BYTES))
         answers: deque[tuple[int, int, Future[list[Part] | None]]] = deque()
         while pieces or answers:
             while pieces and len(answers) < self._waiting:
+                if self._is_closed:
+                    return
                 start, end = pieces.popleft()
-                answers.append(
-                    (start, end, self._threads.submit(self._parse, tail.path, start, end))
-                )
+                answer = self._threads.submit(self._parse, tail.path, start, end)
+                answers.append((start, end, answer))
             start, end, answer = answers.popleft()
-            yield from _groups_of(answer.result(), start, end, tail)
+            try:
+                parts = answer.result()
+            except CancelledError:
+                return
+            yield from _groups_of(parts, start, end, tail)
         yield from read_groups(tail)
 
     def close(self) -> None:
         """Ends the processes."""
-        self._threads.shutdown(cancel_futures=True)
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
-            process.kill()
-            process.communicate()
+            process.kill()  # a thread that waits for its answer goes on
+        self._threads.shutdown()
+        for process in self._all:
+            with process:
+                process.kill()
 
     def _parse(self, path: Path, start: int, end: int) -> list[Part] | None:
         """What a process has read; None where it could not, or is gone."""
