@@ -123,6 +123,9 @@ def drawn(seed: int) -> dict[str, Any]:
         recipe["train"]["neftune_alpha"] = 5.0
     if dice.random() < 0.3:
         recipe["eval"]["early_stopping_patience"] = 3
+    # `eval` scores whole pairs, training packed ones: in bfloat16 that alone is 1e-3 of the loss.
+    if kind == "reward":
+        recipe["train"]["precision"] = "float32"
     return recipe
 
 
@@ -199,7 +202,7 @@ def check(recipe: dict[str, Any], folder: Path) -> str:
     if kind in ("pretrain", "sft", "reward"):  # of other pairs `eval` measures the chosen responses
         text = bloomery("eval", "run", "--json", folder=folder)
         measured = json.loads(text[text.index("{") : text.rindex("}") + 1])["loss"]
-        assert measured == pytest.approx(lowest, rel=1e-4 if kind != "reward" else 1e-3)
+        assert measured == pytest.approx(lowest, rel=1e-4 if kind != "reward" else 1e-5)
     every = f"save {recipe['checkpoint']['every']}, eval {recipe['eval']['every']}"
     evaluated = "-" if measured is None else f"{measured:.4f}"
     return (
