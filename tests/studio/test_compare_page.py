@@ -8,6 +8,7 @@ from studio_for_tests import RecordedCommands, make_run, opened_list, until, wit
 
 from bloomery.monitor.events import Resumed, RunEnded, TaskDone
 from bloomery.runs.folder import RunFolder, locked
+from bloomery.studio import compare_page
 from bloomery.studio.compare_page import address_of_comparison
 from bloomery.studio.watching import Watching
 from runs_for_tests import made_up_run, step_done
@@ -126,6 +127,31 @@ def test_a_run_that_disappears_and_a_recipe_of_another_version_are_told() -> Non
         await user.should_see("two: the run folder is gone", retries=60)
         await until(lambda: table_of(user, 1))
         assert "cannot be read: " in table_of(user, 1)["recipe.yaml"][0]
+
+    with_user(visit)
+
+
+def test_many_runs_are_drawn_when_twice_as_many_are_read_and_at_the_end(monkeypatch) -> None:
+    names = [f"run-{number}" for number in range(1, 7)]
+    for name in names:
+        make_run(name)
+    drawn = list[list[str]]()
+
+    def draw_charts(view) -> None:
+        drawn.append([name for name in names if view._snapshots[name].charts])
+
+    async def read(view) -> None:
+        for run in view.runs.values():
+            run.update()
+            view._draw()
+
+    monkeypatch.setattr(compare_page.CompareView, "_draw_charts", draw_charts)
+    monkeypatch.setattr(compare_page.CompareView, "_read", read)
+
+    async def visit(user) -> None:
+        await user.open(f"/compare?runs={'%2F'.join(names)}")
+        await until(lambda: len(drawn) >= 4)
+        assert drawn == [names[:1], names[:2], names[:4], names]
 
     with_user(visit)
 
