@@ -3,14 +3,17 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from fcntl import LOCK_EX, flock
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from bloomery.cli import common
 from bloomery.cli.common import text_flags
 from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
@@ -22,6 +25,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded, RunStarted, StepDone
 from bloomery.recipe.schema import TrainTokenizer
+from bloomery.runs import evaluate
 
 TEXT = "def add(a, b):\n    return a + b  # naïve\n" * 30
 
@@ -110,6 +114,22 @@ def test_eval_for_people(model, tmp_path):
         "tokens",
         "bytes",
     ]
+
+
+def test_a_log_of_eval_has_lines_of_its_progress(model, tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("hello there")
+    monkeypatch.setattr(common, "SILENT_SECONDS", 0.02)
+    score = evaluate.score_documents
+
+    def slowly(*arguments, **settings):
+        yield from score(*arguments, **settings)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(evaluate, "score_documents", slowly)
+    words = [str(model), "--data", str(tmp_path / "t.txt")]
+    result = CliRunner().invoke(eval_command, words, catch_exceptions=False)
+    found = re.search(r"^progress   eval: ([0-9]+) of ([0-9]+) tokens$", result.stderr, re.M)
+    assert found is not None and found[1] == found[2]
 
 
 def test_a_model_that_is_no_run_needs_a_text(model):

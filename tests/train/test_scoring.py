@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from bloomery.core.progress import told_to
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation import scoring
@@ -61,7 +62,7 @@ def test_documents_of_many_lengths_keep_their_order_and_do_not_touch(decoder):
     documents = [
         torch.randint(0, 37, (n,), generator=generator).tolist() for n in (3, 40, 1, 9, 0, 8, 2)
     ]
-    together = list(score_documents(decoder, iter(documents)))
+    together = list(score_documents(decoder, documents))
     assert [len(nats) for nats in together] == [2, 39, 0, 8, 0, 7, 1]
     for tokens, nats in zip(documents, together, strict=True):
         (alone,) = score_documents(decoder, [tokens])
@@ -72,8 +73,16 @@ def test_groups_do_not_matter(decoder, monkeypatch):
     documents = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]] * 5
     whole = list(score_documents(decoder, documents))
     monkeypatch.setattr(scoring, "_TOKENS_A_GROUP", 12)
-    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD", 9)
+    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD_OF_CPU", 9)
     np.testing.assert_allclose(list(score_documents(decoder, documents)), whole, atol=1e-5)
+
+
+def test_whoever_waits_is_told_how_many_tokens_are_scored(decoder, monkeypatch):
+    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD_OF_CPU", 9)
+    told = []
+    with told_to(told.append):
+        list(score_documents(decoder, [[1, 2, 3, 4], [5], [6, 7, 8, 9, 10, 11, 12]]))
+    assert told == ["6 of 9 tokens", "9 of 9 tokens"]
 
 
 @pytest.mark.parametrize("context", [2, 3, 8, 9])

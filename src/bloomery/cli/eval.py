@@ -15,6 +15,7 @@ from bloomery.cli.common import (
     json_option,
     loading,
     print_json,
+    progress_line,
     quantize_option,
     step_option,
     text_flags,
@@ -129,7 +130,7 @@ def command(
     # Loss on text, or a reward model on pairs.
     from bloomery.api import evaluate
 
-    with text_flags():
+    with text_flags(), progress_line("eval"):
         result = evaluate(
             model,
             None if data is None else data_path(data),
@@ -226,7 +227,7 @@ def _evaluate_task(
 
     from bloomery.api import compare, evaluate_harness, evaluate_task
 
-    with text_flags():
+    with text_flags(), progress_line("eval"):
         if lm_eval is not None:
             del options["bos"], options["template"]
             tasks = [name.strip() for name in lm_eval.split(",") if name.strip()]

@@ -333,7 +333,7 @@ def evaluate_texts(
 ) -> TextScores:
     """The mean over all scored tokens of all documents."""
     texts = list(texts)
-    scores = score_documents(decoder, (text.tokens for text in texts), context=context)
+    scores = score_documents(decoder, [text.tokens for text in texts], context=context)
     nats = 0.0
     tokens = 0
     size = 0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.data.chat.render import Renderer, as_turn
 from bloomery.data.order import mix
@@ -125,6 +126,7 @@ def complete(
             decoder.step = CompiledStep(decoder)
         except Uncompiled:
             decoder.step = None  # PyTorch decodes, too
+    completions = counted(len(prompts), "completions")
     with eval_mode(decoder), torch.no_grad():
         return draw_completions(
             decoder,
@@ -133,6 +135,7 @@ def complete(
             settings_of(plan, stop_ids).sampling,
             uniforms,
             slots=ROLLOUT_SLOTS,
+            on_step=lambda num_done: progress(f"{num_done:,} of {completions}"),
         )
 
 

@@ -58,7 +58,7 @@ def by_hand(decoder, context, continuation):
 
 def test_likelihoods_equal_one_forward_each(loaded, monkeypatch):
     decoder, _ = loaded
-    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD", 40)
+    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD_OF_CPU", 40)
     monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 1000)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 300, (90,), generator=random).tolist()

@@ -159,7 +159,7 @@ def _score_texts(
     refuse_unknown_ids(
         (token for text in texts for token in text.tokens), decoder.config.vocab_size
     )
-    scores = score_documents(decoder, (text.tokens for text in texts))
+    scores = score_documents(decoder, [text.tokens for text in texts])
     masks = [slice(None) if text.loss_mask is None else text.loss_mask[1:] for text in texts]
     nats = np.array(
         [float(n[mask].sum(dtype=np.float64)) for n, mask in zip(scores, masks, strict=True)]

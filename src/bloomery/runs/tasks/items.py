@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.core.sandbox.programs import program_of, run_program
 from bloomery.core.text import closest
 from bloomery.core.units import counted
@@ -470,6 +471,7 @@ def complete(
     )
     opened = dict[Text, _Open]()
     texts = [""] * len(requests)
+    num_done = 0
     with eval_mode(decoder):
         while order or batch.texts:
             while order and not batch.full:
@@ -492,6 +494,8 @@ def complete(
                     batch.remove(drawn.text)
                 if drawn.ended is not None or completion.stops.stopped:
                     texts[completion.number] = opened.pop(drawn.text).text
+                    num_done += 1
+                    progress(f"{num_done:,} of {counted(len(requests), 'completions')}")
     return texts
 
 
@@ -567,6 +571,7 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
     outputs = []
     passed = []
     for number, item in enumerate(items):
+        progress(f"the programs of {number:,} of {counted(len(items), 'functions')} have run")
         programs = completions[number * samples : (number + 1) * samples]
         results = [passes(item, text, chat=settings.chat) for text in programs]
         passed.append(sum(failure is None for failure in results))

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
@@ -107,11 +108,17 @@ def evaluate(
     count = 0
     loss_tokens = 0
     text_bytes = 0
+    num_done = 0
+    num_sequences = min(limit or loader.sequences, loader.sequences)
     metric_sums: dict[str, Tensor] = {}
     batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch_size, limit=limit)
     with eval_mode(model):
         for batch in complete_batches(model, batches, objective):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
+            num_done = min(
+                num_done + len(batch.tokens), num_sequences
+            )  # the last batch is filled up
+            progress(f"{num_done:,} of {counted(num_sequences, 'sequences')}")
             total += float(parts.total)
             count += round(float(parts.count))
             metric_sums = added(metric_sums, parts.metrics)

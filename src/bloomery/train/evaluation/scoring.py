@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
+from bloomery.core.units import counted
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import LabelScores, Values, capped
 from bloomery.model.norms import widened
@@ -15,6 +17,9 @@ from bloomery.train.forward import eval_mode
 from bloomery.train.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192
+_TOKENS_A_FORWARD_OF_CPU = (
+    2048  # nearly as fast, and a large model says within seconds how far it is
+)
 _TOKENS_A_GROUP = 65_536  # sorted together, so that windows of one length share a forward
 _LOGITS_AT_ONCE = 2**24  # elements: 64 MiB in float32
 
@@ -47,13 +52,16 @@ def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
 
 
 def score_documents(
-    decoder: Decoder, documents: Iterable[Sequence[int]], *, context: int | None = None
+    decoder: Decoder, documents: Sequence[Sequence[int]], *, context: int | None = None
 ) -> Iterator[np.ndarray]:
     """For each document, float32 [len - 1]: the loss of each token but the first, in nats.
 
     `context` (default: `max_positions`) limits the attention span. Memory is bounded by the longest document.
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
+    num_tokens = sum(max(len(tokens) - 1, 0) for tokens in documents)
+    num_done = 0
+    most_tokens = _tokens_a_forward(next(decoder.parameters()).device)
     for group in _groups(documents):
         losses = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
         pieces = list[Window]()
@@ -65,11 +73,17 @@ def score_documents(
         position = 0
         while position < len(pieces):
             width = pieces[position].end - pieces[position].start
-            batch = pieces[position : position + max(_TOKENS_A_FORWARD // width, 1)]
+            batch = pieces[position : position + max(most_tokens // width, 1)]
             position += len(batch)
             for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
                 losses[piece.document][piece.scored - 1 : piece.end - 1] = scores
+                num_done += len(scores)
+            progress(f"{num_done:,} of {num_tokens:,} tokens")
         yield from losses
+
+
+def _tokens_a_forward(device: torch.device) -> int:
+    return _TOKENS_A_FORWARD_OF_CPU if device.type == "cpu" else _TOKENS_A_FORWARD
 
 
 def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
@@ -169,12 +183,13 @@ def score_continuations(
     inputs = sorted(pairs_by_input, key=len, reverse=True)
     device = next(decoder.parameters()).device
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    most_tokens = _tokens_a_forward(device)
     likelihoods = [Likelihood(0.0, False)] * len(pairs)
     position = 0
     with eval_mode(decoder):
         while position < len(inputs):
             width = len(inputs[position])
-            batch = inputs[position : position + max(_TOKENS_A_FORWARD // width, 1)]
+            batch = inputs[position : position + max(most_tokens // width, 1)]
             position += len(batch)
             tokens_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in batch])
 
@@ -199,6 +214,7 @@ def score_continuations(
             for pair, scores_2C in zip(batch_pairs, pair_scores, strict=True):
                 logprob = float(scores_2C[0].double().sum())
                 likelihoods[pair] = Likelihood(logprob, greedy=bool(scores_2C[1].all()))
+            progress(f"{position:,} of {counted(len(inputs), 'inputs')}")
     return likelihoods
 
 
@@ -239,13 +255,15 @@ def forward_batches(lengths: Sequence[int], tokens_per_forward: int) -> list[lis
 def values_of(
     decoder: Decoder,
     texts: Sequence[Sequence[int]],
-    tokens_per_forward: int = _TOKENS_A_FORWARD,
+    tokens_per_forward: int | None = None,
 ) -> Tensor:
     """float32 [texts], on the host: the value at the last token of each."""
     values = torch.zeros(len(texts))
+    num_done = 0
     device = next(decoder.parameters()).device
     with eval_mode(decoder):
-        for numbers in forward_batches([len(text) for text in texts], tokens_per_forward):
+        most_tokens = tokens_per_forward or _tokens_a_forward(device)
+        for numbers in forward_batches([len(text) for text in texts], most_tokens):
             length = len(texts[numbers[0]])
             tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
             for row, number in enumerate(numbers):
@@ -255,4 +273,6 @@ def values_of(
             values_BT: Tensor = decoder(tokens_BT.to(device), head=Values()).head
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
             values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
+            num_done += len(numbers)
+            progress(f"{num_done:,} of {counted(len(texts), 'responses')}")
     return values
