@@ -258,7 +258,8 @@ class Watching:
     _open: dict[str, OpenRun] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reading_ahead: threading.Lock = field(default_factory=threading.Lock)
-    _pointed_at: str | None = None  # the newest run to read ahead
+    # The newest run to read ahead.
+    _pointed_at: deque[str] = field(default_factory=lambda: deque(maxlen=1))
 
     def rows(self) -> list[RunRow]:
         """The newest run first. A run whose files have not changed is not read again."""
@@ -303,16 +304,14 @@ class Watching:
         """Reads a run that somebody points at, before it is opened. Of those that are pointed at meanwhile, the last
         one is the next: a pointer that passes over a list does not read all of it.
         """
-        self._pointed_at = name
-        if not self._reading_ahead.acquire(blocking=False):
-            return
-        try:
-            while (next_name := self._pointed_at) is not None:
-                self._pointed_at = None
-                with suppress(UserError):  # the run is gone
-                    self.run(next_name).update()
-        finally:
-            self._reading_ahead.release()
+        self._pointed_at.append(name)
+        while self._pointed_at and self._reading_ahead.acquire(blocking=False):
+            try:
+                # The run is gone, or another thread has come first.
+                with suppress(UserError, IndexError):
+                    self.run(self._pointed_at.pop()).update()
+            finally:
+                self._reading_ahead.release()
 
 
 def _state_of(folder: Path) -> tuple[object, ...]:
