@@ -165,6 +165,9 @@ CALLED = {
     "?unlink": (4, 16),
     "?mkdir": (2, 5),
 }
+# By kind of run: what it never calls. The package of safetensors renames what it has written; ranks write their own files.
+NEVER_CALLED = {"pipeline": ("?renameat",)}
+MISSES = 20  # in a row: a fault that strikes no run of so many does not occur
 PROCESSES = ("launcher", "launcher while saving", "worker", "worker while saving")
 EFFECTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
 Struck = list[tuple[str, str]]  # the kind of run, and what struck it
@@ -183,9 +186,10 @@ def struck(request: pytest.FixtureRequest) -> Iterator[Struck]:
         print("", *lines, sep="\n")
 
 
-def planned_faults(draw: random.Random) -> list[str]:
+def planned_faults(kind: str, draw: random.Random) -> list[str]:
     """Ten: a SIGKILL of each process, and six different system calls with their effects; in any order."""
-    calls = draw.sample([f"{call}:{effect}" for call in CALLED for effect in EFFECTS], 6)
+    called = [call for call in CALLED if call not in NEVER_CALLED.get(kind, ())]
+    calls = draw.sample([f"{call}:{effect}" for call in called for effect in EFFECTS], 6)
     return draw.sample([*PROCESSES, *calls], 10)
 
 
@@ -240,8 +244,11 @@ def test_fifty_faults_of_each_kind_of_run_leave_no_trace(
         pytest.skip(why)
     draw = random.Random(f"{kind} {chain}")
     bloomery = workshop_of(kind, tmp_path)
-    for what in planned_faults(draw):
+    for what in planned_faults(kind, draw):
+        misses = 0
         while not strike_at_random(bloomery, what, draw):
+            misses += 1
+            assert misses < MISSES, f"{what} strikes no run of {kind}"
             if any(
                 isinstance(event, RunEnded) and event.status == "done"
                 for event in bloomery.events()
