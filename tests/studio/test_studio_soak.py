@@ -99,6 +99,10 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
             assert browser.overflow() == []
             assert browser.faults() == []
 
+        # As when the model ends while the page asks for its name.
+        browser.value("fetch = async () => new Response('no model', {status: 502}); load()")
+        shows(browser, "no model")
+
         browser.look(width=1400)
         browser.open(f"{url}models")
         browser.until("document.querySelectorAll('tbody .q-checkbox').length === 2")
