@@ -40,6 +40,7 @@ TABLES = {
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",
     "report/templates/style.css": "how the report looks, in the light and in the dark",
     "report/templates/image.css": "the same for a chart as an SVG file, in a notebook or a page",
+    "studio/style.css": "how studio's pages look: reset, utility classes by Tailwind's names, and studio's own",
 }
 
 

@@ -9,8 +9,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
+import bloomery.studio
 from bloomery.monitor.events import EventLog, RunEnded
 from browser import Browser
 from runs_for_tests import made_up_run
@@ -18,6 +21,7 @@ from runs_for_tests import made_up_run
 TOKEN = "a-token-of-tests"
 BOLD = "<b>bold"  # the name of a run
 PATIENCE = 240  # seconds, on a machine with other work
+STYLESHEET = Path(bloomery.studio.__file__).with_name("style.css")
 LOOKS = [(1400, False), (1400, True), (390, False), (390, True)]  # width, dark
 
 
@@ -146,3 +150,23 @@ def picture(browser: Browser, page: str, width: int, dark: bool) -> None:
     if folder := os.environ.get("BLOOMERY_PICTURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         browser.picture(Path(folder) / f"{page}-{width}-{'dark' if dark else 'light'}.png")
+
+
+def classes_of(stylesheet: Path) -> set[str]:
+    """The classes that have a rule in it."""
+    rules = re.sub(r"/\*.*?\*/", "", stylesheet.read_text("utf-8"), flags=re.DOTALL)
+    names = re.compile(r"\.(-?[A-Za-z_](?:[\w-]|\\.)*)")
+    return {
+        re.sub(r"\\(.)", r"\1", name)
+        for selector in re.findall(r"([^{};]*)\{", rules)
+        for name in names.findall(selector)
+    }
+
+
+@cache
+def classes_of_quasar() -> frozenset[str]:
+    spec = find_spec("nicegui")
+    assert spec is not None and spec.origin is not None
+    stylesheets = [*(Path(spec.origin).parent / "static").glob("quasar.*important.css")]
+    assert len(stylesheets) == 2
+    return frozenset().union(*map(classes_of, stylesheets))

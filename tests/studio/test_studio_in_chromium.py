@@ -12,7 +12,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from studio_for_tests import BOLD, LOOKS, PATIENCE, TOKEN, click, fill, picture, shows
+from studio_for_tests import (
+    BOLD,
+    LOOKS,
+    PATIENCE,
+    STYLESHEET,
+    TOKEN,
+    classes_of,
+    classes_of_quasar,
+    click,
+    fill,
+    picture,
+    shows,
+)
 
 from bloomery.monitor.events import EventLog, RunEnded, to_json
 from browser import Browser
@@ -40,6 +52,17 @@ def open_page(browser: Browser, studio: str, page: str) -> None:
         shows(browser, "Fits.")
     elif page == "machine":
         shows(browser, "Utilization")
+
+
+def classes_without_rule(browser: Browser) -> set[str]:
+    """Those of the page, also of NiceGUI's own elements, without the names of parts, which need no rule."""
+    named = browser.value(
+        "[...new Set([...document.querySelectorAll('body *')].flatMap(one => [...one.classList]))]"
+    )
+    parts = ("q-", "nicegui-", "cm-", "ͼ", "no-touch", "notranslate")
+    return {name for name in named if not name.startswith(parts)} - (
+        classes_of(STYLESHEET) | classes_of_quasar()
+    )
 
 
 def keyboard_sorts_and_keeps_its_place(browser: Browser, folder: Path) -> None:
@@ -133,6 +156,9 @@ def test_the_list_and_a_run_and_nothing_without_the_token(
     browser.until(
         "performance.getEntriesByType('resource').filter(one => one.name.includes('/esm/')).length === 2"
     )
+    # No compiler of styles, which would run at every change of the page.
+    loaded = "performance.getEntriesByType('resource').map(one => one.name)"
+    assert not browser.value(f"{loaded}.filter(name => /tailwind|unocss/.test(name))")
     keyboard_sorts_and_keeps_its_place(browser, folder)
     pointing_at_a_run_reads_it(browser, folder)
     browser.click("document.querySelector('[aria-label^=Switch]')")
@@ -155,6 +181,7 @@ def test_a_page_fits_its_window_and_has_no_serious_fault(
     open_page(browser, studio, page)
     picture(browser, page, width, dark)
     assert browser.overflow() == []
+    assert classes_without_rule(browser) == set()
     faults = browser.faults()
     assert not faults, "\n".join(faults)
     assert browser.problems == []

@@ -117,6 +117,7 @@ def serve_studio(
         language="en-US",
         reconnect_timeout=30.0,
         show_welcome_message=False,
+        tailwind=False,  # it compiles in the browser, again at each change: style.css has what pages use
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION),
     )
     # What has been made so far stays: looking at it again and again would be a sixth of reading a long run.

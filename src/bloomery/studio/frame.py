@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nicegui import ui
@@ -24,45 +25,7 @@ STATUS_COLORS = {
     "unreadable": "negative",
     "deleted": "negative",
 }
-_STYLE = """
-:root { --nicegui-default-padding: 0.75rem; --nicegui-default-gap: 0.75rem; }
-body { font-size: 15px; }
-.studio-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 13px; }
-.studio-figure { min-width: 8.5rem; }
-.studio-form .q-field--with-bottom { padding-bottom: 32px; }
-.studio-plan { white-space: pre; overflow-wrap: normal; font-size: 12px; line-height: 1.45; }
-.body--dark .text-primary { color: #7fb6ec !important; }
-.body--dark .text-negative { color: #f28b94 !important; }
-.studio-command { background: rgba(128, 128, 128, 0.13); border-radius: 4px; padding: 0.1rem 0.5rem; }
-.studio-compare td, .studio-compare th { overflow-wrap: anywhere; min-width: 8rem; white-space: pre-wrap; }
-.studio-compare tr > :first-child { position: sticky; left: 0; z-index: 1; background: #fff; }
-.body--dark .studio-compare tr > :first-child { background: #1d1d1d; }
-.studio-run-heading { color: inherit; text-decoration: none; display: block; padding-top: 2px; }
-a.studio-name { font-weight: 500; }
-main a.nicegui-link, a.studio-name { color: #1f5c9c; }
-.body--dark main a.nicegui-link, .body--dark a.studio-name { color: #8ebcf0; }
-.q-dialog .q-btn--flat { --q-primary: #1f5c9c; }
-.body--dark :is(main, .q-dialog) :is(.q-btn--outline, .q-btn--flat, .q-field, .q-tab) { --q-primary: #8ebcf0; }
-.body--dark :is(main, .q-dialog) :is(.text-negative, .q-field) { --q-negative: #f0939d; }
-.q-expansion-item__toggle-icon { color: #4a4a4a; }
-.body--dark .q-expansion-item__toggle-icon { color: #cfcfcf; }
-.q-tab-panels { background: none; }
-.studio-chat { height: calc(100vh - 9rem); min-height: 26rem; }
-@media (max-width: 640px) { .studio-chat { height: calc(100vh - 13rem); } }
-.q-loading-bar { display: none; }
-.studio-loss { background: rgba(42, 120, 194, 0.2); border-radius: 3px; }
-.body--dark .studio-loss { background: rgba(80, 150, 225, 0.38); }
-html:has(.body--dark) { color-scheme: dark; }
-.body--light iframe { color-scheme: light; }
-.body--dark iframe { color-scheme: dark; }
-.q-chip__icon { opacity: 1; color: inherit; }
-a.studio-link { color: inherit; text-decoration: none; padding: 0.35rem 0.6rem; border-radius: 4px; }
-nav { scrollbar-width: none; }
-@media (max-width: 640px) { a.studio-link { padding: 0.35rem 0.4rem; font-size: 14px; } }
-a.studio-link:hover, a.studio-link[aria-current=page] { background: rgba(255, 255, 255, 0.18); }
-:focus-visible { outline: 2px solid #d0661c; outline-offset: 2px; }
-"""
-
+_STYLESHEET = Path(__file__).with_name("style.css")
 
 _COLORS = "bloomery_colors"  # a cookie: dark or light
 _CHANGE_COLORS = f"""() => {{
@@ -105,7 +68,7 @@ PLACES = (
 def page(title: str, path: str) -> Iterator[None]:
     """The frame of a page; inside the block its content."""
     ui.page_title(f"{title} · Bloomery")
-    ui.add_css(_STYLE)
+    ui.add_css(_STYLESHEET)
     ui.add_head_html(SCRIPT)
     ui.add_head_html(prefetch_links())
     ui.add_head_html(_KEEP_FOCUS)
