@@ -165,7 +165,7 @@ CALLED = {
     "?unlink": (4, 16),
     "?mkdir": (2, 5),
 }
-# By kind of run: what it never calls. The package of safetensors renames what it has written; ranks write their own files.
+# By kind of run: what it never calls. Safetensors renames the files that it has written; ranks write their own.
 NEVER_CALLED = {"pipeline": ("?renameat",)}
 MISSES = 20  # in a row: a fault that strikes no run of so many does not occur
 PROCESSES = ("launcher", "launcher while saving", "worker", "worker while saving")
