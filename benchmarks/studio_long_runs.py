@@ -117,8 +117,9 @@ class Studio:
         self.measured[f"{name}_seconds"].append(round(time.monotonic() - self.began, 2))
         cpu = cpu_seconds(self.pid) - self.cpu_began
         self.measured[f"{name}_cpu_seconds"].append(round(cpu, 2))
-        resident = sum(one.memory_info().rss for one in with_children([self.pid]))
-        self.measured["memory_mib"].append(round(resident / MIB))
+        # What processes share, such as the interpreter, is counted once: the proportional set size.
+        proportional = sum(one.memory_full_info().pss for one in with_children([self.pid]))
+        self.measured["memory_mib"].append(round(proportional / MIB))
 
 
 def main() -> None:
