@@ -256,6 +256,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen`, forked where that makes no difference (see the top)."""
 
     _ending: socket.socket | None = None
+    _told: int | None = None  # the status, once it has been told
 
     def _execute_child(self, *names: Any, **values: Any) -> None:
         bound = bound_arguments(names, values)
@@ -286,13 +287,16 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._ending is None:
             return super()._try_wait(wait_flags)
-        if wait_flags & os.WNOHANG and not select.select([self._ending], [], [], 0)[0]:
-            return 0, 0
-        told = self._ending.recv(64)
-        if not told:
-            raise ChildProcessError("the process that forks has ended")
+        # Kept: a time limit's signal may end this call before its result is noted, and it is asked again.
+        if self._told is None:
+            if wait_flags & os.WNOHANG and not select.select([self._ending], [], [], 0)[0]:
+                return 0, 0
+            told = self._ending.recv(64)
+            if not told:
+                raise ChildProcessError("the process that forks has ended")
+            self._told = int(told)
         self._ending.close()
-        return self.pid, int(told)
+        return self.pid, self._told
 
     def _internal_poll(
         self, _deadstate: int | None = None, *defaults: Any, **values: Any

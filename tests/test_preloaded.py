@@ -32,6 +32,23 @@ def ended(popen, words, folder, **variables):
         return process, process.returncode, out, err
 
 
+def test_an_interrupted_wait_is_asked_again_and_spoils_no_later_process(monkeypatch):
+    process = preloaded.Popen(
+        [sys.executable, "-c", "import sys; sys.exit(3)"], stdin=subprocess.DEVNULL
+    )
+    assert process._ending is not None, "it was not forked"
+    note = preloaded.Popen._handle_exitstatus
+
+    def interrupted(self, *arguments):
+        monkeypatch.setattr(preloaded.Popen, "_handle_exitstatus", note)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preloaded.Popen, "_handle_exitstatus", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.wait()
+    assert process.wait() == 3
+
+
 CODE = "import sys; print(__name__, sys.argv); sys.exit(f'{sys.stdin.read()!r}')"
 
 
