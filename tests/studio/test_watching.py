@@ -213,6 +213,23 @@ def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderPro
     assert reader.tail.read_lines == alone.reader.tail.read_lines
 
 
+def test_a_process_that_dies_as_it_is_asked_loses_nothing(
+    processes: ReaderProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run("demo", events=events_of(1))
+    alone = OpenRun(folder, decode_json, processes)
+    alone.update()
+    for child in processes._all:
+        child.kill()
+        child.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "poll", lambda _: None)  # it lived when it was looked at
+        run = OpenRun(folder, decode_json, processes)
+        run.update()
+    assert run.summary == alone.summary
+    processes.close()
+
+
 def test_a_reading_ends_where_the_processes_are_closed(processes: ReaderProcesses) -> None:
     folder = make_run("demo", events=events_of(1))
     alone = OpenRun(folder, decode_json)

@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, final
@@ -79,7 +80,8 @@ class ReaderProcesses:
             process.kill()  # a thread that waits for its answer goes on
         self._threads.shutdown()
         for process in self._all:
-            with process:
+            # One that was killed before has left a question unread.
+            with suppress(BrokenPipeError), process:
                 process.kill()
 
     def _parse(self, path: Path, start: int, end: int) -> list[Part] | None:
