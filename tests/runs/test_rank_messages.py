@@ -1,11 +1,13 @@
 """Messages between the processes of a launch where connections, folders and lines are not as usual."""
 
+import asyncio
 import json
 import logging
 import signal
 import socket
 import sys
 import tempfile
+import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -93,6 +95,22 @@ def test_processes_of_a_host_that_end_together_print_nothing(server, tmp_path, m
             client.close()
         wait_for(lambda: server.present_ranks() == {0})
     assert told == []
+
+
+def test_a_process_that_ends_as_it_begins_to_listen_leaves_no_socket(tmp_path, monkeypatch) -> None:
+    """The others of its host would connect to it, and wait for an answer that never comes."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    sleep = asyncio.sleep
+    # asyncio lets other tasks run when a server has begun to listen: long enough to be ended there.
+    monkeypatch.setattr(asyncio.tasks, "sleep", lambda seconds: sleep(seconds or 60))
+    client = MessageClient(member(1), tmp_path / "server.json", State)
+    place = client._socket_path()
+    assert place is not None
+    client.start()
+    wait_for(place.exists)
+    time.sleep(0.05)
+    client.close()
+    assert not place.exists()
 
 
 def test_the_longest_output_of_a_rank_fits_into_one_message(tmp_path) -> None:

@@ -198,8 +198,11 @@ class MessageServer:
             _send(writer, asdict(self._state))
 
     async def _serve_all(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._serve, sock=listener, limit=LINE_BYTES)
+        server = await asyncio.start_server(
+            self._serve, sock=listener, limit=LINE_BYTES, start_serving=False
+        )
         try:
+            await server.start_serving()  # here, so that it is closed whenever this ends
             await asyncio.Event().wait()
         finally:
             server.close()
@@ -358,10 +361,15 @@ class MessageClient:
     async def _talk_for_host(self, path: Path | None, listener: socket.socket | None) -> None:
         server = None
         if listener is not None:
-            server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LINE_BYTES)
+            server = await asyncio.start_unix_server(
+                self._serve, sock=listener, limit=LINE_BYTES, start_serving=False
+            )
         look_at = time.monotonic()
         lost_at = math.inf
         try:
+            # Here, so that a process that ends as it begins to listen leaves no socket that nobody answers.
+            if server is not None:
+                await server.start_serving()
             while True:
                 server_entry = self._server_entry()
                 answer_seconds = ANSWER_SECONDS if lost_at == math.inf else GONE_SECONDS
