@@ -4,7 +4,7 @@
 
 One run trains all the time, on one thread, with about 20 steps per second. Studio has a page of it open, held by a
 client that draws nothing, and is halted (SIGSTOP) and continued in turn, so that the drift of the machine, several
-percent in a minute, is the same on both sides of a pair. Steps scatter by 15% on a quiet machine of two cores, and pairs
+percent in a minute, is the same on both sides of a pair. Steps scatter by 15% on a quiet machine, and pairs
 of 2 seconds by 7%: hundreds of pairs tell 1% apart. Then the same with the page in a headless Chromium, which is
 halted, too: drawing is the browser's work, on whatever machine it is, and is told apart.
 """
