@@ -179,6 +179,46 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
     with_user(visit, commands)
 
 
+def test_start_takes_what_the_fields_show_once() -> None:
+    """A click of Start leaves the field that was typed into: its change is planned before anything starts."""
+    commands = RecordedCommands()
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/new")
+        await user.should_see("Fits.", retries=50)
+        inputs = {e.props["label"]: e for e in user.find(ui.input).elements if "label" in e.props}
+        start = next(iter(user.find("Start").elements))
+
+        def leave(text: str) -> None:
+            inputs["micro_batch_size"].value = text
+            user.find(marker="train.micro_batch_size").trigger("change")
+
+        # A value that is no YAML does not reach the recipe: its field says why, and nothing starts without it.
+        for text, reason in (("]", "the value cannot be read"), ("many", "must be auto")):
+            leave(text)
+            user.find("Start").click()
+            props = inputs["micro_batch_size"].props
+            await until(lambda reason=reason, props=props: reason in props.get("error-message", ""))
+            await until(lambda: "loading" not in start.props)
+            assert not start.enabled
+            assert inputs["micro_batch_size"].value == text
+            assert not commands.started
+
+        leave("2")
+        await until(lambda: start.enabled)
+        leave("4")
+        user.find("Start").click().click()
+        await until(lambda: commands.started)
+        await asyncio.sleep(0.2)
+        ((command, path, *_),) = commands.started
+        assert command == "train"
+        assert "micro_batch_size: 4" in Path(path).read_text()
+
+    with_user(visit, commands)
+
+
 def test_suggestions_are_buttons_and_a_model_is_named_without_a_network(monkeypatch) -> None:
     from bloomery.studio.recipe_form import Planned
 

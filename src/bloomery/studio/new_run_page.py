@@ -1,7 +1,8 @@
 """The page that makes a run: choose a recipe, change it as a form or as YAML, read its plan, start it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -74,6 +75,10 @@ class NewRun:
         self._filled: dict[str, str] = {}  # the last value of each input
         self._folds: dict[str, tuple[ui.expansion, ...]] = {}  # that hide an input
         self._mistakes: dict[str, str] = {}  # by key
+        self._refused: dict[str, str] = {}  # by key: why the value of its input is not in the text
+        self._num_changes = 0  # that are being made or planned
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
         self._kinds: tuple[str, ...] = ()
         self._chooser(packaged_recipe)
         with ui.element("div").classes("w-full grid gap-6 grid-cols-1 lg:grid-cols-[5fr_7fr]"):
@@ -153,18 +158,40 @@ class NewRun:
             f".then(view => view.contentDOM.setAttribute('aria-label', 'Recipe as YAML'))"
         )
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside the block the text, its plan or both are not yet what has been typed."""
+        self._num_changes += 1
+        self._is_settled.clear()
+        try:
+            yield
+        finally:
+            self._num_changes -= 1
+            if not self._num_changes:
+                self._is_settled.set()
+
+    async def _settle(self) -> None:
+        while self._num_changes:
+            await self._is_settled.wait()
+
     async def use(self, text: str, name: str) -> None:
         """Begins with this recipe."""
         self.name = name
+        self._refused = {}
         await self._change(text)
 
     async def _on_yaml(self) -> None:
         if self._editor.value == self.text:
             return
+        self._refused = {}
         await self._change(self._editor.value or "", is_typed=True)
 
     async def _change(self, text: str, *, is_typed: bool = False) -> None:
         """Plans a new text; of several within TYPING_SECONDS the last one alone."""
+        with self._changing():
+            await self._plan_text(text, is_typed=is_typed)
+
+    async def _plan_text(self, text: str, *, is_typed: bool) -> None:
         self.text = text
         self._version += 1
         version = self._version
@@ -198,7 +225,7 @@ class NewRun:
             filter(None, (result.problem, result.fix and f"fix: {result.fix}"))
         )
         self._problem.visible = bool(result.problem)
-        self._start_button.enabled = not result.problem
+        self._start_button.enabled = not result.problem and not self._refused
         self._start_button.text = (
             "Start" if result.fits or result.problem else "Start although it does not fit"
         )
@@ -256,6 +283,7 @@ class NewRun:
         else:
             element = ui.input(label)
             element.on("change", change)  # when the field is left, or at Enter
+        element.without_auto_validation()  # it would hide a mistake at the first key
         element.props(f'dense hint="{_attribute(field.description)}"').classes("w-full").mark(
             field.key
         )
@@ -270,11 +298,12 @@ class NewRun:
         return text if text in field.options else field.options[0]
 
     def _fill(self, key: str, field: FormField, element: Any) -> None:
-        if self.planned.values is not None:
+        refusal = self._refused.get(key, "")
+        if self.planned.values is not None and not refusal:
             text = self._filled[key] = self._shown(field)
             if element.value != text:
                 element.value = text
-        mistake = self.planned.problem_at(key)
+        mistake = refusal or self.planned.problem_at(key)
         if mistake != self._mistakes.get(key, ""):
             self._mistakes[key] = mistake
             element.props(remove="error error-message")
@@ -295,14 +324,26 @@ class NewRun:
         self._filled[field.key] = value
         if value == "null" and self._is_set(field):
             value = ""
-        await self._edit(lambda text: with_key(text, field.path, value))
+        was_refused = self._refused.pop(field.key, None) is not None
+        try:
+            await self._edit(lambda text: with_key(text, field.path, value))
+        except UserError as error:
+            # The recipe keeps its value: the field says so, and nothing starts with another one than it shows.
+            self._refused[field.key] = error.problem
+            self._show()
+        else:
+            if was_refused:
+                self._show()
 
     async def _apply(self, suggestion: str) -> None:
-        await self._edit(lambda text: with_edit(text, suggestion))
+        try:
+            await self._edit(lambda text: with_edit(text, suggestion))
+        except UserError as error:
+            notify(error)
 
     async def _edit(self, edit: Callable[[str], str]) -> None:
-        """In a thread: a long recipe takes seconds, in which other pages are answered."""
-        try:
+        """In a thread: a long recipe takes seconds, in which other pages are answered. Raises UserError."""
+        with self._changing():
             while True:
                 text = self.text
                 if len(text) > MOST_CHARACTERS:
@@ -310,17 +351,29 @@ class NewRun:
                 new_text = await asyncio.to_thread(edit, text)
                 if text == self.text:  # else another change came before
                     break
-        except UserError as error:
-            notify(error)
-            return
-        await self._change(new_text)
+            await self._change(new_text)
 
-    def _preview(self) -> None:
+    async def _preview(self) -> None:
+        await self._settle()
         self._run(lambda path: ("prepare", path, "--preview", "3"))
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
+        """Starts what the page shows: a field that is left by a click of the button is still being planned."""
+        button = self._start_button
+        if not button.enabled:  # the second click of two
+            return
+        pressed = button.text
+        button.enabled = False
+        button.props("loading")
+        await self._settle()
+        button.props(remove="loading")
+        button.enabled = not self.planned.problem and not self._refused
+        # It may say by now that the recipe does not fit, to which nobody has agreed.
+        if not button.enabled or button.text != pressed:
+            return
         folder = propose_folder(self.planned.name or self.name)
         if self._run(lambda path: ("train", path, "--run-dir", str(folder)), subject=folder.name):
+            button.enabled = False
             ui.navigate.to(address_of(folder.name))
 
     def _run(self, arguments: Any, *, subject: str = "") -> bool:

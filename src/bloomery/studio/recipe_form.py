@@ -173,7 +173,7 @@ def with_key(text: str, path: KeyPath, value: str) -> str:
     data = _plain_value(text, key)
     if not isinstance(data, dict | None):
         raise _unreadable("a recipe is made of sections", key)
-    values = _plain_value(f"[{value}]", key)
+    values = _plain_value(f"[{value}]", key, what="the value")
     new_value = values[0] if len(values) == 1 else values
     editor = YAML()
     editor.width = 10_000
@@ -206,16 +206,17 @@ def with_key(text: str, path: KeyPath, value: str) -> str:
     return stream.getvalue()
 
 
-def _plain_value(text: str, key: str) -> Any:
+def _plain_value(text: str, key: str, what: str = "the YAML") -> Any:
     document = read_yaml(text, source=SOURCE, folder=Path())
     if document.mistakes:
         mistake = document.mistakes[0]
-        raise _unreadable(f"{mistake.place}: {mistake.problem}", key)
+        place = f"{mistake.place}: " if what == "the YAML" else ""
+        raise _unreadable(f"{place}{mistake.problem}", key, what)
     return document.data
 
 
-def _unreadable(problem: str, key: str) -> UserError:
-    return UserError(f"the YAML cannot be read: {problem}", where=key, fix="correct it first")
+def _unreadable(problem: str, key: str, what: str = "the YAML") -> UserError:
+    return UserError(f"{what} cannot be read: {problem}", where=key, fix="correct it first")
 
 
 def with_edit(text: str, edit: str) -> str:
