@@ -59,7 +59,7 @@ def test_a_time_limit_is_kept_and_what_was_said_last_is_kept():
         begun = time.monotonic()
         assert worker.ask({"do": "sleep"}, seconds=0.3) == "silent"
         assert not worker.send({"do": "ignore"}, bytes(3_000_000), seconds=0.1)  # nobody reads it
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60  # it sleeps for 600
 
 
 def test_the_end_of_the_block_ends_all_that_the_child_started():

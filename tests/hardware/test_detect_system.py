@@ -153,7 +153,7 @@ def test_a_driver_that_hangs_is_said_and_not_waited_for(tmp_path, monkeypatch):
     )
     began = time.monotonic()
     assert openings([fifo]) == {fifo: "hung"}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # it would wait forever
 
 
 def test_an_answer_has_a_time_limit():

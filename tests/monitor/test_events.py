@@ -158,11 +158,13 @@ def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):
         file.write(line[:30])
         time.sleep(0.03)
         file.write(line[30:] + b"\n")
-        time.sleep(0.03)
+        end = time.monotonic() + 60
+        while not got and time.monotonic() < end:
+            time.sleep(0.005)
         assert [event.step for event in got] == [1]
         file.write(to_json(step_done(2)).encode() + b"\n")
     ended.set()
-    reader.join(5)
+    reader.join(60)
     assert [event.step for event in got] == [1, 2]
 
 

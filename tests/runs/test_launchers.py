@@ -454,7 +454,7 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
         time.sleep(0.3)
         assert not heard
         first.begin(resumed=False)
-        waiting.join(10)
+        waiting.join(60)
         assert heard[0].attempt == 0 and heard[0].code is None and heard[0].port > 0
         assert not second.over()
         second.leave(1, StageResult("train", 4, {"problem": "out of memory"}, ("last",)))
@@ -741,7 +741,7 @@ def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
         first.open()
         first.message = None
         first.conclude(1)  # the run folder is not locked any more
-        waiting.join(10)
+        waiting.join(60)
     assert heard and heard[0].code == 1
 
 

@@ -43,7 +43,7 @@ class Script:
         pass
 
 
-def until(moment, seconds: float = 10.0) -> None:
+def until(moment, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not moment():
         assert time.monotonic() < deadline
@@ -124,7 +124,7 @@ def test_a_sensor_that_never_answers_does_not_hold_up_the_end_of_a_run(tmp_path)
     time.sleep(0.5)
     begun = time.monotonic()
     watcher.end()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 6  # the read would take 8
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")

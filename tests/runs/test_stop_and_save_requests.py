@@ -44,7 +44,7 @@ def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> Non
         assert process.poll() is None  # it went on
         stopped = bloomery.run("stop", "last")
         assert stopped.returncode == 0, stopped.stderr
-        assert process.wait(5) == 75
+        assert process.wait(60) == 75
         process.communicate()
     ended = bloomery.events()[-1]
     assert isinstance(ended, RunEnded)

@@ -41,6 +41,7 @@ from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.types import (
     DatasetFacts,
     Estimate,
+    Fit,
     MaxLength,
     PlanReport,
     RunPlan,
@@ -508,23 +509,22 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
     # Shorter sequences are another training, so they come last; in fine-tuning the length is your choice too.
     suggested = sufficient if recipe.model.from_ is not None else other_edits
     for edit, cost, changed_plan in (suggested or sufficient or best).values():
-        yield Suggestion(edit=edit, saves=_saved(plan, changed_plan, cost))
+        yield _with_less_memory(edit, plan, changed_plan, cost)
     edits = [edit for edit, _, _ in best.values()]
     for count in range(2, 0 if sufficient else len(edits) + 1):
         combined_edit = " ".join(edits[:count])
         combined_plan = plan_of(combined_edit)
         if combined_plan is not None and combined_plan.fits:
-            yield Suggestion(
-                edit=combined_edit, saves=_saved(plan, combined_plan, "all of these together")
-            )
+            yield _with_less_memory(combined_edit, plan, combined_plan, "all of these together")
             return
 
 
-def _saved(plan: RunPlan, changed_plan: RunPlan, cost: str) -> str:
+def _with_less_memory(edit: str, plan: RunPlan, changed_plan: RunPlan, cost: str) -> Suggestion:
     saved = format_bytes(plan.memory.total - changed_plan.memory.total)
-    fit = fit_of(changed_plan).lower().replace("fits, barely", "barely fits")
-    fit = fit if changed_plan.fits else "still does not fit"
-    return f"{saved}: {format_bytes(changed_plan.memory.total)} in total, {fit}; {cost}"
+    fit = fit_of(changed_plan)
+    words = {"fits, barely": "barely fits", "does not fit": "still does not fit"}.get(fit, fit)
+    text = f"{saved}: {format_bytes(changed_plan.memory.total)} in total, {words}; {cost}"
+    return Suggestion(edit=edit, saves=text, fit=fit)
 
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -619,15 +619,15 @@ def _smaller_rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def fit_of(plan: RunPlan) -> str:
+def fit_of(plan: RunPlan) -> Fit:
     """Whether the upper end of the memory's range fits too, and what `train` can still do where it does not: an
     out-of-memory error halves the micro-batch, down to one sequence.
     """
     if not plan.fits:
-        return "Does not fit"
+        return "does not fit"
     if plan.memory.high <= plan.memory.limit:
-        return "Fits"
-    return "Fits, barely" if plan.train.micro_batch_size > 1 else "May not fit"
+        return "fits"
+    return "fits, barely" if plan.train.micro_batch_size > 1 else "may not fit"
 
 
 def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
@@ -662,11 +662,12 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
                 saves += f": {format_seconds(plan.seconds.value - changed_plan.seconds.value)}"
             if edit == NO_DROPOUT:
                 saves += "; changes the training: overfits sooner on repeated data"
-            if fit_of(changed_plan) != "Fits":
+            fit = fit_of(changed_plan)
+            if fit != "fits":
                 memory = changed_plan.memory
                 high = f"up to {memory.high / GIB:.1f} of {memory.limit / GIB:.1f} GiB"
-                saves += f"; {fit_of(changed_plan).lower()}: {high}"
-            yield Suggestion(edit=edit, saves=saves)
+                saves += f"; {fit}: {high}"
+            yield Suggestion(edit=edit, saves=saves, fit=fit)
 
 
 def warnings(

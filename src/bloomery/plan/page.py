@@ -171,7 +171,8 @@ def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
     plan = report.plan
     high = _of_limit(plan.memory.high, plan)
-    text = f"{fit_of(plan)}: up to {high}." if fit_of(plan) != "Fits" else "Fits."
+    fit = fit_of(plan)
+    text = f"{fit.capitalize()}: up to {high}." if fit != "fits" else "Fits."
     text = text if plan.fits else f"Does not fit: {_of_limit(plan.memory.total, plan)}."
     text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
@@ -340,7 +341,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         key=lambda p: -p[1],
     )
     total = _of_limit(memory.total, plan)
-    total += f": {fit_of(plan).lower() if memory.fits else 'too much'}"
+    total += f": {fit_of(plan) if memory.fits else 'too much'}"
     limit = [
         f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
         f"{profile.memory_share.reason})",
@@ -677,13 +678,9 @@ def next_lines(
     """Commands that exist and make sense after this plan."""
     plan = report.plan
     if not plan.fits:
-        sufficient = [
-            suggestion
-            for suggestion in report.suggestions
-            if "still does not fit" not in suggestion.saves
-        ]
+        sufficient = [each for each in report.suggestions if each.fit != "does not fit"]
         # The first that surely fits, else the first that may.
-        sufficient.sort(key=lambda suggestion: ", fits; " not in suggestion.saves)
+        sufficient.sort(key=lambda suggestion: suggestion.fit != "fits")
         if sufficient:
             yield f"bloomery plan {source} {sufficient[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")

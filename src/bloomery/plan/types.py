@@ -24,6 +24,8 @@ from bloomery.recipe.schema import (
 )
 
 Origin = Literal["table", "probe", "measured"]
+# Whether a plan's memory fits, as estimated and at the upper end of its range.
+Fit = Literal["fits", "fits, barely", "may not fit", "does not fit"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -472,6 +474,7 @@ class Suggestion(PlanPart):
 
     edit: str
     saves: str
+    fit: Fit  # of the plan with this edit
 
 
 class MaxLength(PlanPart):

@@ -44,16 +44,12 @@ _COLUMNS = (
     ("seconds", "Duration", True),
 )
 _SENSORS = ("temperature", "power")  # columns that are hidden where no run has a value
-# Whoever points at a run is about to open it: it is read by then.
-_POINTED_AT = " ".join(
-    f"""@{event}="$parent.$emit('pointed', props.row.name)\"""" for event in ("mouseenter", "focus")
-)
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
-_NAME_CELL = f"""
-<q-td :props="props">
-  <a :href="props.row.address" :data-focus="props.row.address" class="studio-name" {_POINTED_AT}>
-    {{{{ props.value }}}}</a></q-td>
-"""
+# Whoever points at a run is about to open it: it is read by then.
+_LINK = """<a :href="props.row.address" :data-focus="props.row.address" class="studio-name"
+      @mouseenter="$parent.$emit('pointed', props.row.name)" @focus="$parent.$emit('pointed', props.row.name)">
+      {{ props.row.name }}</a>"""
+_NAME_CELL = f'<q-td :props="props">{_LINK}</q-td>'
 _STATUS_CELL = """
 <q-td :props="props" style="white-space: normal; min-width: 9rem; max-width: 26rem; overflow-wrap: anywhere">
   <q-badge :color="props.row.color">{{ props.row.status }}</q-badge>
@@ -68,13 +64,15 @@ _PROGRESS_CELL = """
 """
 _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 # On a narrow screen a run is a card.
-_CARD = """
+_CARD = (
+    """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
     <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.name"
       :data-focus="'Select ' + props.row.name" />
-    <a :href="props.row.address" :data-focus="props.row.address" class="studio-name" POINTED_AT>
-      {{ props.row.name }}</a>
+    """
+    + _LINK
+    + """
     <q-badge :color="props.row.color" class="q-ml-sm">{{ props.row.status }}</q-badge>
     <div v-if="props.row.reason !== props.row.status" class="text-caption">{{ props.row.reason }}</div>
     <q-linear-progress v-if="props.row.progress !== null" :value="props.row.progress" size="4px" class="q-my-xs"
@@ -86,7 +84,8 @@ _CARD = """
     </div>
   </q-card>
 </div>
-""".replace("POINTED_AT", _POINTED_AT)
+"""
+)
 
 
 def row_of_table(row: RunRow) -> dict[str, Any]:
