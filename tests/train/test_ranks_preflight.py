@@ -312,7 +312,7 @@ FIRST, SECOND = (rf"rank {rank} \(layers {rank} and {rank + 2}\) on \S+" for ran
     [
         ("wrong", rf"{SECOND} received wrong numbers from {FIRST}\n"),
         ("swapped", rf"({FIRST}|{SECOND}) received wrong numbers from ({FIRST}|{SECOND})\n"),
-        ("silent", rf"{SECOND} got no answer from {FIRST}: waited 1.0 s\n"),
+        ("silent", rf"{SECOND} got no answer from {FIRST}: waited {SILENT_SECONDS} s\n"),
     ],
 )
 def test_a_neighbor_whose_link_fails_is_named_with_this_rank(prepared, tmp_path, fault, expected):
