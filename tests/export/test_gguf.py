@@ -686,11 +686,15 @@ def test_numbers_beyond_the_range_of_the_type_are_refused(tmp_path: Path) -> Non
     import_gguf(path, tmp_path / "out")
 
 
-def test_a_header_value_that_changes_the_bytes_read_is_refused(tmp_path: Path) -> None:
-    """Every type and offset of every tensor, each changed to all others: no file reads other bytes than it stores."""
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("quarter", range(4))
+def test_a_header_value_that_changes_the_bytes_read_is_refused(
+    quarter: int, tmp_path: Path
+) -> None:
+    """Every type and offset of a quarter of the tensors, each changed to all others: no file reads other bytes."""
     _, path, _ = exported("llama2", tmp_path, "f16")
     content, other = path.read_bytes(), tmp_path / "other.gguf"
-    for one in gguf.GGUFReader(path).tensors:
+    for one in gguf.GGUFReader(path).tensors[quarter::4]:
         type_at = content.index(text(one.name)) + 8 + len(one.name) + 4 + 8 * len(one.shape)
         own_type, own_offset = struct.unpack_from("<IQ", content, type_at)
         changes = [(kind, own_offset) for kind in range(40) if kind != own_type]
