@@ -87,7 +87,7 @@ def used(*, tiny: bool) -> ModelFiles:
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", "-d", "cpu"],
             ["generate", run, "--prompt", "def f(", "--max-new-tokens", "16", *used_as],
             ["chat", run, "--template", "chatml", "--max-new-tokens", "16", *used_as],
-            ["report", run, *used_as],
+            ["report", run],
             ["export", run, "--to", "merged", "--out", "merged", "--no-verify", *used_as],
         ]
         told = [_ran(verb, folder) for verb in verbs]
