@@ -333,6 +333,18 @@ def test_a_pipeline_is_chosen_where_it_alone_fits_or_is_much_faster():
     assert small.train.pipeline == 1
 
 
+def test_a_pipeline_that_the_plan_chooses_is_filled_with_the_micro_batch_size_of_the_recipe():
+    """Eight sequences of a step in micro-batches of eight: a copy of the pipeline gets four, and two stages wait for
+    each other with a micro-batch of four."""
+    plan = planned(load_recipe("demo"), gpu_machine("RTX 5070 Ti"), gpus=4)
+    assert plan.parallel is not None
+    pipelines = [layout for layout in plan.parallel.layouts if layout.pipeline > 1]
+    assert pipelines
+    for layout in pipelines:
+        assert layout.accumulation >= layout.pipeline
+        assert layout.sequences == 8
+
+
 def test_cpus_have_a_pipeline_where_the_recipe_asks_for_it():
     assert planned(load_recipe("demo"), machine(), gpus=2).train.pipeline == 1
     words = ["parallel.pipeline=2", "train.micro_batch_size=auto"]

@@ -376,6 +376,11 @@ def _micro_batches(
     # the largest common divisor divides it.
     if train.micro_batch_size != "auto":
         size = math.gcd(train.micro_batch_size, sequences)
+        # A pipeline that the recipe does not ask for gets a micro-batch for every stage at least.
+        parallel = recipe.parallel
+        if parallel.pipeline == "auto" and parallel.pipeline_microbatches == "auto":
+            sizes = range(1, sequences // split.pipeline + 1)
+            size = max(divisor for divisor in sizes if size % divisor == 0)
         yield train.model_copy(update={"micro_batch_size": size}), sequences
         return
 
