@@ -75,7 +75,13 @@ def test_train_runs_the_plan_that_is_chosen(recipe, boards) -> None:
                 assert len(train.pipeline_layers) % train.pipeline == 0, where
                 assert sum(train.pipeline_layers) == plan.model.config.num_layers, where
                 assert train.accumulation >= train.pipeline, where
-            assert plan.memory == layout.memory, where
+            # A run with rewards also samples, and keeps what it sampled during a step.
+            if plan.rollout is None:
+                assert plan.memory == layout.memory, where
+            else:
+                phases = (plan.rollout.training_memory, plan.rollout.memory)
+                assert plan.memory == max(phases, key=lambda memory: memory.total), where
+                assert plan.rollout.training_memory.total >= layout.memory.total, where
             assert (train.micro_batch_size, train.accumulation) == (
                 layout.micro_batch_size,
                 layout.accumulation,
