@@ -102,6 +102,37 @@ def test_an_address_without_a_page_has_the_way_back() -> None:
     with_user(visit)
 
 
+def test_an_error_of_studio_is_told_where_it_happened(monkeypatch) -> None:
+    """In place of the page that it made impossible, and on the page whose button or update it was."""
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("<b>no sensor</b>")
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no name")
+
+    monkeypatch.setattr("bloomery.studio.application.machine_page", fail)
+    monkeypatch.setattr("bloomery.studio.runs_page.row_of_table", refuse)
+    make_run("demo")
+
+    async def visit(user) -> None:
+        answer = await user.http_client.get("/machine")
+        assert answer.status_code == 500
+        assert "error: studio failed: RuntimeError: " in answer.text
+        assert "where: traceback in the terminal of " in answer.text
+        assert "fix: reload the page" in answer.text
+        assert "All runs" in answer.text
+        assert "<b>no sensor</b>" not in answer.text
+
+        await user.open("/")
+        await until(lambda: user.notify.messages)
+        await asyncio.sleep(3)  # two more updates
+        (message,) = user.notify.messages
+        assert message.startswith("studio failed: ValueError: no name\n")
+
+    with_user(visit)
+
+
 def test_an_empty_folder_has_an_empty_list_and_a_demo_to_start() -> None:
     commands = RecordedCommands()
 

@@ -1,6 +1,8 @@
 """A recipe as a form and as YAML: each change against the recipe that the text loads to."""
 
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,30 @@ def test_values_with_commas_are_a_list() -> None:
 def test_an_edit_of_text_that_cannot_be_read_changes_nothing(text: str, value: str) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         with_key(text, ("train", "epochs"), value)
+
+
+def test_a_full_disk_leaves_no_half_recipe() -> None:
+    text = "extends: go-coder-tiny\n" + "# a comment\n" * 1000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write the recipe: File too large") as refusal:
+            write_recipe(text, "mine")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert refusal.value.where == "mine.yaml"
+    assert refusal.value.fix == "raise the limit: ulimit -f unlimited"
+    assert list(Path().iterdir()) == []
+
+
+def test_a_recipe_next_to_a_file_that_is_no_text_and_one_that_no_file_holds() -> None:
+    Path("mine.yaml").write_bytes(b"\xff\xfe")
+    assert write_recipe(TEXT, "mine") == Path("mine-2.yaml")
+    with pytest.raises(UserError, match="no file holds the character"):
+        write_recipe("a: '\ud800'", "other")
+    assert not Path("other.yaml").exists()
 
 
 def test_a_recipe_file_is_written_once_and_overwrites_none(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """`bloomery studio` as a process: its address, its refusals, and the commands that outlive it."""
 
+import errno
+import os
 import signal
 import socket
 import subprocess
@@ -109,6 +111,17 @@ def test_a_command_outlives_the_studio_that_started_it(tmp_path: Path) -> None:
     while not (tmp_path / "copy.yaml").exists():  # written long after studio was killed
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_command_that_the_system_refuses_is_an_error_in_words(monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(UserError, match="cannot start `bloomery stop runs/x`: No space") as refusal:
+        Commands().start("stop", "runs/x", subject="x")
+    assert refusal.value.where == "/tmp"
+    assert refusal.value.fix.startswith("free disk space")
 
 
 def test_of_two_pages_that_press_a_button_at_once_one_is_told_to_wait(

@@ -18,7 +18,7 @@ from bloomery.serve.listen import answer, hosts_of, listen, uvicorn_config
 from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
-from bloomery.studio.frame import page
+from bloomery.studio.frame import failure_of, page
 from bloomery.studio.guard import Guard
 from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.model_server import ModelServers
@@ -79,8 +79,19 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     ):
         ui.page(address, response_timeout=PAGE_SECONDS)(build)
     app.exception_handler(404)(_not_found)
+    app.on_page_exception(_server_error)
     app.add_route("/serve/{path:path}", servers.forward, methods=["GET", "POST"])
     app.on_shutdown(servers.close)
+
+
+def _server_error(error: Exception) -> None:
+    """The page in place of one that could not be built."""
+    failure = failure_of(error)
+    with page("Error", "", tells_errors=False):
+        ui.label(f"error: {failure.problem}").classes("text-lg break-all")
+        ui.label(f"where: {failure.where}")
+        ui.label(f"fix: {failure.fix}")
+        ui.link("All runs", "/")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

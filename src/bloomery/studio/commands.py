@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import IO, final
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import harmless, redact_secrets
 
 TOKEN = "BLOOMERY_STUDIO_TOKEN"
@@ -51,21 +51,31 @@ class Commands:
     started: list[Command] = field(default_factory=list)
 
     def start(self, *arguments: str, subject: str) -> Command:
-        """Raises UserError where the same command still runs: two pages, or two clicks."""
+        """Raises UserError where the same command still runs, for two pages or two clicks, and where the system refuses
+        another process or its file.
+        """
         for command in self.started:
             if command.arguments == arguments and command.code is None:
                 problem = f"`{command.line}` still runs"
                 raise UserError(problem, where=subject, fix="wait until it ends")
-        # A file without a name: a pipe would end the command when studio ends.
-        output = tempfile.TemporaryFile()  # noqa: SIM115
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bloomery", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl+C in the terminal of studio does not reach it
-            env={name: value for name, value in os.environ.items() if name != TOKEN},
-        )
+        try:
+            # A file without a name: a pipe would end the command when studio ends.
+            output = tempfile.TemporaryFile()  # noqa: SIM115
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bloomery", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl+C in the terminal of studio does not reach it
+                env={name: value for name, value in os.environ.items() if name != TOKEN},
+            )
+        except OSError as error:
+            worded = of_the_system(error)
+            raise UserError(
+                f"cannot start `bloomery {shlex.join(arguments)}`: {error.strerror}",
+                where=worded.where if worded else "",
+                fix=worded.fix if worded else "end other programs, then try again",
+            ) from error
         command = Command(arguments, subject, process, output)
         self.started = [*self.started, command][-200:]
         return command

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, one_line
+from bloomery.core.text import harmless
 from bloomery.studio.charts import SCRIPT, prefetch_links
 from bloomery.studio.commands import Command
 
@@ -65,8 +66,8 @@ PLACES = (
 
 
 @contextmanager
-def page(title: str, path: str) -> Iterator[None]:
-    """The frame of a page; inside the block its content."""
+def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
+    """The frame of a page; inside the block its content. `tells_errors`: of its updates and buttons."""
     ui.page_title(f"{title} · Bloomery")
     ui.add_css(_STYLESHEET)
     ui.add_head_html(SCRIPT)
@@ -78,6 +79,18 @@ def page(title: str, path: str) -> Iterator[None]:
 
     def change_colors(event: GenericEventArguments) -> None:
         dark.value = bool(event.args)
+
+    told = set[str]()
+
+    def tell(error: Exception) -> None:
+        """Of an update or a button, whose page goes on; an update may fail again every second."""
+        failure = failure_of(error)
+        if failure.problem not in told:
+            told.add(failure.problem)
+            notify(failure)
+
+    if tells_errors:
+        ui.on_exception(tell)
 
     with ui.header().classes("items-center px-2 sm:px-4 py-1 gap-2 flex-nowrap").props("elevated"):
         ui.label("Bloomery").classes("text-lg font-semibold max-sm:hidden")
@@ -93,6 +106,15 @@ def page(title: str, path: str) -> Iterator[None]:
         ).on("click", change_colors, js_handler=_CHANGE_COLORS)
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
+
+
+def failure_of(error: Exception) -> UserError:
+    """The words of a page for an error that is a bug in studio, or of its environment."""
+    problem = f"studio failed: {type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    fix = "reload the page; if it fails again, report the traceback"
+    return UserError(
+        harmless(problem), where="traceback in the terminal of `bloomery studio`", fix=fix
+    )
 
 
 def update_every(seconds: float, update: Callable[[], Any]) -> None:

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import YAMLError
 
-from bloomery.core.errors import UserError, system_errors_worded
+from bloomery.core.errors import UserError, of_the_system, system_errors_worded
 from bloomery.core.text import harmless
 from bloomery.plan.notes import plan_notes
 from bloomery.plan.page import page
@@ -270,17 +270,38 @@ def write_recipe(text: str, name: str) -> Path:
 
     Raises UserError where it cannot be written.
     """
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        character = text[error.start]
+        fix = "remove it"
+        raise UserError(
+            f"no file holds the character {character!r}", where=name, fix=fix
+        ) from error
     for number in range(1, 1000):
         path = Path(f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
         try:
-            if path.is_file() and path.read_text(encoding="utf-8") == text:
+            if path.is_file() and path.read_bytes() == content:
                 return path
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-            return path
+            file = path.open("xb")
         except FileExistsError:
             continue
         except OSError as error:
-            problem = f"cannot write the recipe: {error.strerror}"
-            raise UserError(problem, where=str(path), fix="choose another folder") from error
+            raise _unwritable(path, error) from error
+        try:
+            with file:
+                file.write(content)
+        except OSError as error:
+            path.unlink(missing_ok=True)  # half a recipe is none
+            raise _unwritable(path, error) from error
+        return path
     raise UserError("too many recipes of this name", where=name, fix="set `name`")
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    worded = of_the_system(error)
+    return UserError(
+        f"cannot write the recipe: {error.strerror}",
+        where=str(path),
+        fix=worded.fix if worded else "start studio in another folder",
+    )
