@@ -130,7 +130,7 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     return {
         "name": name,
         "folder": folder.name,
-        "trained": TrainedModel.of(plan, plan.model.config).trained_count,
+        "trained": TrainedModel.of(plan, plan.model.config).trainable_count,
         "learning_rate": plan.optimizer.learning_rate,
         "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],

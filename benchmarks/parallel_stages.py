@@ -103,7 +103,7 @@ def rank_main(plan_json: str, rank: int, meeting: str, orders: Connection) -> No
 
     while (number := orders.recv()) is not None:
         orders.send(step(number))
-    leave()
+    leave(mesh)
 
 
 class Side:
