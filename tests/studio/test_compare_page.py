@@ -194,6 +194,8 @@ def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> No
         await user.should_see("1.9 MiB: 1 checkpoint")
         await user.should_see("kept: runs/live: the run is running")
         user.find("Keep").click()
+        await until(lambda: not any(one.value for one in user.find(ui.dialog).elements))
+        user.find(ui.dialog).trigger("hide")  # as a browser does
         await user.should_not_see("This cannot be undone")
         assert commands.started == []
 

@@ -131,6 +131,9 @@ def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:
     assert bad.problem_at("train.micro_batch_size") == "must be auto or a whole number, not 'many'"
     assert bad.problem_at("train.foo") == "no such key"
     assert bad.problem_at("train.epochs") == ""
+    unplanned = planned("extends: go-coder-tiny\ntrain: {micro_batch_size: 5}\n", "mine")
+    assert unplanned.problem_at("train.micro_batch_size").startswith("micro-batch size does not")
+    assert unplanned.problem_at("train.epochs") == ""
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,23 @@ def test_a_killed_run_shows_the_known_problem_that_its_last_process_logged() -> 
     assert finding.fix
 
 
+def test_a_run_before_its_first_step_has_no_chart_and_says_that_nothing_happened() -> None:
+    make_run("demo", events=[])
+
+    async def visit(user) -> None:
+        await user.open("/run/demo")
+        await user.should_see("nothing but training so far")
+
+    with_user(visit)
+    from bloomery.studio.run_charts import charts_of
+
+    run = opened("demo")
+    run.reader._facts = RunFacts(flops_per_token=1e9, peak_flops=1e13)
+    run.update()
+    assert "MFU" in run.curves.scaled
+    assert list(charts_of(run)) == []
+
+
 def test_a_run_that_is_done_has_no_post_mortem() -> None:
     make_run("demo")
 

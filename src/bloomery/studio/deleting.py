@@ -45,7 +45,6 @@ async def ask_to_delete(watching: Watching, commands: Commands, names: Sequence[
                     "no-caps unelevated color=negative"
                 )
     agreed = bool(await dialog)
-    dialog.delete()
     if not agreed:
         return False
     try:

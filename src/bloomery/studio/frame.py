@@ -233,6 +233,8 @@ def question(title: str) -> Iterator[ui.dialog]:
             "role=heading aria-level=2"
         )
         yield dialog
+    # Not before: as it hides, it gives the keyboard's focus back to the button that opened it.
+    dialog.on("hide", dialog.delete)
 
 
 def notify(error: UserError) -> None:

@@ -286,7 +286,6 @@ async def ask_to_export(commands: Commands, argument: str, *, is_adapter: bool) 
         options.append(f"--type={dtype.value}")
     if step:
         options.append(f"--step={step}")
-    dialog.delete()
     if not agreed:
         return False
     try:

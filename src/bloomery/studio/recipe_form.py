@@ -61,6 +61,9 @@ class Planned:
 
     def problem_at(self, key: str) -> str:
         """The mistake at a key, in the words of the command line."""
+        *problem, where = self.problem.splitlines() or [""]
+        if where == key:  # of the plan: one mistake, and then its key
+            return " ".join(problem)
         for line in self.problem.splitlines():
             _, found, rest = f" {line}".partition(f" {key}: ")
             if found:

@@ -83,7 +83,9 @@ def figures_of(opened: OpenRun) -> Iterator[tuple[str, str]]:
 
 def charts_of(opened: OpenRun) -> Iterator[Chart]:
     """Those that have values."""
-    known = opened.curves.by_name.keys() | opened.curves.scaled.keys()
+    measured = opened.curves.by_name.keys()
+    scaled = opened.curves.scaled.items()
+    known = measured | {name for name, (source, _) in scaled if source in measured}
     for chart in _all_charts(opened):
         curves = {name: label for name, label in chart.curves.items() if name in known}
         if curves:

@@ -140,7 +140,7 @@ class EventList:
             self._box = ui.column().classes("w-full gap-1")
             with self._box:
                 ui.label("nothing but training so far").classes("opacity-75")
-        self._shown: Sequence[tuple[Event, str]] = ()
+        self._shown: list[tuple[Event, str]] = []
 
     def show(self, incidents: Sequence[tuple[Event, str]]) -> None:
         """Redraws the list where it has changed. `incidents`: the newest first."""
