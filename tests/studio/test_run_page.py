@@ -1,6 +1,8 @@
 """The page of a run: why it ended, completions, and charts, in NiceGUI's simulated browser."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from studio_for_tests import make_run, with_user
 
 from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, Warned
 from bloomery.monitor.summary import RunFacts
+from bloomery.studio.commands import Command, Commands
 from bloomery.studio.watching import Watching
 from runs_for_tests import made_up_run, step_done
 
@@ -253,3 +256,40 @@ def test_a_metric_that_is_named_as_a_chart_changes_no_other() -> None:
     assert run.curves.points("memory").tolist() == [[1, 0.58]]
     assert run.curves.points("loss").tolist() == [[1, 2.0]]
     assert run.curves.points("Memory").tolist() == [[1, 7.0]]
+
+
+SPEAKS = """
+import pathlib, sys, time
+print("half of it", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("the rest")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("address", "subject"), [("/run/one", "one"), ("/models", "exports")])
+def test_what_a_command_prints_is_shown_while_it_runs(address, subject, tmp_path) -> None:
+    make_run("one")
+    with (tmp_path / "output").open("wb+") as output:
+        process = subprocess.Popen([sys.executable, "-c", SPEAKS], stdout=output)
+        commands = Commands([Command(("eval", "runs/one"), subject, process, output)])
+
+        async def visit(user) -> None:
+            from nicegui import ui
+
+            await user.open(address)
+            await user.should_see("bloomery eval runs/one: running", retries=600)
+            (fold,) = [each for each in user.find(ui.expansion).elements if "eval" in each.text]
+            fold.value = True
+            await user.should_see("half of it", retries=600)
+            (tmp_path / "go").touch()
+            await user.should_see("bloomery eval runs/one: exit code 3", retries=600)
+            await user.should_see("the rest")
+            assert fold.value and not fold.is_deleted
+
+        try:
+            with_user(visit, commands)
+        finally:
+            process.kill()
+            process.wait()

@@ -35,10 +35,13 @@ class Command:
         """None while it runs."""
         return self.process.poll()
 
+    @property
+    def printed_bytes(self) -> int:
+        return os.fstat(self.output.fileno()).st_size
+
     def text(self) -> str:
         """The end of what it has printed."""
-        size = os.fstat(self.output.fileno()).st_size
-        start = max(0, size - _OUTPUT_BYTES)
+        start = max(0, self.printed_bytes - _OUTPUT_BYTES)
         content = os.pread(self.output.fileno(), _OUTPUT_BYTES, start)
         return redact_secrets(harmless(content.decode("utf-8", errors="replace"))).strip()
 

@@ -21,7 +21,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.curves import AXES, NO_POINTS, Axis, Points
-from bloomery.studio.frame import notify, page, show_command, update_every
+from bloomery.studio.frame import CommandView, notify, page, update_every
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
@@ -182,7 +182,6 @@ class CompareView:
     ) -> None:
         self.commands = commands
         self._waiting_tests: list[str] = []  # names of runs
-        self._shown_command: tuple[int | None, str] | None = None
         self.runs = {harmless(run.reader.folder.name): run for run in runs}
         self.axis: Axis = axis
         self._problems = tuple(problems)
@@ -201,7 +200,7 @@ class CompareView:
         self._problem = ui.label().classes("studio-text text-negative").props("role=status")
         self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
         self._metrics = self._table("Final metrics")
-        self._command = ui.column().classes("w-full gap-0")
+        self._command = CommandView(commands, SUBJECT)
         if len(self.runs) > 1:
             with ui.row().classes("w-full items-center gap-3"):
                 ui.button("Test the differences", icon="balance", on_click=self._test).props(
@@ -236,16 +235,7 @@ class CompareView:
         except UserError as error:
             self._waiting_tests = []
             notify(error)
-        self._show_command()
-
-    def _show_command(self) -> None:
-        command = self.commands.of(SUBJECT)
-        state = None if command is None else (command.code, command.text())
-        if state != self._shown_command:
-            self._shown_command = state
-            self._command.clear()
-            with self._command:
-                show_command(command)
+        self._command.update()
 
     def _names(self) -> list[str]:
         return [run.reader.folder.name for run in self.runs.values()]
@@ -294,7 +284,7 @@ class CompareView:
             self._reading = asyncio.create_task(self._read())
         await asyncio.wait({self._reading}, timeout=FIRST_SECONDS)
         self._draw()
-        self._show_command()
+        self._command.update()
         command = self.commands.of(SUBJECT)
         if self._waiting_tests and (command is None or command.code is not None):
             self._test_next()

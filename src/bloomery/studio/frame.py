@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
@@ -13,7 +13,7 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import harmless
 from bloomery.studio.charts import SCRIPT, prefetch_links
-from bloomery.studio.commands import Command
+from bloomery.studio.commands import Command, Commands
 
 STATUS_COLORS = {
     "running": "positive",
@@ -255,19 +255,50 @@ def status_badge(status: str) -> ui.badge:
     )
 
 
-def show_command(command: Command | None, *, opened: bool = False) -> None:
-    """A command with what it has printed; nothing where there is none."""
-    if command is None:
-        return
-    code = command.code
-    state = "running" if code is None else "done" if code == 0 else f"exit code {code}"
-    with ui.expansion(f"{command.line}: {state}", value=opened or code not in (None, 0)).classes(
-        "w-full"
-    ):
-        if command.arguments[0] == "prepare":
-            show_loss_mask(command.text())
+@final
+class CommandView:
+    """Mutable: the newest command about a subject, with what it prints while it runs; nothing where there is none."""
+
+    def __init__(self, commands: Commands, subject: str, *, opened: bool = False) -> None:
+        self._commands = commands
+        self.subject = subject
+        self._opened = opened
+        self._shown: tuple[Command, int | None, int] | None = None  # with its code and its bytes
+        self._fold = ui.expansion(value=opened).classes("w-full")
+        self._fold.visible = False
+        with self._fold:
+            self._output = ui.label().classes("studio-text")
+            self._loss_mask = ui.element("div")
+        self.update()
+
+    def update(self) -> bool:
+        """Shows what is new. Returns whether the command has ended since the last time."""
+        command = self._commands.of(self.subject)
+        if command is None:
+            return False
+        code = command.code  # first: what it printed before it ended is complete then
+        state = command, code, command.printed_bytes
+        if state == self._shown:
+            return False
+        last, self._shown = self._shown, state
+        if last is None or last[0] is not command:
+            self._fold.value = self._opened
+            last = command, None, 0
+        has_ended = code is not None and last[1] is None
+        if has_ended and code != 0:
+            self._fold.value = True
+        words = "running" if code is None else "done" if code == 0 else f"exit code {code}"
+        self._fold.text = f"{command.line}: {words}"
+        self._fold.visible = True
+        previews = command.arguments[0] == "prepare"
+        self._output.visible, self._loss_mask.visible = not previews, previews
+        if previews:
+            self._loss_mask.clear()
+            with self._loss_mask:
+                show_loss_mask(command.text())
         else:
-            ui.label(command.text() or "nothing printed yet").classes("studio-text")
+            self._output.text = command.text() or "nothing printed yet"
+        return has_ended
 
 
 def show_loss_mask(text: str) -> None:

@@ -18,7 +18,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import copy_button, notify, page, show_command, update_every
+from bloomery.studio.frame import CommandView, copy_button, notify, page, update_every
 
 UPDATE_SECONDS = 2.0
 SUBJECT = "this machine"  # of its commands
@@ -67,7 +67,6 @@ class MachineView:
         self.commands = commands
         self.machine: Machine | None = None
         self._is_reading = False
-        self._command_code: int | None = None
         with ui.row().classes("w-full items-center gap-3"):
             ui.label("Machine").classes("text-xl font-semibold").props("role=heading aria-level=1")
             ui.space()
@@ -79,8 +78,7 @@ class MachineView:
                     "outline dense no-caps padding='xs sm'"
                 )
         self._verdict = ui.label("checking this machine").classes("text-base").props("role=status")
-        self._command = ui.column().classes("w-full gap-0")
-        self._show_command()
+        self._command = CommandView(commands, SUBJECT)
         with ui.element("section").classes("w-full"):
             _heading("Now")
             self._devices = ui.element("div").classes(
@@ -122,20 +120,10 @@ class MachineView:
             self.commands.start("doctor", "--probe", subject=SUBJECT)
         except UserError as error:
             notify(error)
-        self._show_command()
-
-    def _show_command(self) -> None:
-        command = self.commands.of(SUBJECT)
-        self._command.clear()
-        with self._command:
-            show_command(command)
-        self._command.visible = command is not None
-        self._command_code = None if command is None else command.code
+        self._command.update()
 
     async def update(self) -> None:
-        command = self.commands.of(SUBJECT)
-        if command is not None and command.code != self._command_code:
-            self._show_command()
+        if self._command.update():
             await self.check()  # probes leave their results for the next check
         if self.machine is None or self._is_reading:
             return

@@ -19,13 +19,13 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.runs.folder import all_runs
-from bloomery.studio.commands import Command, Commands
+from bloomery.studio.commands import Commands
 from bloomery.studio.frame import (
+    CommandView,
     notify,
     page,
     question,
     selection_table,
-    show_command,
     sort_by_keyboard,
     update_every,
 )
@@ -196,8 +196,7 @@ async def models_page(commands: Commands) -> None:
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter models"'
             )
-        exports = ui.column().classes("w-full gap-0")
-        exports.visible = False
+        exports = CommandView(commands, SUBJECT)
         table = _table()
         sort_by_keyboard(table, tools)
         table.bind_filter_from(search, "value", lambda text: text or "")
@@ -209,7 +208,7 @@ async def models_page(commands: Commands) -> None:
             (row,) = selected()
             is_adapter = row["kind"].startswith(ADAPTER)
             if await ask_to_export(commands, row["model"], is_adapter=is_adapter):
-                show_exports()
+                exports.update()
 
         def on_chat() -> None:
             models = [row["model"] for row in selected()]
@@ -219,19 +218,9 @@ async def models_page(commands: Commands) -> None:
         chat.bind_enabled_from(table, "selected", lambda rows: 0 < len(rows) <= MOST_MODELS)
         export.on_click(on_export)
         export.bind_enabled_from(table, "selected", lambda rows: len(rows) == 1)
-        shown: list[tuple[Command, int | None]] = []
-
-        def show_exports() -> None:
-            command = commands.of(SUBJECT)
-            if command is not None and (command, command.code) not in shown[-1:]:
-                shown.append((command, command.code))
-                exports.visible = True
-                exports.clear()
-                with exports:
-                    show_command(command)
 
         async def update() -> None:
-            show_exports()
+            exports.update()
             rows = [row_of_table(model) for model in await asyncio.to_thread(stored_models)]
             if rows != table.rows:
                 table.rows = rows

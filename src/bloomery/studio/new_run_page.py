@@ -15,7 +15,7 @@ from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import packaged
 from bloomery.runs.folder import propose_folder
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import notify, page, show_command, update_every
+from bloomery.studio.frame import CommandView, notify, page, update_every
 from bloomery.studio.recipe_form import (
     SOURCE,
     FormField,
@@ -101,8 +101,6 @@ class NewRun:
                 "w-full min-w-0 gap-2 flex-nowrap max-lg:order-first lg:sticky lg:top-14 lg:self-start"
                 " lg:max-h-[calc(100vh-4rem)] lg:overflow-y-auto"
             ):
-                self._subject = ""
-                self._shown_command: tuple[int | None, str] | None = None
                 self._problem = ui.label().classes("studio-text text-negative").props("role=alert")
                 with ui.row().classes("items-center"):
                     self._start_button = ui.button(
@@ -112,13 +110,13 @@ class NewRun:
                         "Show three examples with their loss mask", on_click=self._preview
                     ).props("outline no-caps")
                 self._notes = ui.label().classes("studio-text")
-                self._command = ui.column().classes("w-full gap-0")
+                self._command = CommandView(commands, "", opened=True)
                 ui.label("Plan").classes("text-lg font-semibold").props("role=heading aria-level=2")
                 self._plan = ui.label().classes("studio-text studio-plan w-full overflow-x-auto")
                 # The arrow keys scroll it.
                 self._plan.props("tabindex=0 role=region aria-label=Plan")
                 self._suggestions = ui.column().classes("w-full gap-1")
-        update_every(1.0, self._show_command)
+        update_every(1.0, self._command.update)
 
     def _chooser(self, packaged_recipe: str | None) -> None:
         with ui.row().classes("w-full items-end gap-3"):
@@ -380,23 +378,15 @@ class NewRun:
         """Writes the recipe into the working folder and starts a command with it."""
         try:
             path = write_recipe(self.text, self.planned.name or self.name)
-            self._subject = subject or str(path)
-            self.commands.start(*arguments(str(path)), subject=self._subject)
+            subject = subject or str(path)
+            self.commands.start(*arguments(str(path)), subject=subject)
         except UserError as error:
             notify(error)
             return False
         ui.notify(f"wrote {harmless(str(path))}")
-        self._show_command()
+        self._command.subject = subject
+        self._command.update()
         return True
-
-    def _show_command(self) -> None:
-        command = self.commands.of(self._subject) if self._subject else None
-        state = None if command is None else (command.code, command.text())
-        if state != self._shown_command:
-            self._shown_command = state
-            self._command.clear()
-            with self._command:
-                show_command(command, opened=True)
 
 
 def _attribute(text: str) -> str:

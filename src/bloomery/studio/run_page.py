@@ -14,7 +14,7 @@ from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import ChartMark, LineChart, marks_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.curves import NO_POINTS
-from bloomery.studio.frame import STATUS_COLORS, notify, page, show_command, update_every
+from bloomery.studio.frame import STATUS_COLORS, CommandView, notify, page, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import charts_of, evaluations_of, figures_of
@@ -50,21 +50,15 @@ def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
             "role=heading aria-level=1"
         )
         state = ui.label("starting").props("role=status")
-        output = ui.column().classes("w-full gap-0")
-        shown: list[tuple[int | None, str]] = []
+        output = CommandView(commands, name, opened=True)
 
         def update() -> None:
-            command = commands.of(name)
-            assert command is not None
-            if (current := (command.code, command.text())) not in shown[-1:]:
-                shown.append(current)
-                output.clear()
-                with output:
-                    show_command(command, opened=True)
+            output.update()
             with suppress(UserError):
                 watching.run(name)
                 ui.navigate.reload()
-            if command.code is not None:
+            command = commands.of(name)
+            if command is None or command.code is not None:
                 state.text = "the command ended before it made the folder of the run"
 
         update_every(0.5, update)
@@ -79,7 +73,6 @@ class RunView:
         self.commands = commands
         self.name = opened.reader.folder.name
         self._version = -1
-        self._command_code: int | None = None
         with ui.row().classes("w-full items-center gap-3"):
             ui.label(harmless(self.name)).classes("text-xl font-semibold break-all").props(
                 "role=heading aria-level=1"
@@ -99,8 +92,7 @@ class RunView:
                 "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
             ).props("outline dense no-caps padding='xs sm'")
         self._problem = ui.label().classes("studio-text").props("role=status")
-        self._command = ui.column().classes("w-full gap-0")
-        self._command.visible = False
+        self._command = CommandView(commands, self.name)
         self._post_mortem = PostMortemView(opened)
         self._progress = ui.linear_progress(0, show_value=False, size="6px").props(
             "aria-hidden=true"
@@ -127,15 +119,7 @@ class RunView:
             notify(error)
             return
         ui.notify(f"started: {harmless(started.line)}")
-        self._show_command()
-
-    def _show_command(self) -> None:
-        command = self.commands.of(self.name)
-        self._command.visible = command is not None
-        self._command.clear()
-        with self._command:
-            show_command(command)
-        self._command_code = None if command is None else command.code
+        self._command.update()
 
     def _open_chat(self) -> None:
         ui.navigate.to(address_of_chat([f"runs/{self.name}"], "auto"))
@@ -149,9 +133,7 @@ class RunView:
     async def update(self) -> None:
         if not self.opened.is_reading:
             await asyncio.to_thread(self.opened.update)
-        command = self.commands.of(self.name)
-        if command is not None and command.code != self._command_code:
-            self._show_command()
+        self._command.update()
         with self.opened.lock:
             self._draw()
         await self._post_mortem.update()

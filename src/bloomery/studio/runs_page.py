@@ -11,15 +11,15 @@ from nicegui.events import GenericEventArguments
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_seconds
 from bloomery.monitor.words import figure
-from bloomery.studio.commands import Command, Commands
+from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
 from bloomery.studio.frame import (
     STATUS_COLORS,
+    CommandView,
     notify,
     page,
     selection_table,
-    show_command,
     sort_by_keyboard,
     update_every,
 )
@@ -142,8 +142,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter runs"'
             )
-        command = ui.column().classes("w-full gap-0")
-        command.visible = False
+        deleting = CommandView(commands, SUBJECT)
         table = selection_table(_COLUMNS, rows, "name")
         table.props["visible-columns"] = visible_columns(rows)
         table.bind_filter_from(search, "value", lambda text: text or "")
@@ -179,16 +178,9 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         compare.bind_enabled_from(table, "selected", lambda rows: 1 < len(rows) <= MOST_RUNS)
         delete.on_click(on_delete)
         delete.bind_enabled_from(table, "selected", bool)
-        shown: list[tuple[Command, int | None]] = []
 
         async def update() -> None:
-            deleting = commands.of(SUBJECT)
-            if deleting is not None and (deleting, deleting.code) not in shown[-1:]:
-                shown.append((deleting, deleting.code))
-                command.visible = True
-                command.clear()
-                with command:
-                    show_command(deleting)
+            deleting.update()
             new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
             if new_rows != table.rows:
                 table.rows = new_rows
