@@ -314,7 +314,11 @@ class LineChart:
         vertical: dict[str, Any] = {**axis, "type": "value", "scale": True}
         if levels:  # a line of the plan above every measured value stays in view
             vertical |= {"min": 0, ":max": f"value => Math.max(value.max, {max(levels)}) * 1.08"}
-            vertical["axisLabel"] = {**axis["axisLabel"], ":formatter": "v => +v.toPrecision(3)"}
+            vertical["axisLabel"] = {
+                **axis["axisLabel"],
+                "showMaxLabel": False,  # no round number; its digits would still take room
+                ":formatter": "v => (+v.toPrecision(3)).toLocaleString('en')",
+            }
         return {
             "animation": False,
             "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
