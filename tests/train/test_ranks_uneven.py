@@ -27,6 +27,7 @@ STEPS = 3
 
 
 @pytest.mark.parametrize("axis", MESHES.values(), ids=MESHES)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world",
     [3, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7))],
@@ -75,6 +76,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("axis", "data", "changes", "near"), CELLS)
 def test_a_rank_that_never_has_a_sequence_changes_nothing(
     folders, tmp_path, axis, data, changes, near
@@ -96,7 +98,7 @@ def test_a_rank_that_never_has_a_sequence_changes_nothing(
     assert norms[1] == pytest.approx(norms[0], rel=1e-4 if near == 1e-5 else 0.1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, 1), (3, 1)), ((3, 1), (2, 1)), ((1, 3), (2, 1)), ((3, 1), (1, 3)), ((1, 2), (1, 3))],
