@@ -1,11 +1,15 @@
 """The usual learning rates: what is warned about, and that the page shows the table that the code has."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bloomery.model.published import published_config
 from bloomery.plan.learning_rates import (
+    ADALORA,
     FULL,
     LORA,
     MUON,
@@ -13,30 +17,39 @@ from bloomery.plan.learning_rates import (
     PEFT,
     PREFERENCES,
     PRETRAINING,
+    ROLLOUTS,
     far_rates,
     short,
+    usual_optimizer,
+    with_usual_values,
 )
+from bloomery.plan.made import made_recipe
 from bloomery.plan.resolve import local_facts
-from bloomery.recipe.load import load_recipe, packaged
+from bloomery.recipe.load import load_recipe, load_text, packaged
+from bloomery.recipe.schema import OBJECTIVES
+from tests.plan.plan_help import loaded, machine, reported
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/hyperparameters.md"
 LORA_RECIPE = "qwen2.5-1.5b-lora"
 
 
+CONFIG = published_config("Qwen/Qwen2.5-1.5B-Instruct")
+
+
 def warned(*words, width=1536, recipe=LORA_RECIPE):
-    return far_rates(load_recipe(recipe, words).recipe, width=width)
+    return far_rates(load_recipe(recipe, words).recipe, replace(CONFIG, hidden_size=width))
 
 
 @pytest.mark.parametrize("name", packaged())
 def test_packaged_recipes_are_within(name):
     loaded = load_recipe(name)
-    width = 2048 if loaded.recipe.model.from_ else local_facts(loaded).config.hidden_size
+    config = CONFIG if loaded.recipe.model.from_ else local_facts(loaded).config
     # These train the model of a demo.
     if name.startswith("demo-chat"):
-        width = 256
+        config = replace(CONFIG, hidden_size=256)
     if name == "demo-rl":
-        width = 128
-    assert far_rates(loaded.recipe, width=width) == []
+        config = replace(CONFIG, hidden_size=128)
+    assert far_rates(loaded.recipe, config) == []
 
 
 @pytest.mark.parametrize("rate", ["2", "0.02", "0.0021"])
@@ -89,6 +102,76 @@ def test_narrow_models_take_higher_rates():
     assert warned("optimizer.learning_rate=0.02", width=256)
 
 
+ADAPTERS = ("none", "lora", "dora", "peft")
+
+
+def bare(objective, adapter="none", *, optimizer="adamw", model=None):
+    """A recipe that sets no value of its optimizer."""
+    section = {"kind": adapter} | ({"method": "ia3"} if adapter == "peft" else {})
+    return load_text(
+        json.dumps(
+            {
+                "model": model or {"from": "Qwen/Qwen2.5-1.5B-Instruct"},
+                "data": {"path": "rows.jsonl"},
+                "objective": {"kind": objective}
+                | ({"teacher": "Qwen/Qwen2.5-1.5B-Instruct"} if objective == "distill" else {}),
+                "rewards": [{"function": "score"}] if objective in ROLLOUTS else [],
+                "adapter": section,
+                "optimizer": {"kind": optimizer},
+            }
+        ),
+        name="bare",
+        source="test",
+    ).recipe
+
+
+@pytest.mark.parametrize("optimizer", OF_OPTIMIZERS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_auto_is_the_usual_value_and_nothing_warns_of_it(objective, adapter, optimizer):
+    settled, choices = with_usual_values(bare(objective, adapter, optimizer=optimizer), CONFIG)
+    assert set(choices) == {
+        f"optimizer.{key}" for key in ("learning_rate", "weight_decay", "warmup")
+    }
+    assert far_rates(settled, CONFIG) == []
+    # What is set stays, and is no choice.
+    again, no_choices = with_usual_values(settled, CONFIG)
+    assert again == settled and no_choices == {}
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - {"distill"}))
+def test_generated_recipes_have_the_values_of_auto(objective, adapter):
+    made = made_recipe(
+        "Qwen/Qwen2.5-1.5B-Instruct", None, [f"objective={objective}", f"adapter={adapter}"]
+    )
+    section = load_text(made.text, name="made", source="test").recipe.optimizer
+    settled, _ = with_usual_values(bare(objective, adapter), CONFIG)
+    for key in ("learning_rate", "weight_decay", "warmup"):
+        assert getattr(section, key) == getattr(settled.optimizer, key), key
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rate"),
+    [(125e6, 6e-4), (0.99e9, 6e-4), (7e9, 3e-4), (13e9, 3e-4), (70e9, 1.5e-4)],
+)
+def test_larger_models_are_pretrained_at_lower_rates(parameters, rate):
+    """GPT-3 of 125M, Llama 2 of 7B and 13B, and of 70B."""
+    usual = usual_optimizer("pretrain", adapter="none", new_parameters=parameters)
+    assert usual.rates.start == rate and usual.weight_decay == 0.1
+
+
+def test_a_recipe_that_sets_nothing_is_planned_without_a_warning_of_its_defaults():
+    for sections in ({}, {"train": {"max_steps": 9}}):
+        recipe = loaded(**sections)
+        report = reported(recipe, machine())
+        assert not [text for text in report.warnings if text.startswith(("optimizer.", "eval."))]
+        assert report.plan.eval.every_steps <= report.plan.train.steps
+        chosen = {choice.key: choice for choice in report.plan.choices}
+        assert chosen["optimizer.learning_rate"].value == "6e-4"
+        assert "pretraining" in chosen["optimizer.learning_rate"].reason
+
+
 def test_the_page_shows_this_table():
     text = PAGE.read_text()
     (row,) = re.findall(r"^\| learning rate \|.*$", text, re.MULTILINE)
@@ -96,9 +179,10 @@ def test_the_page_shows_this_table():
         str(rates) in cell
         for rates, cell in zip((LORA, FULL, PRETRAINING), row.split("|")[3:6], strict=True)
     ] == [True] * 3
-    for objective, (adapted, full) in PREFERENCES.items():
+    for objective, (adapted, full) in (PREFERENCES | ROLLOUTS).items():
         assert f"| `{objective}` | {adapted} | {full} |" in text
     assert (
         f"{OF_OPTIMIZERS['adafactor']:g} times as much: full fine-tuning {FULL.times(25)}" in text
     )
-    assert f"of the matrices: {MUON}" in text and f"other methods of PEFT take {PEFT}" in text
+    assert f"of the matrices: {MUON}" in text and f"AdaLoRA {ADALORA}" in text
+    assert f"other methods of PEFT {PEFT}" in text

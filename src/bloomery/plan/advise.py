@@ -683,7 +683,7 @@ def warnings(
         yield f"train.min_steps has no effect: train.{recipe.train.length_key} sets the length, not train.max_time"
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
-    yield from far_rates(recipe, width=facts.config.hidden_size)
+    yield from far_rates(recipe, facts.config)
     yield from _lengths(plan)
     padding = plan.train.empty_sequences
     sequences = plan.train.sequences_per_step

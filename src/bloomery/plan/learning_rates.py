@@ -1,32 +1,51 @@
-"""Usual learning rates by method, objective and optimizer, and the warning about one far outside.
+"""The usual optimizer of each method: learning rate, weight decay and warmup, and the warning about a rate far outside.
 
-docs/how-to/hyperparameters.md shows these tables. Sources: the papers of each objective, the defaults of TRL, and the
-packaged recipes; for Adafactor its update relative to the weights (arXiv:1804.04235), for Muon arXiv:2502.16982.
+What a recipe leaves at auto, what a generated recipe has, what is warned about and the tables of
+docs/how-to/hyperparameters.md are these. Sources: the papers of each objective, the defaults of TRL, and the packaged
+recipes; of rates of pretraining those of GPT-3, Llama 2 and Llama 3 (arXiv:2005.14165, 2307.09288, 2407.21783); for
+Adafactor its update relative to the weights (arXiv:1804.04235), for Muon arXiv:2502.16982.
 """
 
 from dataclasses import dataclass
 
-from bloomery.recipe.schema import Peft, Recipe
+from bloomery.core import Choice
+from bloomery.core.units import Duration, parse_duration
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_count
+from bloomery.recipe.schema import OBJECTIVES, Peft, Recipe
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The usual range of a learning rate."""
+    """The usual range of a learning rate. `first`: the value to start with, where that is not the highest."""
 
     low: float
     high: float
+    first: float | None = None
+
+    @property
+    def start(self) -> float:
+        return self.high if self.first is None else self.first
 
     def times(self, factor: float) -> "Rates":
-        return Rates(self.low * factor, self.high * factor)
+        first = None if self.first is None else self.first * factor
+        return Rates(self.low * factor, self.high * factor, first)
 
     def __str__(self) -> str:
         return f"{short(self.low)} to {short(self.high)}"
 
 
+# Of models with fewer parameters than the first number of each row.
 PRETRAINING = Rates(3e-4, 6e-4)
+PRETRAINING_BY_SIZE = (
+    (1e9, PRETRAINING),
+    (2e10, Rates(1e-4, 3e-4)),
+    (float("inf"), Rates(5e-5, 1.5e-4)),
+)
 FULL = Rates(1e-5, 2e-5)
 LORA = Rates(1e-4, 2e-4)
-PEFT = Rates(1e-4, 2e-2)  # of the other methods; VeRA and (IA)3 train few parameters at high rates
+ADALORA = LORA.times(2)
+PEFT = Rates(1e-4, 2e-2, 1e-3)  # VeRA and (IA)3 train few parameters at high rates
 PREFERENCES = {  # objective: with an adapter, full fine-tuning
     "dpo": (Rates(5e-6, 5e-5), Rates(5e-7, 5e-6)),
     "ipo": (Rates(5e-6, 5e-5), Rates(5e-7, 5e-6)),
@@ -35,44 +54,115 @@ PREFERENCES = {  # objective: with an adapter, full fine-tuning
     "simpo": (Rates(5e-6, 2e-5), Rates(3e-7, 1e-6)),
     "reward": (Rates(1e-5, 5e-5), Rates(1e-6, 1e-5)),
 }
-# Of another optimizer than AdamW, relative to AdamW's rate. Muon's `learning_rate` is that of its AdamW.
+ROLLOUTS = {  # as above; the first rates of all parameters are TRL's defaults
+    "grpo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6)),
+    "rloo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6)),
+    "ppo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 3e-6)),
+}
+# Of another optimizer than AdamW, relative to AdamW's rate. Muon's updates have the size of AdamW's.
 OF_OPTIMIZERS = {"adamw": 1.0, "muon": 1.0, "adafactor": 25.0}
 MUON = Rates(2e-3, 5e-2)  # optimizer.muon_learning_rate, of the matrices
 
+WARMUP = "3%"
+WARMUPS = {"pretrain": "1%"} | dict.fromkeys(PREFERENCES, "10%")
+WEIGHT_DECAY = 0.1  # of pretraining
+
 FAR = 10  # times the usual range: beyond it the loss diverges, or does not move
-# Narrow models take higher rates (arXiv:2203.03466): those below this width, up to six times as high again.
+# Models narrower than this take higher rates, in inverse proportion to their width (arXiv:2203.03466).
 NARROW_WIDTH = 512
-NARROW = 6
+USUAL_WIDTH = 2048
 
 
-def usual_rates(recipe: Recipe) -> tuple[Rates, str]:
-    """The usual range of `optimizer.learning_rate`, and the name of the method."""
-    optimizer = recipe.optimizer.kind
-    factor = OF_OPTIMIZERS.get(optimizer, 1.0)
-    adapted = recipe.adapter.kind != "none"
-    method = {"none": "full fine-tuning", "lora": "LoRA", "dora": "DoRA"}.get(
-        recipe.adapter.kind, "an adapter"
-    )
-    if recipe.objective.kind in PREFERENCES:
-        rates = PREFERENCES[recipe.objective.kind][0 if adapted else 1]
-        method = f"{recipe.objective.kind} with {method}"
-    elif isinstance(recipe.adapter, Peft):
-        rates = PEFT
-        method = recipe.adapter.method
+@dataclass(frozen=True, kw_only=True)
+class UsualOptimizer:
+    """`method`: its name. `weight_decay` and `warmup`: as a recipe has them."""
+
+    rates: Rates
+    method: str
+    weight_decay: float
+    warmup: str
+
+
+def usual_optimizer(
+    objective: str,
+    *,
+    adapter: str,
+    optimizer: str = "adamw",
+    new_parameters: float | None = None,
+) -> UsualOptimizer:
+    """The table's row of a method.
+
+    `adapter`: none, lora, dora or the name of a PEFT method; `new_parameters`: the size of a model with random weights,
+    None for a pretrained one.
+    """
+    adapted = adapter != "none"
+    names = {"none": "full fine-tuning", "lora": "LoRA", "dora": "DoRA"}
+    method = names.get(adapter, adapter)
+    by_objective = PREFERENCES | ROLLOUTS
+    if objective in by_objective:
+        rates = by_objective[objective][0 if adapted else 1]
+        method = f"{objective} with {method if adapter in names else 'an adapter'}"
     elif adapted:
-        rates = LORA
-    elif recipe.model.from_ is None:
-        rates = PRETRAINING
+        rates = {"lora": LORA, "dora": LORA, "adalora": ADALORA}.get(adapter, PEFT)
+    elif new_parameters is not None:
+        rates = next(rates for most, rates in PRETRAINING_BY_SIZE if new_parameters < most)
         method = "pretraining"
     else:
         rates = FULL
-    return rates.times(factor), method if optimizer == "adamw" else f"{method} and {optimizer}"
+        method = "continued pretraining" if objective == "pretrain" else method
+    return UsualOptimizer(
+        rates=rates.times(OF_OPTIMIZERS.get(optimizer, 1.0)),
+        method=method if optimizer == "adamw" else f"{method} and {optimizer}",
+        weight_decay=WEIGHT_DECAY if OBJECTIVES[objective].reads_text and not adapted else 0.0,
+        warmup=WARMUP if adapted and objective == "pretrain" else WARMUPS.get(objective, WARMUP),
+    )
 
 
-def far_rates(recipe: Recipe, *, width: int) -> list[str]:
-    """A warning for each learning rate far outside its usual range. `width`: of the model's hidden states."""
-    rates, method = usual_rates(recipe)
-    checked_rates = [("learning_rate", recipe.optimizer.learning_rate, rates, method)]
+def usual_of(recipe: Recipe, config: ModelConfig) -> UsualOptimizer:
+    """The table's row of a recipe, whose model has this config."""
+    adapter = recipe.adapter
+    return usual_optimizer(
+        recipe.objective.kind,
+        adapter=adapter.method if isinstance(adapter, Peft) else adapter.kind,
+        optimizer=recipe.optimizer.kind,
+        new_parameters=parameter_count(config) if recipe.model.from_ is None else None,
+    )
+
+
+def with_usual_values(
+    recipe: Recipe, config: ModelConfig
+) -> tuple[Recipe, dict[str, Choice[float | str]]]:
+    """The recipe with the table's values where its optimizer has "auto", and these choices by key."""
+    usual = usual_of(recipe, config)
+    section = recipe.optimizer
+    values = dict[str, float | Duration]()
+    choices = dict[str, Choice[float | str]]()
+    if section.learning_rate == "auto":
+        rate = usual.rates.start
+        values["learning_rate"] = rate
+        reason = f"usual for {usual.method}: {usual.rates}"
+        choices["optimizer.learning_rate"] = Choice(short(rate), reason)
+    if section.weight_decay == "auto":
+        values["weight_decay"] = usual.weight_decay
+        reason = f"usual for {usual.method}"
+        choices["optimizer.weight_decay"] = Choice(f"{usual.weight_decay:g}", reason)
+    if section.warmup == "auto":
+        duration = parse_duration(usual.warmup)
+        values["warmup"] = duration
+        reason = f"usual for {usual.method}"
+        choices["optimizer.warmup"] = Choice(usual.warmup, reason)
+    settled_section = section.model_copy(update=values)
+    return recipe.model_copy(update={"optimizer": settled_section}), choices
+
+
+def far_rates(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """A warning for each learning rate of the recipe far outside its usual range."""
+    width = config.hidden_size
+    usual = usual_of(recipe, config)
+    checked_rates = list[tuple[str, float, Rates, str]]()
+    if recipe.optimizer.learning_rate != "auto":
+        rate = recipe.optimizer.learning_rate
+        checked_rates.append(("learning_rate", rate, usual.rates, usual.method))
     if recipe.optimizer.kind == "muon" and recipe.optimizer.muon_learning_rate is not None:
         checked_rates.append(
             (
@@ -82,7 +172,7 @@ def far_rates(recipe: Recipe, *, width: int) -> list[str]:
                 "the matrices of muon",
             )
         )
-    highest = FAR * (NARROW if width < NARROW_WIDTH else 1)
+    highest = FAR * (USUAL_WIDTH / width if width < NARROW_WIDTH else 1)
     warnings = list[str]()
     for key, rate, usual_range, name in checked_rates:
         warning = f"optimizer.{key} is {short(rate)}, far {{}} the usual {usual_range} for {name}"

@@ -27,7 +27,7 @@ from bloomery.data.sources.files import (
 from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
-from bloomery.plan.learning_rates import FULL, LORA, PREFERENCES
+from bloomery.plan.learning_rates import usual_optimizer
 from bloomery.recipe.load import merged_text
 from bloomery.recipe.schema import OBJECTIVES, Recipe, Source
 
@@ -44,25 +44,21 @@ class _Method:
     objective: dict[str, Any]
     reason: str
     epochs: int
-    warmup: str = "3%"
 
-    def sections(self, kind: str, *, adapted: bool) -> dict[str, Any]:
-        """The sections after the objective of this `kind`, with the learning rate of its method."""
+    def sections(self, objective: str, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """The sections after this objective, with the optimizer of its method. `typed`: the keys that were typed."""
         adapter = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
-        decay = 0.1 if self is _TEXT else 0.0
-        trains_all = self is _TEXT or not adapted
-        rates = (
-            PREFERENCES[kind][1 if trains_all else 0]
-            if kind in PREFERENCES
-            else FULL
-            if trains_all
-            else LORA
+        adapter_kind = _typed_kind(typed, "adapter") or ("none" if self is _TEXT else "lora")
+        usual = usual_optimizer(
+            objective if objective in OBJECTIVES else str(self.objective["kind"]),
+            adapter=str(_at(typed, ("adapter", "method")) or adapter_kind),
+            optimizer=_typed_kind(typed, "optimizer") or "adamw",
         )
         optimizer = {
-            "learning_rate": rates.high,
-            "weight_decay": decay,
+            "learning_rate": usual.rates.start,
+            "weight_decay": usual.weight_decay,
             "schedule": "cosine",
-            "warmup": self.warmup,
+            "warmup": usual.warmup,
         }
         return {
             **({} if self is _TEXT else {"adapter": adapter}),
@@ -80,14 +76,12 @@ _PAIRS = _Method(
     {"kind": "dpo", "beta": 0.1},
     "each row has a chosen and a rejected response",
     1,
-    "10%",
 )
 _KTO = _Method(
     "kto-lora",
     {"kind": "kto", "beta": 0.1},
     "each response is labeled desirable or undesirable",
     1,
-    "10%",
 )
 _OF_ROWS = {"preference": _PAIRS, "kto": _KTO}
 _OF_OBJECTIVES = {
@@ -155,9 +149,7 @@ def made_recipe(
         "objective": method.objective
         if kind in (None, method.objective["kind"])
         else {"kind": kind},
-        **method.sections(
-            str(kind or method.objective["kind"]), adapted=_typed_kind(typed, "adapter") != "none"
-        ),
+        **method.sections(str(kind or method.objective["kind"]), typed),
     }
     comments = {
         ("data", "columns"): describe_columns(columns) if columns else "",

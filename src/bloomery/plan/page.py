@@ -82,6 +82,11 @@ SETTINGS = (  # shown where a plan has them
     "optimizer.offload",
     "train.offload_activations",
 )
+USUAL_VALUES = {  # of the method, where the recipe sets none
+    "optimizer.learning_rate": "learning rate",
+    "optimizer.weight_decay": "weight decay",
+    "optimizer.warmup": "warmup",
+}
 
 
 def page(
@@ -633,6 +638,13 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
         value, attention_reason = choices["train.activation_checkpointing"]
         rows.append((f"{value} checkpointing", attention_reason))
     rows += [choices[key] for key in SETTINGS if key in choices]
+    # The method's usual values share a line and a reason.
+    usual_values = [
+        f"{label} {choices[key][0]}" for key, label in USUAL_VALUES.items() if key in choices
+    ]
+    if usual_values:
+        reason = next(choices[key][1] for key in USUAL_VALUES if key in choices)
+        rows.append((usual_values[0], "; ".join([reason, *usual_values[1:]])))
     if accelerator is not None:
         build = fitting_builds(machine, accelerator)[0]
         overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)

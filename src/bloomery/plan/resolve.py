@@ -39,6 +39,7 @@ from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts, fetch, gather
+from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.types import (
     LAZY_CONNECTIONS,
     CheckpointPlan,
@@ -81,9 +82,9 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
 
     Raises UserError for settings that the machine does not support; a run that does not fit is planned.
     """
-    recipe = loaded_recipe.recipe
     profile = facts.profile
     config = facts.config
+    recipe, optimizer_choices = with_usual_values(loaded_recipe.recipe, config)
 
     # Without a number of devices from the caller the recipe's sizes of `parallel` count.
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
@@ -187,7 +188,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         memory=step.memory,
         step_seconds=step.seconds,
         total_tokens=None if steps is None else round(steps * step.trained_tokens),
-        choices=_decisions(recipe, facts, step),
+        choices=_decisions(recipe, facts, step, optimizer_choices),
         lengths=_lengths(recipe),
         dataset=facts.dataset,
         environment=profile.environment.value,
@@ -393,7 +394,12 @@ def _compiled(
     return choose_compile(recipe, facts.profile, seconds, gain=gain, check=facts.machine.cpu_check)
 
 
-def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...]:
+def _decisions(
+    recipe: Recipe,
+    facts: Facts,
+    step: _Step,
+    optimizer_choices: Mapping[str, Choice[float | str]],
+) -> tuple[Decision, ...]:
     """Every choice with its reason, in the order in which `bloomery plan` prints them."""
     profile = facts.profile
     config = facts.config
@@ -462,6 +468,7 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher),
+        *optimizer_choices.items(),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),
     )
@@ -483,6 +490,7 @@ def _steps_between_evaluations(recipe: Recipe, scale: lengths.Scale) -> int | No
 
 def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:
     section = recipe.optimizer
+    assert section.warmup != "auto", "with_usual_values was not called"
     decay = _decay(section.schedule)
     by_time = recipe.train.length.unit == "seconds"
     if by_time and decay is not None and decay.unit not in ("percent", "seconds"):
@@ -528,6 +536,7 @@ def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
 
 
 def _lengths(recipe: Recipe) -> Lengths:
+    assert recipe.optimizer.warmup != "auto", "with_usual_values was not called"
     return Lengths(
         train=recipe.train.length,
         warmup=recipe.optimizer.warmup,

@@ -735,7 +735,9 @@ class Lora(Section):
     )
     dropout: Share = key(0.0, "Dropout probability before the LoRA matrices.")
     target_modules: OneOrMore[str] = key(
-        ["q_proj", "v_proj"], "Modules with LoRA: names, patterns or all-linear."
+        ["all-linear"],
+        "Modules with LoRA: names, patterns, or all-linear (every matrix of the layers).",
+        ["q_proj", "v_proj"],
     )
     modules_to_save: OneOrMore[str] = key(
         [], "Modules trained in full, such as embed_tokens, lm_head, norms."
@@ -774,14 +776,18 @@ class Wsd(Section):
 
 class OptimizerSection(Section):
     kind: OptimizerKind = key("adamw", "muon updates the matrices of the layers, AdamW the rest.")
-    learning_rate: PositiveFloat = key(5e-4, "Peak learning rate.")
+    learning_rate: Auto | PositiveFloat = key(
+        "auto", "Peak learning rate; auto: the usual one of the objective and the adapter.", 2e-4
+    )
     muon_learning_rate: PositiveFloat | None = key(
         None, "muon: learning rate of the matrices; unset: learning_rate.", 0.02
     )
     momentum: Share = key(0.95, "muon: momentum.")
     betas: tuple[Share, Share] = key((0.9, 0.95), "AdamW: decay rates of the two averages.")
     eps: PositiveFloat = key(1e-8, "AdamW: added to the denominator.")
-    weight_decay: NonNegativeFloat = key(0.1, "Decoupled weight decay.")
+    weight_decay: Auto | NonNegativeFloat = key(
+        "auto", "Decoupled weight decay; auto: 0.1 for pretraining, 0 for fine-tuning.", 0.1
+    )
     state_dtype: Literal["float32", "bfloat16", "int8"] = key(
         "float32", "Data type of AdamW's states."
     )
@@ -806,7 +812,11 @@ class OptimizerSection(Section):
     min_lr_ratio: Share = key(
         0.0, "Final learning rate of cosine and linear, relative to learning_rate."
     )
-    warmup: LengthOrNothing = key(Duration(1.0, "percent"), "Length of the linear warmup.")
+    warmup: Auto | LengthOrNothing = key(
+        "auto",
+        "Length of the linear warmup; auto: 1% for pretraining, 10% for preferences, else 3%.",
+        "3%",
+    )
 
 
 def _with_one_length(value: Any) -> Any:
@@ -940,7 +950,7 @@ class Checkpoint(Section):
 
 class Eval(Section):
     every: Literal["none"] | Length = key(
-        Duration(500.0, "steps"), "Interval between evaluations; none: off."
+        Duration(12.5, "percent"), "Interval between evaluations; none: off."
     )
     tokens: Auto | Count = key("auto", "Tokens of the validation set per evaluation.")
     early_stopping_patience: Literal["none"] | PositiveInt = key(
