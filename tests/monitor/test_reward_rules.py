@@ -1,9 +1,11 @@
 """Each trouble of a run with rewards has its rule; a healthy run has none of them. Curves are made up, or recorded."""
 
+from dataclasses import replace
+
 import pytest
 
 from bloomery.monitor.diagnosis import Diagnoser, why_not_learning
-from bloomery.monitor.events import Recovered, RunStarted
+from bloomery.monitor.events import Recovered, RunStarted, StepHealth
 from bloomery.monitor.history import PlanFacts, history_of
 from runs_for_tests import step_done
 
@@ -148,3 +150,93 @@ def test_rules_of_text_do_not_judge_completions():
     )
     events = list(rollouts())
     assert causes(events, facts) == []
+
+
+def unchanged(events, *, at=(1, 2, 5, 10), no_gradient=1.0):
+    """The events, with samples of steps in which no parameter had a gradient."""
+    for event in events:
+        yield event
+        if getattr(event, "step", None) in at:
+            yield StepHealth(
+                step=event.step,
+                update_ratio=0.0,
+                unchanged_share=no_gradient,
+                no_gradient_share=no_gradient,
+                unchanged="model.layers.0.mlp.gate_proj.lora_B",
+            )
+
+
+SAME = {"frac_reward_zero_std": 1.0, "reward_std": 0.0}
+CONSTANT = {**SAME, "rewards/same/mean": 1.0, "rewards/same/std": 0.0}
+PER_PROMPT = {**SAME, "rewards/same/mean": 0.5, "rewards/same/std": 0.5}
+
+
+@pytest.mark.parametrize("steps", [10, 14, 25])
+@pytest.mark.parametrize(
+    ("curves", "problem"),
+    [
+        (CONSTANT, "do not tell completions apart"),
+        (PER_PROMPT, "check that the reward reads the completion"),
+    ],
+)
+def test_equal_rewards_are_no_fault_of_the_weights(curves, problem, steps):
+    events = list(unchanged(rollouts(steps, **curves)))
+    assert causes(events) == ["same-rewards"]
+    assert "all completions of a prompt have one reward" in said(events)
+    assert problem in said(events)
+
+
+def test_several_steps_of_a_rollout_share_its_rewards():
+    def events():
+        for event in rollouts(60, **CONSTANT):
+            is_first = getattr(event, "step", 1) % 4 == 1
+            yield event if is_first or not hasattr(event, "metrics") else replace_metrics(event, {})
+
+    assert causes(list(unchanged(events(), at=range(1, 60)))) == ["same-rewards"]
+
+
+def test_a_constant_reward_of_completions_without_a_group():
+    """PPO compares a completion with the estimates of its value: there are no groups."""
+    curves = {name: value for name, value in CONSTANT.items() if name != "frac_reward_zero_std"}
+    events = [
+        replace_metrics(
+            event, {n: v for n, v in event.metrics.items() if n != "frac_reward_zero_std"}
+        )
+        if hasattr(event, "metrics")
+        else event
+        for event in rollouts(**curves)
+    ]
+    assert causes(events) == ["same-rewards"]
+
+
+def test_a_task_that_is_solved_at_the_start_says_so():
+    known = PlanFacts(**{**vars(FACTS), "highest_reward": 1.0})
+    assert causes(rollouts(**CONSTANT, reward=1.0), known) == ["same-rewards"]
+
+
+def test_weights_without_gradient_are_reported_next_to_the_rewards():
+    """Where rewards differ, a weight without a gradient is a fault, and does not hide what the rewards show."""
+    events = list(unchanged(rollouts(**TROUBLES["kl"][0]), no_gradient=0.5))
+    assert causes(events) == ["frozen", "kl"]
+
+
+def test_a_reward_that_is_rare_at_first_is_no_fault_of_the_weights():
+    """Before the first completion is rewarded, no weight has a gradient."""
+    rare = {
+        "reward": lambda share: 0.0 if share < 0.5 else share,
+        "frac_reward_zero_std": lambda share: 1.0 if share < 0.5 else 0.7,
+    }
+    assert causes(list(unchanged(rollouts(**rare), at=range(1, 30)))) == []
+
+
+def test_completions_that_are_all_cut_off_are_not_trained_on():
+    """With objective.mask_truncated_completions, a rollout of nothing else has no loss tokens."""
+    events = [
+        replace(event, loss_tokens=0) if hasattr(event, "metrics") else event
+        for event in rollouts(**{**FLAT, "completions/clipped_ratio": 1.0})
+    ]
+    assert causes(list(unchanged(events))) == ["truncated"]
+
+
+def replace_metrics(event, metrics):
+    return replace(event, metrics=metrics)

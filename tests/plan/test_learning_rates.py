@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.plan.plan_help import loaded, machine, reported
 
 from bloomery.model.published import published_config
 from bloomery.plan.learning_rates import (
@@ -27,7 +28,6 @@ from bloomery.plan.made import made_recipe
 from bloomery.plan.resolve import local_facts
 from bloomery.recipe.load import load_recipe, load_text, packaged
 from bloomery.recipe.schema import OBJECTIVES
-from tests.plan.plan_help import loaded, machine, reported
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/hyperparameters.md"
 LORA_RECIPE = "qwen2.5-1.5b-lora"

@@ -15,6 +15,7 @@ from faulty_runs import (
     through_the_objective,
 )
 from plans_for_tests import tiny_config, tiny_plan
+from rollouts_for_tests import plan_of, write_recipe
 from runs_of_the_loop import crossed
 
 from bloomery.plan.explained import diagnosis_facts
@@ -118,3 +119,13 @@ def test_facts_of_pairs_are_not_those_of_text():
     told, text = diagnosis_facts(pairs, None), diagnosis_facts(tiny_plan(), None)
     assert (told.vocab_size, told.fresh, told.falls) == (None, False, False)
     assert (text.vocab_size, text.fresh, text.falls) == (97, True, True)
+
+
+def test_a_constant_reward_is_named_and_not_the_weights(tmp_path):
+    """No advantage, no gradient: every parameter stays as it is, and no weight is at fault."""
+    folder = write_recipe(tmp_path)
+    rewards = "def spaces(completions, **_):\n    return [0.1 for _ in completions]\n"
+    (folder / "my_rewards.py").write_text(rewards)
+    edits = ("train.max_steps=12", "eval.every=none", "checkpoint.every=12")
+    (sentence,) = said(plan_of(folder, *edits), tmp_path / "run")
+    assert "all completions of a prompt have one reward (0.1 for every completion" in sentence

@@ -139,7 +139,13 @@ def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 
 
 def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
-    samples = [v for v in history.healthy_rate if v.unchanged_share is not None][-10:]
+    # Equal rewards leave no gradient in any weight: that is a matter of the rewards, not of these weights.
+    without_gradient = history.steps_without_gradient
+    samples = [
+        health
+        for health in history.healthy_rate
+        if health.unchanged_share is not None and health.step not in without_gradient
+    ][-10:]
     if len(samples) < 3:
         return
     no_gradient_share = median(health.no_gradient_share or 0.0 for health in samples)
@@ -577,11 +583,13 @@ def _apply(rules: str, history: RunHistory, facts: PlanFacts) -> list[Diagnosis]
 def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
     """Reasons why the loss does not fall, the most certain first; empty for a healthy or a young run.
 
-    Rules with direct evidence first; the loss curve is only interpreted when none of them applies.
+    Rules with direct evidence first; the loss curve is only interpreted when none of them applies. Rewards are judged
+    next to either: what is wrong with them is measured, too.
     """
+    rewarded = list(why_rewards_do_not_rise(history, facts))
     for rule in RULES["direct"]:
         if evident := list(rule(history, facts)):
-            return evident
+            return [*evident, *rewarded]
 
     diagnoses = _apply("curve", history, facts)
     if not diagnoses and _stuck(history, facts):
@@ -595,7 +603,6 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
                 Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
             ]
         diagnoses += _apply("plateau, too", history, facts)
-    rewarded = why_rewards_do_not_rise(history, facts)
     return [*diagnoses, *rewarded, *_apply("overfit", history, facts)]
 
 

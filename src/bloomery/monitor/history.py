@@ -200,6 +200,22 @@ class RunHistory:
         return rollouts[-FEW_ROLLOUTS:]
 
     @property
+    def steps_without_gradient(self) -> set[int]:
+        """Recent steps whose completions have no gradient by construction.
+
+        All completions of a prompt have one reward, so that every advantage is zero, or no completion is trained on.
+        The steps that follow a rollout train on it, too.
+        """
+        steps = set[int]()
+        is_without = False
+        for step_done in self.recent:
+            if "reward" in step_done.metrics:
+                is_without = equal_rewards(step_done) == 1.0
+            if is_without or (self.first_rollouts and step_done.loss_tokens == 0):
+                steps.add(step_done.step)
+        return steps
+
+    @property
     def path(self) -> float:
         """Upper bound on the distance of the weights from their initial values, in units of their size."""
         return self.moved[-1].path
@@ -246,6 +262,11 @@ class RunHistory:
     def ratio(self) -> float | None:
         """Median of the ten newest update-to-weight ratios."""
         return middle([v.update_ratio for v in self.healthy_rate[-10:]])
+
+
+def equal_rewards(rollout: StepDone) -> float:
+    """Share of the prompts of a rollout whose completions all have one reward."""
+    return rollout.metrics.get("frac_reward_zero_std", 0.0)
 
 
 def middle(values: Iterable[float | None]) -> float | None:

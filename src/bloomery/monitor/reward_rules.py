@@ -8,13 +8,20 @@ from math import sqrt
 from statistics import fmean, variance
 
 from bloomery.monitor.events import StepDone
-from bloomery.monitor.history import FEW_ROLLOUTS, Diagnosis, PlanFacts, RunHistory
+from bloomery.monitor.history import (
+    FEW_ROLLOUTS,
+    Diagnosis,
+    PlanFacts,
+    RunHistory,
+    equal_rewards,
+)
 
 EARLY = 2 * FEW_ROLLOUTS  # rollouts before the reward of a run is judged
 LATER = 4 * FEW_ROLLOUTS  # before a change of lengths or entropy is
 NOISE = 2.0  # standard errors between two means, above which a reward has risen
 
 SAME_REWARD = 0.8  # share of the prompts whose completions all have one reward
+ROUNDING = 1e-6  # relative: deviations of equal float32 numbers
 NOT_ENDED = 0.9  # share of the completions
 SOLVED = 0.95  # of the highest reward that is possible
 LONGER = 1.5  # times the length of the first completions
@@ -31,6 +38,9 @@ def why_rewards_do_not_rise(history: RunHistory, facts: PlanFacts) -> Iterator[D
         return
     highest = facts.highest_reward
     if highest is not None and _mean(history.newest_rollouts, "reward") >= SOLVED * highest:
+        # A task that is solved before the first step trains nothing, either.
+        if all(_is_constant(rollout) for rollout in history.first_rollouts):
+            yield from _same_rewards(history)
         return
     yield from _same_rewards(history)
     yield from _far_from_reference(history, facts)
@@ -43,17 +53,47 @@ def why_rewards_do_not_rise(history: RunHistory, facts: PlanFacts) -> Iterator[D
 
 
 def _same_rewards(history: RunHistory) -> Iterator[Diagnosis]:
-    """A completion is compared with the others of its prompt: where all have one reward, it has no gradient."""
+    """A completion is compared with the others of its prompt: where all have one reward, it has no gradient.
+
+    Completions that are alone in their prompt are compared with those of the whole rollout.
+    """
     rollouts = history.newest_rollouts
-    share = _mean(rollouts, "frac_reward_zero_std")
-    if len(rollouts) < FEW_ROLLOUTS or share < SAME_REWARD:
+    if len(rollouts) < FEW_ROLLOUTS:
+        return
+    if all(_is_constant(rollout) for rollout in rollouts):
+        rewards = sorted({f"{rollout.metrics['reward']:.3g}" for rollout in rollouts})
+        evidence = (
+            f"{' or '.join(rewards[:3])} for every completion of the last {len(rollouts)} rollouts"
+        )
+        fix = "check what the reward compares: `bloomery prepare RECIPE --preview 3` shows its columns, the files of"
+        fix += " completions/ what it scored"
+        problem = (
+            "the rewards do not tell completions apart: all completions of a prompt have one reward"
+        )
+        yield Diagnosis("same-rewards", problem, evidence, fix)
+        return
+    share = fmean(equal_rewards(rollout) for rollout in rollouts)
+    if share < SAME_REWARD:
         return
     evidence = (
         f"{share:.0%} of the prompts in the last {len(rollouts)} rollouts; {_reward(history)}"
     )
-    fix = "use easier prompts where the reward is low and harder ones where it is high, a reward with more than two"
+    fix = "check that the reward reads the completion; " if share == 1.0 else ""
+    fix += "use easier prompts where the reward is low and harder ones where it is high, a reward with more than two"
     fix += " values, or a larger objective.num_generations"
     yield Diagnosis("same-rewards", "all completions of a prompt have one reward", evidence, fix)
+
+
+def _is_constant(rollout: StepDone) -> bool:
+    """Whether every completion of a rollout has the same rewards."""
+    metrics = rollout.metrics
+    deviations = [
+        value
+        for name, value in metrics.items()
+        if name.startswith("rewards/") and name.endswith("/std")
+    ]
+    rounding = ROUNDING * max(1.0, abs(metrics["reward"]))
+    return bool(deviations) and max(deviations) <= rounding
 
 
 def _truncated(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
