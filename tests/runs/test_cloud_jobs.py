@@ -301,7 +301,7 @@ codes = Path(f"codes-{{rank}}")
 first, *rest = codes.read_text().split()
 codes.write_text(" ".join(rest))
 with open(f"words-{{rank}}", "a") as words:
-    print(*sys.argv[3:], file=words)
+    print(*sys.argv[4:], file=words)
 if first == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     Path(f"waits-{{rank}}").touch()

@@ -902,7 +902,8 @@ def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1].endswith(
-        "-m torch.distributed.run --nproc-per-node 2 -m bloomery train tiny.yaml train.seed=3"
+        f"-m torch.distributed.run --nproc-per-node 2 --no-python {sys.executable} -P -u -m bloomery train tiny.yaml"
+        " train.seed=3"
     )
     assert "environment" in told.stdout and "OMP_NUM_THREADS=" in told.stdout
 

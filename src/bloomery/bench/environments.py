@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol, final
 
-from bloomery.core.child import kill_group, last_words
+from bloomery.core.child import kill_group, last_words, python_module
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_bytes
 
@@ -307,7 +307,7 @@ class Pip:
     ) -> tuple[int, list[str]]:
         """Exit code and output of `pip install`. Ctrl+C ends pip with the block that called it."""
         process = subprocess.Popen(
-            [str(python), "-P", "-m", "pip", "install", "--no-input", *words],
+            python_module("pip", "install", "--no-input", *words, python=str(python)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -26,7 +26,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from bloomery.core.child import kill_group
+from bloomery.core.child import kill_group, python_module
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.prepare.split import repeated_lines
@@ -252,7 +252,7 @@ def follow_run(folder: Path, *arguments: str, poll_seconds: float = 0.05) -> Gen
     events = folder / "events.jsonl"
     known_bytes = events.stat().st_size if events.exists() else 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", *arguments],
+        python_module("bloomery", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -26,6 +26,7 @@ import click
 
 from bloomery.cli.common import echo_page, plain, print_json
 from bloomery.core import __version__
+from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input, write_durably
 from bloomery.core.text import expanded, redact_secrets
@@ -301,7 +302,7 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
     if not _agreed([command], ask, f"in {sys.prefix}; downloads several GB"):
         return
     environment = dict(setting.split("=", 1) for setting in shlex.split(settings))
-    pip_command = [sys.executable, "-m", "pip", "install", *shlex.split(arguments)]
+    pip_command = python_module("pip", "install", *shlex.split(arguments))
     _run(pip_command, fix=command, environment=environment)
     if settings:  # pip ignored the old pin
         _pin(None, lambda _: True)
@@ -349,7 +350,7 @@ def _pin(torch_version: str | None, confirm: Callable[[Sequence[str]], bool]) ->
     file = Path(sys.prefix) / "torch-pin.txt"
 
     # pip has one constraints setting: a file of the user's is not replaced.
-    pip_config = [sys.executable, "-m", "pip", "config"]
+    pip_config = python_module("pip", "config")
     setting = os.environ.get("PIP_CONSTRAINT")
     if not setting:
         query = [*pip_config, "get", "install.constraint"]

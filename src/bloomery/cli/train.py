@@ -17,6 +17,7 @@ from bloomery.cli.common import (
     recipe_or_model,
     run_argument,
 )
+from bloomery.core.child import python_module
 from bloomery.runs.folder import find_run
 
 if TYPE_CHECKING:
@@ -135,9 +136,10 @@ def torchrun(launcher_arguments: Sequence[str], train_arguments: Sequence[str]) 
     """The command that starts the ranks, each with the same `bloomery train ...`; [] without launcher arguments."""
     if not launcher_arguments:
         return []
-    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_arguments]
     rank_arguments = [argument for argument in train_arguments if argument != "--dry-run"]
-    return [*launcher, "-m", "bloomery", "train", *rank_arguments]
+    # torchrun would start `python -m`, without the option that keeps files of the working folder out.
+    rank = python_module("bloomery", "train", *rank_arguments, options=["-u"])
+    return python_module("torch.distributed.run", *launcher_arguments, "--no-python", *rank)
 
 
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:

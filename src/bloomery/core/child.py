@@ -52,12 +52,25 @@ LONGEST_REASON = 300  # characters of an error message from a child
 # A killed process with much memory ends slowly; one that is stuck in a driver never does.
 DYING_SECONDS = 30.0
 
+FAULTHANDLER = ("-X", "faulthandler")  # options of Python: a crash prints the stack
+
 # How the names of exceptions end.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of torch, before each line of a traceback
 EXCEPTION_SUFFIXES = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
 
 Message = dict[str, Any]
 Silence = Literal["ended", "silent"]
+
+
+def python_module(
+    module: str, *arguments: str, python: str = sys.executable, options: Sequence[str] = ()
+) -> list[str]:
+    """The command that runs a module in an interpreter, and imports nothing from the working folder.
+
+    `python -m` alone puts that folder first: a file `random.py` there would be executed in place of the library's.
+    """
+    return [python, "-P", *options, "-m", module, *arguments]
+
 
 _HEAD = struct.Struct("<IQ")  # bytes of JSON, bytes of content
 _PIECE = 2**20
@@ -175,8 +188,7 @@ class Child:
         dying_seconds: float = DYING_SECONDS,
         python: str = sys.executable,
     ) -> None:
-        # -P: do not import from the working folder
-        self._command = [python, "-P", "-X", "faulthandler", "-m", module]
+        self._command = python_module(module, python=python, options=FAULTHANDLER)
         self._environment = dict(environment)
         self._dying_seconds = dying_seconds
         self._job = dict(job)

@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, final
 
+from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Decode, Event, Tail, fast_decode
 from bloomery.monitor.step_columns import (
@@ -104,7 +105,7 @@ class ReaderProcesses:
 
 def _begin() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__],
+        python_module(__name__),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

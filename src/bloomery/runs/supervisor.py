@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, final
 
-from bloomery.core.child import LOOPBACK_INTERFACE, kill_group
+from bloomery.core.child import FAULTHANDLER, LOOPBACK_INTERFACE, kill_group, python_module
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
 from bloomery.parallel.collective_notes import CollectiveNote, SharedNote
@@ -318,7 +317,7 @@ def run_stage(
     saves and exits), and kills preparation (which loses nothing). Every child has ended when this returns or raises.
     """
     size = folder.events.stat().st_size if folder.events.exists() else 0
-    command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage, str(folder.path)]
+    command = python_module(WORKER, stage, str(folder.path), options=FAULTHANDLER)
     stacks = folder.path / STACKS
     with ExitStack() as stack:
         variables: dict[int, dict[str, str]] = {0: {}}

@@ -3,11 +3,11 @@
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from typing import IO, final
 
+from bloomery.core.child import python_module
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import harmless, redact_secrets
 
@@ -65,7 +65,7 @@ class Commands:
             # A file without a name: a pipe would end the command when studio ends.
             output = tempfile.TemporaryFile()  # noqa: SIM115
             process = subprocess.Popen(
-                [sys.executable, "-m", "bloomery", *arguments],
+                python_module("bloomery", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

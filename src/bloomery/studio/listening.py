@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, final
 
-from bloomery.core.child import DYING_SECONDS, kill_group
+from bloomery.core.child import DYING_SECONDS, kill_group, python_module
 from bloomery.core.text import harmless, redact_secrets
 
 State = Literal["starting", "ready", "ended"]
@@ -31,7 +30,7 @@ class ListeningProcess:
         self._address = re.compile(address)
         self._lines: deque[str] = deque(maxlen=40)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bloomery", *arguments],
+            python_module("bloomery", *arguments),
             stdin=subprocess.PIPE,  # closes when this process ends
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

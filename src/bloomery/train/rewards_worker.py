@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, final
 
 from bloomery.core.child import accept, reply, requests
 from bloomery.core.errors import UserError
@@ -20,6 +22,11 @@ from bloomery.train.verifiers import Unscored, verifier_of
 
 Reward = Callable[..., Any]
 SHOWN = 80  # characters of a prompt in a message
+# Modules that a file beside a reward never replaces: the library's, and those that this process and its parent need.
+OWN_MODULES = sys.stdlib_module_names | set(
+    "bloomery click huggingface_hub jinja2 llguidance numpy peft pyarrow pydantic pynvml rich ruamel safetensors"
+    " starlette tokenizers torch transformers triton uvicorn yaml".split()
+)
 
 
 class Unusable(Exception):
@@ -83,11 +90,19 @@ def loaded(job: Mapping[str, Any]) -> Reward:
         raise Unusable(
             f"the reward {name} has no file {path}", "write its path relative to the recipe"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # The file of a reward may be called like a module that it imports itself: math.py, datasets.py.
+    module_name = path.stem
+    if (
+        module_name in OWN_MODULES
+        or module_name in sys.modules
+        or PathFinder.find_spec(module_name) is not None
+    ):
+        module_name = f"reward_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, "a file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))  # its own imports
+    sys.modules[module_name] = module
+    find_neighbors(path)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -107,6 +122,31 @@ def loaded(job: Mapping[str, Any]) -> Reward:
         )
     reward: Reward = function
     return reward
+
+
+@final
+class NeighborFinder:
+    """Finds the modules beside the file of a reward, for its own imports, before those of installed packages."""
+
+    def __init__(self, file: Path) -> None:
+        self._folder = str(file.parent)
+        self._others = OWN_MODULES | {file.stem}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of a module of OWN_MODULES, of the file itself and inside a package None: the next finder is asked."""
+        if path is not None or name in self._others:
+            return None
+        spec = PathFinder.find_spec(name, [self._folder], target)
+        # A folder without __init__.py is what Python takes last, wherever it is: `wandb/` has no library.
+        return None if spec is None or spec.loader is None else spec
+
+
+def find_neighbors(file: Path) -> None:
+    """Lets this process import the modules beside `file`, as a script could, but none in place of OWN_MODULES."""
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), NeighborFinder(file))
+    sys.path.append(str(file.parent))
 
 
 def refuse_missing_columns(function: Reward, job: Mapping[str, Any]) -> None:
