@@ -160,12 +160,14 @@ class Run:
         on_event: OnEvent | None = None,
         rewards: Sequence[RewardOfRun] = (),
         check: bool = True,
+        trust_code: bool = False,
         **sections: Any,
     ) -> "Run":
         """Resume, with overrides of the length, eval, sample, checkpoint and logging, as in `train`. Raises UserError.
 
         `step`: the checkpoint to continue from, by default the newest. `rewards`: the functions that `train` was given,
-        which a run folder cannot hold. `check`: as in `train`. Examples:
+        which a run folder cannot hold. `check`: as in `train`. `trust_code`: run the Python rewards and hooks that the
+        run's recipe names, also where nothing notes that you asked for them. Examples:
 
             run = run.resume("train.epochs=4")
             run = run.resume(train={"epochs": 5}, eval={"every": "10%"})
@@ -182,6 +184,7 @@ class Run:
                 quiet=quiet,
                 watch=_watch(on_event),
                 check=check,
+                trust_code=trust_code,
             )
         return Run(outcome.folder, outcome.code)
 
@@ -258,15 +261,16 @@ def evaluate(
     device: str = "auto",
     quantize: str | None = None,
     rewards: Sequence[RewardOfRun] = (),
+    trust_code: bool = False,
     on_load: OnText = lambda _: None,
     on_note: OnText = lambda _: None,
 ) -> "TextScores | PairMetrics | RewardScores":
     """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model;
     for a run with rewards the mean reward of completions of prompts.
 
-    `data`: None uses a run's validation set. `rewards`: the functions that `train` was given. `bos`: add a BOS token to
-    each text, so that its first token is scored. `template`: the chat template of conversations, by default the
-    tokenizer's own. `on_note` gets each remark about the result.
+    `data`: None uses a run's validation set. `rewards`: the functions that `train` was given. `trust_code`: as in
+    `Run.resume`. `bos`: add a BOS token to each text, so that its first token is scored. `template`: the chat template
+    of conversations, by default the tokenizer's own. `on_note` gets each remark about the result.
     """
     folder, use = _located(model, device, quantize)
     from bloomery.runs.evaluate import evaluate_model
@@ -276,7 +280,14 @@ def evaluate(
     _, functions = _reward_entries(rewards)
     with served(functions, on_note):
         result, notes = evaluate_model(
-            folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load
+            folder,
+            data,
+            step=step,
+            bos=bos,
+            template=template,
+            use=use,
+            on_load=on_load,
+            trust_code=trust_code,
         )
     for note in notes:
         on_note(note)

@@ -16,7 +16,8 @@ from bloomery.studio.listening import ListeningProcess
 from bloomery.train.rewards import Rewards, RewardSource
 
 SOURCE = Path(__file__).parents[2] / "src/bloomery"
-PACKAGES = """bloomery click huggingface_hub jinja2 llguidance numpy peft pyarrow pydantic pynvml rich ruamel safetensors
+PACKAGES = """bloomery
+    click huggingface_hub jinja2 llguidance numpy peft pyarrow pydantic pynvml rich ruamel safetensors
     sitecustomize starlette sympy tokenizers torch transformers triton usercustomize uvicorn yaml"""
 NAMES = sorted(sys.stdlib_module_names | set(PACKAGES.split()))
 # Python imports others itself, before the first line of any program that it is to run with `-m`.

@@ -9,7 +9,7 @@ from runs_of_bloomery import Bloomery
 
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
-from bloomery.runs import event_hub as hooks
+from bloomery.runs.consent import note_code, noted_commands
 from bloomery.runs.event_hub import event_hub
 from bloomery.runs.folder import RunFolder
 
@@ -45,18 +45,21 @@ def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
     assert not (folder.path.parent / "trace").exists()
 
 
-def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_elsewhere(
-    hooked, tmp_path: Path
+def test_a_hook_that_was_asked_for_runs_again_wherever_its_run_is_moved(
+    hooked, tmp_path: Path, monkeypatch
 ) -> None:
     folder, command = hooked
     trace = folder.path.parent / "trace"
     assert show(folder, asked=frozenset({command})) == [] and trace.exists()
     trace.unlink()
-    hooks.note_commands(folder.path, [command])
+    note_code(folder.path, commands=[command])
     assert show(folder) == [] and trace.exists()
     trace.unlink()
-    shutil.copytree(folder.path, tmp_path / "copy")
-    assert len(show(RunFolder(tmp_path / "copy"))) == 1 and not trace.exists()
+    moved = folder.path.rename(tmp_path / "moved")
+    assert show(RunFolder(moved)) == [] and trace.exists()
+    trace.unlink()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state of another user"))
+    assert len(show(RunFolder(moved))) == 1 and not trace.exists()
 
 
 def test_train_notes_the_hooks_of_its_recipe(
@@ -66,7 +69,7 @@ def test_train_notes_the_hooks_of_its_recipe(
     words = ("train.max_steps=2", "logging.trackers=[{command: 'true'}]")
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
     assert done.returncode == 0, done.stderr
-    assert hooks.noted_commands(bloomery.run_dir, ["true", "false"]) == {"true"}
+    assert noted_commands(bloomery.run_dir, ["true", "false"]) == {"true"}
     assert not any(
         isinstance(event, Warned) and "hook" in event.reason for event in bloomery.events()
     )

@@ -1,7 +1,6 @@
 """A run with rewards after its end: `eval`, the report, the card. Oracle: the run's own events and completions."""
 
 import json
-import shutil
 
 import pytest
 
@@ -16,8 +15,8 @@ from bloomery.plan.store import write_plan
 from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.report.page import page
 from bloomery.report.record import read_record
+from bloomery.runs.consent import note_code, reward_files
 from bloomery.runs.evaluate import evaluate_model
-from bloomery.runs.event_hub import note_commands, reward_files, reward_note
 from ranks import fields, train
 
 RECIPE = """
@@ -58,7 +57,7 @@ def run(tmp_path_factory):
         log(RunEnded(step=4, status="done"))
     write_plan(plan, run_dir / "plan.json")
     (run_dir / "recipe.yaml").write_text(dump_recipe(loaded))
-    note_commands(run_dir, [reward_note(file) for file in reward_files(plan)])
+    note_code(run_dir, files=reward_files(plan))
     return run_dir, events, plan
 
 
@@ -83,11 +82,13 @@ def test_eval_takes_prompts_of_a_file(run, tmp_path):
     assert scores.tokens <= 12 * 8
 
 
-def test_rewards_of_a_copied_run_do_not_start(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run[0], copy)
-    with pytest.raises(UserError, match="was not started here by you"):
-        evaluate_model(copy, None)
+def test_rewards_of_a_run_from_elsewhere_start_only_when_they_are_named(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state of another user"))
+    with pytest.raises(UserError, match="nothing here notes that you asked for it") as refused:
+        evaluate_model(run[0], None)
+    assert "--trust-code" in refused.value.fix
+    scores, _ = evaluate_model(run[0], None, trust_code=True)
+    assert scores.prompts > 0
 
 
 def test_the_report_has_rewards_and_completions(run):

@@ -234,6 +234,13 @@ def json_option(function: F) -> F:
     )(function)
 
 
+def trust_code_option(function: F) -> F:
+    """The click option `trust_code: bool`."""
+    return click.option(
+        "--trust-code", is_flag=True, help="Run the Python rewards and hooks that the run names."
+    )(function)
+
+
 def quantize_option(function: F) -> F:
     """The click option `quantize: str | None`."""
     kinds = click.Choice(["none", "nf4", "int8"])

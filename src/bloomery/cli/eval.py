@@ -19,6 +19,7 @@ from bloomery.cli.common import (
     quantize_option,
     step_option,
     text_flags,
+    trust_code_option,
 )
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 @click.option(
     "--outputs", metavar="FILE", type=NewPath(), help="Write the result of each item as JSON lines."
 )
+@trust_code_option
 @devices_option
 @quantize_option
 @json_option
@@ -90,6 +92,7 @@ def command(
     devices: str,
     quantize: str | None,
     as_json: bool,
+    trust_code: bool,
     **settings: Any,
 ) -> None:
     """Compute loss, perplexity and bits per byte of MODEL.
@@ -139,6 +142,7 @@ def command(
             template=template,
             device=devices,
             quantize=quantize,
+            trust_code=trust_code,
             on_load=loading,
             on_note=lambda text: echo(f"note: {text}", err=True),
         )

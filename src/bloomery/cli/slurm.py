@@ -88,6 +88,7 @@ def command(
              bloomery slurm recipe.yaml --site skypilot --gpu 8xH100 --nodes 1 > task.yaml
     """
     from bloomery.plan.advise import planned_save
+    from bloomery.runs.consent import names_code
     from bloomery.runs.job_script import submit, write_job_script
 
     options = {"--site": site, "--nodes": str(nodes), "--account": account, "--time": time_limit}
@@ -126,6 +127,7 @@ def command(
         step_seconds=_step_seconds(plan),
         save_seconds=planned_save(plan).seconds.high,
         run_seconds=None if plan.seconds is None else plan.seconds.value,
+        names_code=names_code(plan),
     )
     job = None if dry_run else submit(script.text)
     if as_json:
@@ -216,13 +218,19 @@ def _print_cloud_job(
         write_pytorch_job,
         write_skypilot_task,
     )
+    from bloomery.runs.consent import names_code
     from bloomery.runs.job_script import seconds_to_save
 
     refuse_recipe_elsewhere(source)
     signal_seconds = seconds_to_save(_step_seconds(plan), planned_save(plan).seconds.high)
     if site.kind == "skypilot":
         job = write_skypilot_task(
-            site, name=name, arguments=source, command=written_by, nodes=nodes
+            site,
+            name=name,
+            arguments=source,
+            command=written_by,
+            nodes=nodes,
+            names_code=names_code(plan),
         )
         saves = "at checkpoint.every; a machine that is taken away gets no signal"
     else:
@@ -235,6 +243,7 @@ def _print_cloud_job(
             queue=given.get("--queue"),
             excluded_hosts=given.get("--exclude"),
             signal_seconds=signal_seconds,
+            names_code=names_code(plan),
         )
         saves = f"when a pod is asked to end, which has {signal_seconds} s for it; then the pods start again"
     ranks = nodes * site.gpus_per_node

@@ -16,6 +16,7 @@ from bloomery.cli.common import (
     overrides_argument,
     recipe_or_model,
     run_argument,
+    trust_code_option,
 )
 from bloomery.core.child import python_module
 from bloomery.runs.folder import find_run
@@ -229,6 +230,7 @@ def conclude(run: "EndedRun") -> int:
     "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
 )
 @click.option("--no-check", is_flag=True, help="Do not check a GPU's first step against the CPU.")
+@trust_code_option
 def resume_command(
     run: str,
     overrides: tuple[str, ...],
@@ -236,6 +238,7 @@ def resume_command(
     devices: str | None,
     recover: bool,
     no_check: bool,
+    trust_code: bool,
 ) -> int:
     """Resume a run from its last checkpoint.
 
@@ -256,6 +259,7 @@ def resume_command(
         devices=devices,
         recover=recover,
         check=not no_check,
+        trust_code=trust_code,
     )
     if outcome.already_done:
         # Twice as long, by the key that the recipe of the run has.

@@ -15,7 +15,13 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import CPU, Site
 from bloomery.hardware.specs import find_gpu
-from bloomery.runs.job_script import checked_hosts, commented, named, script_templates
+from bloomery.runs.job_script import (
+    TRUST_CODE,
+    checked_hosts,
+    commented,
+    named,
+    script_templates,
+)
 
 # Exit codes that start a job again. SkyPilot takes those that its task lists, Kubeflow those above 127.
 AGAIN = {"skypilot": 75, "kubernetes": 203}
@@ -41,9 +47,11 @@ class CloudJob:
 
 
 def write_skypilot_task(
-    site: Site, *, name: str, arguments: str, command: str, nodes: int
+    site: Site, *, name: str, arguments: str, command: str, nodes: int, names_code: bool = False
 ) -> CloudJob:
     """The task that trains `arguments` (as for `bloomery train`) on `nodes` machines. `command`: what wrote it.
+
+    `names_code`: as in `write_job_script`.
 
     Raises UserError (code 2) where machines would share no folder, or Bloomery could not get there.
     """
@@ -61,6 +69,7 @@ def write_skypilot_task(
         site,
         arguments,
         nodes=nodes,
+        names_code=names_code,
         node="$SKYPILOT_NODE_RANK",
         folder=f"{SKYPILOT_VOLUME}/runs" if site.volume else "runs",
         run=f"{task_name}-$SKYPILOT_TASK_ID",
@@ -111,11 +120,12 @@ def write_pytorch_job(
     queue: str | None,
     excluded_hosts: str | None,
     signal_seconds: int,
+    names_code: bool = False,
 ) -> CloudJob:
     """The PyTorchJob that trains `arguments` on `nodes` pods, whose volume is the working folder.
 
-    `queue`: a LocalQueue of Kueue. `signal_seconds`: from the request to end until a pod is killed. Raises UserError
-    (code 2) without an image or a volume.
+    `queue`: a LocalQueue of Kueue. `signal_seconds`: from the request to end until a pod is killed. `names_code`: as in
+    `write_job_script`. Raises UserError (code 2) without an image or a volume.
     """
     if not site.image:
         fix = "build one (docker/Dockerfile.rocm, Dockerfile.cuda), push it, and pass --image IMAGE"
@@ -130,6 +140,7 @@ def write_pytorch_job(
         site,
         arguments,
         nodes=nodes,
+        names_code=names_code,
         node="${PET_NODE_RANK:-$RANK}",  # the first since training operator 1.7
         folder="runs",
         run=job_name,
@@ -211,6 +222,7 @@ def _node_script(
     arguments: str,
     *,
     nodes: int,
+    names_code: bool,
     node: str,
     folder: str,
     run: str,
@@ -237,6 +249,7 @@ def _node_script(
             ranks=nodes * site.gpus_per_node,
             ranks_per_node=site.gpus_per_node,
             arguments=arguments,
+            trust_code=TRUST_CODE * names_code,
             checkpoints='"$run"/checkpoints/step-*',
             tries=f".tries-{job}-$node",
             restarted="started again",

@@ -83,6 +83,7 @@ def evaluate_model(
     template: str | None = None,
     use: Use | None = None,
     on_load: OnText = lambda _: None,
+    trust_code: bool = False,
 ) -> tuple[TextScores | PairMetrics | RewardScores, list[str]]:
     """The scores on `data` (None: the validation set of a run), and notes that explain them. Raises UserError.
 
@@ -103,7 +104,9 @@ def evaluate_model(
     rewarded = _plan_with_rewards(model)
     if rewarded is not None and (plan is not None or is_prompts(data)):
         rows = None if plan is not None else data
-        return evaluate_rewards(decoder, tokenizer, rewarded, model, rows, template=template)
+        return evaluate_rewards(
+            decoder, tokenizer, rewarded, model, rows, template=template, trust_code=trust_code
+        )
     if decoder.config.head == "values":
         length = None if plan is None else plan.data.sequence_length
         return evaluate_pairs(decoder, tokenizer, data, template=template, sequence_length=length)

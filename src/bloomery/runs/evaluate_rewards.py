@@ -26,7 +26,7 @@ from bloomery.model.native import Uncompiled
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
-from bloomery.runs.event_hub import refuse_foreign_rewards
+from bloomery.runs.consent import refuse_foreign_rewards
 from bloomery.runs.tasks.statistics import shares
 from bloomery.train.forward import eval_mode
 from bloomery.train.reward_models import RewardModels
@@ -69,12 +69,15 @@ def evaluate_rewards(
     data: Path | None,
     *,
     template: str | None = None,
+    trust_code: bool = False,
 ) -> tuple[RewardScores, list[str]]:
     """The scores on the run's held-out prompts, as its own evaluations draw them, or on the rows of `data`; and notes.
 
-    Raises UserError: without prompts, for a reward that fails, for Python rewards of somebody else's run.
+    Raises UserError: without prompts, for a reward that fails, and without `trust_code` for Python rewards that the
+    user has not asked for (`runs.consent`).
     """
-    refuse_foreign_rewards(run_dir, plan)
+    if not trust_code:
+        refuse_foreign_rewards(run_dir, plan, command="eval")
     objective = plan.objective
     notes = []
     if data is None:

@@ -1,18 +1,14 @@
 """The parent process writes the events of a run and shows them: terminal, log.txt, trackers. No torch."""
 
-import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, TextIO, cast, final
 
 from rich.console import Console
 
-from bloomery.core.errors import UserError
-from bloomery.core.files import state_folder
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.diagnosis import Diagnoser
@@ -22,56 +18,8 @@ from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Command, PythonReward, Recipe
+from bloomery.runs.consent import noted_commands
 from bloomery.runs.folder import RunFolder
-
-
-def commands_of(recipe: Recipe) -> frozenset[str]:
-    """The hooks of `logging.trackers`."""
-    return frozenset(sink.command for sink in recipe.logging.trackers if isinstance(sink, Command))
-
-
-def reward_files(recipe: Recipe | RunPlan) -> tuple[Path, ...]:
-    """The Python files of `rewards`: code that training runs."""
-    return tuple(
-        Path(reward.python.rpartition(":")[0])
-        for reward in recipe.rewards
-        if isinstance(reward, PythonReward)
-    )
-
-
-def note_commands(run_dir: Path, commands: Iterable[str]) -> None:
-    """Stores in your home folder that you requested these hooks. Raises OSError when that cannot be written."""
-    for command in commands:
-        note = _note(run_dir, command)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-
-
-def noted_commands(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
-    """Those that `note_commands` stored: a run folder copied from elsewhere has none, so its hooks do not run."""
-    return frozenset(command for command in commands if _note(run_dir, command).exists())
-
-
-def reward_note(file: Path) -> str:
-    """What `note_commands` stores of a file with Python rewards."""
-    return f"reward {file}"
-
-
-def refuse_foreign_rewards(run_dir: Path, recipe: Recipe | RunPlan) -> None:
-    """Raises UserError for Python rewards that this user has not started for this folder: as hooks, they are code."""
-    for file in reward_files(recipe):
-        if not noted_commands(run_dir, [reward_note(file)]):
-            raise UserError(
-                "the rewards of this run are Python code that was not started here by you",
-                where=str(file),
-                fix=f"read that file, then start a run of your own: bloomery train {run_dir / 'recipe.yaml'}",
-            )
-
-
-def _note(run_dir: Path, command: str) -> Path:
-    name = f"{run_dir.resolve()}\0{command}".encode(errors="surrogateescape")
-    return state_folder() / "hooks" / hashlib.sha256(name).hexdigest()
 
 
 @final
@@ -180,9 +128,9 @@ class EventHub:
         hooks = self.hooks | noted_commands(self._folder.path, plan.logging.commands)
         for command in plan.logging.commands:
             if command not in hooks:
-                fix = f"to run it: bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'"
+                fix = f"to run it: bloomery resume {self._folder.name} --trust-code"
                 self._warn(
-                    f"hook not started, because you did not request it for this folder: {command}; {fix}"
+                    f"hook not started, because nothing here notes that you asked for it: {command}; {fix}"
                 )
         sinks = open_sinks(
             self._folder.path,

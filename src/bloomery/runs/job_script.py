@@ -40,6 +40,9 @@ class JobScript:
     queue: Queue | None
 
 
+TRUST_CODE = " --trust-code"  # an option of `bloomery resume`
+
+
 def write_job_script(
     site: Site,
     *,
@@ -55,12 +58,14 @@ def write_job_script(
     step_seconds: float,
     save_seconds: float,
     run_seconds: float | None,
+    names_code: bool = False,
 ) -> JobScript:
     """The script that trains `arguments` (as for `bloomery train`) on `nodes` nodes of the site.
 
     `seconds`: the time limit that the user asked for; None: the queue's, or the run's where that is shorter.
     `site_name`: as `find_site` takes it. `command`: what wrote the script. `excluded_hosts`: "node17,node[20-23]", as
-    Slurm takes them. `step_seconds` and `save_seconds`: the upper ends of the plan's ranges.
+    Slurm takes them. `step_seconds` and `save_seconds`: the upper ends of the plan's ranges. `names_code`: whether the
+    recipe names hooks or Python rewards, which the script asks for at a restart, too.
 
     Raises UserError (code 2) for what the site would refuse, and for a time in which no checkpoint can be saved.
     """
@@ -122,6 +127,7 @@ def write_job_script(
         # `srun` does not take the cores of a rank from the job's options (Slurm 22.05 and later).
         launch=" ".join(["srun", *cores, *site.step_options]),
         arguments=arguments,
+        trust_code=TRUST_CODE * names_code,
         excluded_hosts=f"{excluded_hosts}," if excluded_hosts else "",
         stop_request=RunFolder(Path()).stop_request.name,
         excluded_hosts_file=RunFolder(Path()).excluded_hosts.name,

@@ -30,15 +30,10 @@ from bloomery.plan.store import read_plan, read_sealed, require_identity, write_
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.recipe.schema import Recipe
+from bloomery.runs.consent import commands_of, note_code, refuse_foreign_rewards, reward_files
 from bloomery.runs.devices import chosen_devices, device_count
-from bloomery.runs.event_hub import (
-    commands_of,
-    event_hub,
-    note_commands,
-    refuse_foreign_rewards,
-    reward_files,
-    reward_note,
-)
+from bloomery.runs.event_hub import event_hub
 from bloomery.runs.flow import (
     Edit,
     EndedRun,
@@ -114,7 +109,13 @@ def start(
             stored_recipe = load_recipe(earlier_run.recipe).recipe
             refuse_other_recipe(earlier_run, stored_recipe, loaded_recipe.recipe, job=launch.job)
             return resume(
-                path, devices=devices, recover=recover, quiet=quiet, watch=watch, check=check
+                path,
+                devices=devices,
+                recover=recover,
+                quiet=quiet,
+                watch=watch,
+                check=check,
+                own_recipe=loaded_recipe.recipe,
             )
 
     # The model is downloaded before the first plan, which reads its config and tokenizer from this disk. The weights
@@ -161,8 +162,8 @@ def start(
             board=open_board(folder, launch, hub),
             check_step=check,
         )
-        # The user has just passed this recipe, and with it the hooks that it names.
-        _allow_hooks(flow, loaded_recipe)
+        # The user has just passed this recipe, and with it the code that it names.
+        _allow_code(flow, loaded_recipe.recipe)
         return run_to_end(
             flow, lambda: _prepare_plan_train(flow, loaded_recipe, devices, resumed=False)
         )
@@ -178,11 +179,15 @@ def resume(
     quiet: bool = False,
     watch: Watch | None = None,
     check: bool = True,
+    trust_code: bool = False,
+    own_recipe: Recipe | None = None,
 ) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
     `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover` and
-    `check`: as in `start`; `recover` applies the fallback that the last crash stored. Raises UserError.
+    `check`: as in `start`; `recover` applies the fallback that the last crash stored. `trust_code`: the user asks for
+    the Python rewards and the hooks that the run's recipe names. `own_recipe`: the user's, with the same rewards, where
+    a job that began the run is started again with it. Raises UserError.
     """
     refuse_overrides(overrides)
     launch = current_launch()
@@ -198,7 +203,11 @@ def resume(
         require_identity(folder.path)
         read_sealed(folder.recipe)
         loaded_recipe = load_recipe(folder.recipe, overrides)
-        refuse_foreign_rewards(folder.path, loaded_recipe.recipe)
+        # The stored recipe may be somebody else's. One that is passed again, and an override, are this user's.
+        names_hooks = any(override.startswith("logging.trackers") for override in overrides)
+        asked_recipe = loaded_recipe.recipe if trust_code or names_hooks else own_recipe
+        if not trust_code and own_recipe is None:
+            refuse_foreign_rewards(folder.path, loaded_recipe.recipe, command="resume")
         refuse_missing_functions(loaded_recipe.recipe.rewards)
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
@@ -225,9 +234,8 @@ def resume(
                 board=board,
                 check_step=check,
             )
-            # The stored recipe may be somebody else's. An override is this user's.
-            if any(override.startswith("logging.trackers") for override in overrides):
-                _allow_hooks(flow, loaded_recipe)
+            if asked_recipe is not None:
+                _allow_code(flow, asked_recipe)
             if step is None and reported_done and not is_finished:
                 reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
                 hub.emit(Warned(step=history.last_step, reason=reason))
@@ -238,23 +246,22 @@ def resume(
             )
 
 
-def _allow_hooks(flow: Flow, loaded_recipe: LoadedRecipe) -> None:
-    """Lets the run start the hooks of the recipe (commands of `logging.trackers`), now and in later resumes.
+def _allow_code(flow: Flow, recipe: Recipe) -> None:
+    """Lets the run start the hooks and the Python rewards of the recipe, now and in later resumes (`runs.consent`).
 
-    A run folder may come from somebody else, and its recipe.yaml would then start their commands on this machine. So a
-    hook starts only where a recipe or an override of this user named it for this folder: that is noted in the user's
-    home folder, outside the run. The event hub reports other hooks and does not start them. The files of Python rewards
-    are noted in the same way.
+    The event hub reports other hooks and does not start them.
     """
-    flow.hub.hooks = commands_of(loaded_recipe.recipe)
-    rewards = [reward_note(file) for file in reward_files(loaded_recipe.recipe)]
+    flow.hub.hooks = commands_of(recipe)
+    files = reward_files(recipe)
     try:
-        note_commands(flow.folder.path, [*flow.hub.hooks, *rewards])
+        note_code(flow.folder.path, commands=flow.hub.hooks, files=files)
     except OSError as error:
-        reason = (
-            f"the hooks of this run will not start after a resume: cannot write {error.filename}"
-        )
-        flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
+        if not (files or flow.hub.hooks):
+            return
+        code = " and ".join(["Python rewards"] * bool(files) + ["hooks"] * bool(flow.hub.hooks))
+        reason = f"cannot note that you asked for the {code} of this run: {error.filename}: {error.strerror}"
+        later = "resume it with --trust-code, or set XDG_STATE_HOME to a folder that you can write"
+        flow.hub.emit(Warned(reason=f"{reason}; {later}"))
 
 
 def _prepare_plan_train(
