@@ -13,9 +13,10 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
+from bloomery.data.tokenizer.roles import roles
 from bloomery.data.tokenizer.sentencepiece import MADE_BY
 from bloomery.data.tokenizer.templates import BUILTIN, KEY, find_template
-from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, load_tokenizer, roles
+from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, load_tokenizer
 from bloomery.export.gguf import export_gguf
 from bloomery.export.gguf_import import import_gguf
 from bloomery.export.layouts import (

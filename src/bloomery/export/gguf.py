@@ -140,7 +140,7 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
         index = config_id if tokenizer_id is None else tokenizer_id
         if index is not None:
             getattr(writer, f"add_{role}_token_id")(index)
-    writer.add_add_bos_token(bool(tokenizer.prefix))
+    writer.add_add_bos_token(tokenizer.bos_id in tokenizer.prefix)
     writer.add_add_eos_token(False)
 
     templates = own_templates(tokenizer.config)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
+from bloomery.data.tokenizer.roles import added_around
 from bloomery.data.tokenizer.sentencepiece import bpe_of_pieces
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer
 from bloomery.export.gguf_format import (
@@ -518,7 +519,7 @@ def tokenizer_of(metadata: Json, path: Path) -> Tokenizer:
             config[f"{role}_token"] = tokens[index]
     bos = config.get("bos_token")
     if bos is not None and key("add_bos_token", kind == "llama"):
-        description["post_processor"] = _bos_before_text(bos, vocabulary[bos])
+        description["post_processor"] = added_around({bos: vocabulary[bos]}, {})
     chat_template = metadata.get("tokenizer.chat_template")
     if isinstance(chat_template, str):
         config["chat_template"] = chat_template
@@ -568,19 +569,6 @@ def _sentencepiece_bpe(pieces: list[tuple[str, float, int]], *, prefixed: bool) 
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": bpe_of_pieces(pieces, True),
-    }
-
-
-def _bos_before_text(bos: str, index: int) -> Json:
-    template = [
-        {"SpecialToken": {"id": bos, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ]
-    return {
-        "type": "TemplateProcessing",
-        "single": template,
-        "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
     }
 
 

@@ -206,7 +206,7 @@ def _translated_template(tokenizer: Tokenizer) -> Translation | None:
     template = find_template(None, tokenizer.config)
     process = TemplateProcess(template, special_tokens, tokenizer.control_tokens())
     # Ollama adds the BOS token before the prompt.
-    bos = special_tokens.get("bos_token", "") if tokenizer.prefix else ""
+    bos = special_tokens.get("bos_token", "") if tokenizer.bos_id in tokenizer.prefix else ""
 
     def render(messages: Sequence[Message]) -> str:
         job = {

@@ -364,7 +364,7 @@ def texts_of(
         yield from _prepared(data, tokenizer, bos=bos)
         return
     sizes = tokenizer.token_bytes()
-    start = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
+    start = tokenizer.prefix if bos else []
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         for content in _contents(data, tokenizer):
             if isinstance(content, Example):
@@ -375,7 +375,7 @@ def texts_of(
                     )
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
-            ids = ids if start and ids[:1] == start else start + ids
+            ids = ids if ids[: len(start)] == start else start + ids
             yield Text(ids, _bytes(content, ids, sizes, has_bos=bool(start)))
 
 
@@ -467,6 +467,6 @@ def notes_of(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int
             "kto": f"{counted(len(masked), 'desirable responses')}",
         }.get(masked[0].kind, f"assistant tokens of {counted(len(masked), 'conversations')}")
         notes.append(f"scored: {part}, {scored:,} of {num_tokens:,} tokens")
-    if bos and tokenizer.bos_id is None and len(masked) < len(texts):
-        notes.append("the tokenizer has no BOS token: the first token of each text is not scored")
+    if bos and not tokenizer.prefix and len(masked) < len(texts):
+        notes.append("the tokenizer adds no BOS token: the first token of each text is not scored")
     return notes

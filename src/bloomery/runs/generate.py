@@ -146,8 +146,8 @@ def generate(
 ) -> Iterator[str]:
     """The completion of `prompt`, in pieces that are whole characters, up to an EOS token or the first `stop` text.
 
-    The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
-    or has no tokens.
+    The prompt starts with the BOS token, if the tokenizer adds one to texts. Raises UserError when the prompt fills the
+    context, or has no tokens.
     """
     return continued(decoder, tokenizer, beginning(tokenizer, prompt), sampling, stop, speed=speed)
 
@@ -363,10 +363,10 @@ def writer(
 
 
 def beginning(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt, after the BOS token if the tokenizer has one. Raises UserError where there are none."""
+    """The ids of a prompt, after the BOS token if the tokenizer adds one. Raises UserError where there are none."""
     ids = tokenizer.encode_prompt(prompt)
     if not ids:
-        problem = "the prompt is empty, and this tokenizer has no BOS token"
+        problem = "the prompt is empty, and this tokenizer adds no BOS token"
         raise UserError(problem, where="--prompt", fix="write a prompt")
     return ids
 

@@ -509,6 +509,6 @@ def continuation(tokenizer: Tokenizer) -> EncodeTurns:
         for turn in messages:
             needs_newline = turn.role == "user" and text and not text.endswith("\n")
             text += ("\n" if needs_newline else "") + turn.content
-        return tokenizer.encode_prompt(text)
+        return [*tokenizer.prefix, *tokenizer.encode(text)]  # messages spell no control tokens
 
     return encode

@@ -3,13 +3,14 @@
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.core.units import MIB
+from bloomery.data.tokenizer.roles import MAX_FILE, added_around
 
 PROBES = (
     "",
@@ -116,7 +117,6 @@ def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> 
     }
 
 
-MAX_FILE = 512 * MIB  # bytes; a larger tokenizer is refused without reading it
 MODEL_FILE = "tokenizer.model"
 # A key of tokenizer_config.json. With MODEL_FILE as its value, tokenizer.json is converted from
 # that.
@@ -193,10 +193,6 @@ class SentencePiece:
         cut = [library.encode(text, add_special_tokens=False).ids for text in probes]
         return library if cut == self.encode_batch(probes, special=False) else None
 
-    def begins_with(self, token: int) -> bool:
-        """Llama's tokenizers add BOS before every text; tokenizer_config.json can disable it."""
-        return bool(token == self._processor.bos_id())
-
     def special(self) -> list[str]:
         return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
 
@@ -240,12 +236,18 @@ class SentencePiece:
     def fingerprint(self) -> str:
         return hashlib.sha256(self._content).hexdigest()
 
-    def files(self) -> dict[str, bytes]:
-        """The model, and a tokenizer.json for other programs if it gives the same ids for the probes."""
+    def files(self, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> dict[str, bytes]:
+        """The model, and a tokenizer.json for other programs if it gives the same ids for the probes.
+
+        `prefix`, `suffix`: ids that the tokenizer.json adds to a text.
+        """
         described = describe(self._content) if self._library(special=True) is not None else None
-        tokenizer_json = (
-            {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()}
-            if described
-            else {}
-        )
-        return {**tokenizer_json, MODEL_FILE: self._content}
+        if described is None:
+            return {MODEL_FILE: self._content}
+        if prefix or suffix:
+            named = self._processor.id_to_piece
+            described["post_processor"] = added_around(
+                {named(index): index for index in prefix}, {named(index): index for index in suffix}
+            )
+        content = (json.dumps(described, ensure_ascii=False) + "\n").encode()
+        return {"tokenizer.json": content, MODEL_FILE: self._content}

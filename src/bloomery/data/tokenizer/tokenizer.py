@@ -8,28 +8,21 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_input, write_durably
+from bloomery.core.files import write_durably
 from bloomery.data.tokenizer import fast_bpe as words
-from bloomery.data.tokenizer import templates
 from bloomery.data.tokenizer.markup import Markup, ids_of
-from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE, SentencePiece
+from bloomery.data.tokenizer.roles import ANOTHER, ROLES, configuration, read_json, roles
+from bloomery.data.tokenizer.sentencepiece import MADE_BY, MODEL_FILE, SentencePiece
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
 
 MOST_GROWTH = 64.0  # Llama, Gemma, T5 and other published tokenizers: 2 or less
 _MOST_PREPENDED = 16.0  # letters
-_ANOTHER = "download or save the tokenizer again"
-_ROLES = {
-    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
-    "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>"),
-    "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
-    "unk_token": ("<unk>", "[UNK]"),
-}
 Json = dict[str, Any]
 # An entry of added_tokens that matches its exact text anywhere.
 EXACT: Json = {
@@ -39,19 +32,6 @@ EXACT: Json = {
     "normalized": False,
     "special": True,
 }
-
-
-def read_json(path: Path) -> Json:
-    """The JSON object in an untrusted file. Raises UserError when it has none."""
-    try:
-        value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            "file is not JSON, or truncated", where=str(path), fix="copy or download it again"
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError("file is not a JSON object", where=str(path), fix=_ANOTHER)
-    return value
 
 
 def canonical(description: Json) -> str:
@@ -64,10 +44,10 @@ def check_ids(description: Json, where: str) -> None:
     """Raises UserError unless ids and tokens are one to one, and ids dense enough for an embedding."""
     model = description.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise UserError("not a valid tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
+        raise UserError("not a valid tokenizer: model.vocab is missing", where=where, fix=ANOTHER)
     vocab = model["vocab"]
     if not vocab:
-        raise UserError("not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
+        raise UserError("not a valid tokenizer: its vocabulary is empty", where=where, fix=ANOTHER)
     # BPE and WordPiece map tokens to ids; Unigram lists (token, score), and the place is the id.
     try:
         ids: dict[str, Any] = {}
@@ -78,24 +58,24 @@ def check_ids(description: Json, where: str) -> None:
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
         problem = "not a valid tokenizer: the vocabulary is malformed"
-        raise UserError(problem, where=where, fix=_ANOTHER) from error
+        raise UserError(problem, where=where, fix=ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
-        raise UserError("the vocabulary holds a token twice", where=where, fix=_ANOTHER)
+        raise UserError("the vocabulary holds a token twice", where=where, fix=ANOTHER)
     # An added token may repeat one of the vocabulary, but only under the same id.
     for token, index in added.items():
         if ids.setdefault(token, index) != index:
             problem = f"token {token!r} has two ids, {ids[token]} and {index}"
-            raise UserError(problem, where=where, fix=_ANOTHER)
+            raise UserError(problem, where=where, fix=ANOTHER)
     # The embedding has a row for every id up to the largest: a huge id would allocate memory for
     # rows that no token uses.
     owners: dict[int, str] = {}
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
             problem = f"token {token!r} has the invalid id {index!r} among {len(ids):,} tokens"
-            raise UserError(problem, where=where, fix=_ANOTHER)
+            raise UserError(problem, where=where, fix=ANOTHER)
         if owners.setdefault(index, token) is not token:
             problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
-            raise UserError(problem, where=where, fix=_ANOTHER)
+            raise UserError(problem, where=where, fix=ANOTHER)
 
 
 def check_growth(description: Json, where: str) -> float:
@@ -107,7 +87,7 @@ def check_growth(description: Json, where: str) -> float:
         if factor > MOST_GROWTH:
             times = f"{factor:,.0f}" if factor < 1e15 else "more than 10^15"
             raise UserError(
-                f"the {part} makes a text up to {times} times as long", where=where, fix=_ANOTHER
+                f"the {part} makes a text up to {times} times as long", where=where, fix=ANOTHER
             )
     return grown["normalizer"]
 
@@ -148,55 +128,20 @@ def _matches_nothing(pattern: object) -> float:
         return 1.0
 
 
-def roles(description: Json, config: Json) -> dict[str, str | None]:
-    """The BOS, EOS, padding and unknown tokens: those of the configuration, else the usual names."""
-    added = description.get("added_tokens") or []
-    entries = added if isinstance(added, list) else []  # check_ids refuses malformed entries
-    present = {str(entry.get("content")) for entry in entries if isinstance(entry, dict)}
-    tokens: dict[str, str | None] = {}
-    for role, usual_names in _ROLES.items():
-        # A role that the configuration sets to null has no token, whatever names are present.
-        if role not in config:
-            tokens[role] = next((name for name in usual_names if name in present), None)
-            continue
-        setting = config[role]
-        token = setting.get("content") if isinstance(setting, dict) else setting
-        tokens[role] = token if isinstance(token, str) else None
-    return tokens
-
-
-def configuration(folder: Path) -> Json:
-    """tokenizer_config.json, merged with special_tokens_map.json of older folders and with chat templates in separate
-    files; empty without any.
-    """
-    # null says nothing, except for a role: that it has no token.
-    merged: Json = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            continue
-        for key, value in read_json(folder / name).items():
-            if value is not None or key in _ROLES:
-                merged[key] = value
-    template_files = templates.templates_in(folder)
-    if not template_files:
-        return merged
-    # Files take precedence over the configuration, as in transformers. One template is a text,
-    # several are a list.
-    all_templates = {**templates.own_templates(merged), **template_files}
-    if list(all_templates) == ["default"]:
-        merged[templates.KEY] = all_templates["default"]
-    else:
-        merged[templates.KEY] = [
-            {"name": name, "template": text} for name, text in all_templates.items()
-        ]
-    return merged
-
-
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", MODEL_FILE)
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
 _Result = TypeVar("_Result")
+
+
+class Affixes(NamedTuple):
+    """Ids that a tokenizer adds before and after a text."""
+
+    prefix: list[int]
+    suffix: list[int]
+
+
 Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters of the text of each
 
 
@@ -276,9 +221,16 @@ class JsonBackend:
         ids: list[int] = self._guarded(lambda: call([text], add_special_tokens=False))[0].ids
         return ids
 
-    def begins_with(self, token: int) -> bool:
-        """Whether the file's own rule adds this token before every text."""
-        return bool(self._library.encode("a", add_special_tokens=True).ids[0] == token)
+    @cached_property
+    def affixes(self) -> Affixes:
+        """The ids that the file's own rule adds before and after every text."""
+        for text in ("a", "0", " ", "\u00e9"):  # a small vocabulary may lack some of them
+            encoding = self._guarded(partial(self._library.encode, text, add_special_tokens=True))
+            is_text = [sequence is not None for sequence in encoding.sequence_ids]
+            if any(is_text):
+                end = len(is_text) - is_text[::-1].index(True)
+                return Affixes(encoding.ids[: is_text.index(True)], encoding.ids[end:])
+        return Affixes([], [])
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
@@ -356,7 +308,7 @@ class Tokenizer:
     @property
     def json(self) -> str | None:
         """Its tokenizer.json; SentencePiece has none."""
-        return self._backend.files().get("tokenizer.json", b"").decode() or None
+        return self._files().get("tokenizer.json", b"").decode() or None
 
     @property
     def normalizes(self) -> bool:
@@ -438,7 +390,7 @@ class Tokenizer:
     @cached_property
     def markup(self) -> Markup:
         """The control tokens that a chat template writes, and how messages that spell them out stay text."""
-        role_tokens = [self.config.get(role) for role in _ROLES]
+        role_tokens = [self.config.get(role) for role in ROLES]
         names = [*self._backend.special(), *(name for name in role_tokens if isinstance(name, str))]
         return Markup(
             ids_of(dict.fromkeys(names), self.id_of),
@@ -464,17 +416,35 @@ class Tokenizer:
         return encode
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A text to be continued: the BOS token, where there is one, and the ids of `encode`."""
-        return ([] if self.bos_id is None else [self.bos_id]) + self.encode(text)
+        """A text to be continued, as the tokenizer of transformers encodes it, but without what that adds at its end.
+
+        Control tokens that the text spells out count. The prefix is added unless the text begins with it.
+        """
+        ids = self.encode(text, special=True)
+        return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
+
+    @property
+    def prefix(self) -> list[int]:
+        """The ids that transformers adds before a plain text: the BOS token or none, of some tokenizers two."""
+        return self._affixes.prefix
+
+    @property
+    def suffix(self) -> list[int]:
+        """The ids that transformers adds after a plain text: none for nearly all models that generate."""
+        return self._affixes.suffix
 
     @cached_property
-    def prefix(self) -> list[int]:
-        """The ids that transformers adds before a plain text: BOS or none."""
-        if self.bos_id is None:
-            return []
-        setting = self._config.get("add_bos_token")
-        adds = setting if isinstance(setting, bool) else self._backend.begins_with(self.bos_id)
-        return [self.bos_id] if adds else []
+    def _affixes(self) -> Affixes:
+        """Of the post-processor of tokenizer.json: with that file, transformers ignores `add_bos_token`, which decides
+        for a .model alone.
+        """
+        if isinstance(self._backend, JsonBackend):
+            return self._backend.affixes
+        added_ids = {
+            key: [token] if token is not None and self._config.get(key) is True else []
+            for key, token in (("add_bos_token", self.bos_id), ("add_eos_token", self.eos_id))
+        }
+        return Affixes(added_ids["add_bos_token"], added_ids["add_eos_token"])
 
     def id_of(self, token: str) -> int | None:
         return self._backend.id_of(token)
@@ -484,7 +454,7 @@ class Tokenizer:
         """The tokenizer.json, for a SentencePiece model its conversion. Raises UserError where there is none."""
         if self._backend.description:
             return self._backend.description
-        files = self._backend.files()
+        files = self._files()
         if "tokenizer.json" not in files:
             problem = "this SentencePiece model has no equal tokenizer.json"
             raise UserError(
@@ -492,6 +462,12 @@ class Tokenizer:
             )
         described: Json = json.loads(files["tokenizer.json"])
         return described
+
+    def _files(self) -> dict[str, bytes]:
+        """The files of the backend; a converted tokenizer.json adds the ids to a text that this tokenizer adds."""
+        if isinstance(self._backend, SentencePiece):
+            return self._backend.files(self._affixes.prefix, self._affixes.suffix)
+        return self._backend.files()
 
     def control_tokens(self) -> list[str]:
         """Special tokens by name: what may end a turn. The begin token is one of them only where it ends texts too."""
@@ -574,13 +550,14 @@ class Tokenizer:
         """
         config = {
             "clean_up_tokenization_spaces": False,
+            **dict.fromkeys(ROLES),  # null: transformers would take the token of a class
             **self.config,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         config.pop("auto_map", None)  # names remote code
         files = {
             CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(),
-            **self._backend.files(),
+            **self._files(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

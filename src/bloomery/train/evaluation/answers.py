@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.render import chat_format, continuation
+from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
@@ -115,8 +115,7 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
     """
     prompts = plan.sample.prompts
     if not prompts or plan.objective.spec.reads_text or not read_manifest(plan.data.prepared).turns:
-        encode = continuation(tokenizer)
-        return Prompts(tuple((prompt, encode([Message("user", prompt)])) for prompt in prompts))
+        return Prompts(tuple((prompt, tokenizer.encode_prompt(prompt)) for prompt in prompts))
     try:
         with chat_format(tokenizer, None) as form:
             questions = tuple(

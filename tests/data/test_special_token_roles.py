@@ -1,0 +1,187 @@
+"""What a tokenizer adds to a text, and which of its tokens have a role: as transformers says for the same folder."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.data.chat.render import Renderer, continuation
+from bloomery.data.examples import Example, Message
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+
+NAMES = ["<unk>", "<s>", "</s>", "<pad>", "<|endoftext|>", "<bos>", "<eos>", "[gMASK]", "<sop>"]
+TEXTS = ["The quick brown fox", " leading space", "x", "<|endoftext|>y</s>", "größer\n"]
+
+
+def _template(single: str) -> Any:
+    names = [(name, NAMES.index(name)) for name in single.split() if name in NAMES]
+    return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=names)
+
+
+POST_PROCESSORS = {
+    "SmolLM2 and Qwen, none": None,
+    "GPT-2": processors.ByteLevel(trim_offsets=True),
+    "Llama 2": _template("<s> $A"),
+    "Llama 3": processors.Sequence([processors.ByteLevel(trim_offsets=True), _template("<s> $A")]),
+    "Gemma": _template("<bos> $A"),
+    "GLM-4": _template("[gMASK] <sop> $A"),
+    "OLMo, EOS at the end": _template("$A <|endoftext|>"),
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=NAMES,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox leads"] * 4, trainer)
+    return tokenizer
+
+
+def folder_of(
+    folder: Path,
+    library: Any,
+    config: dict[str, Any] | None,
+    *,
+    post_processor: Any = None,
+    model_type: str | None = None,
+    older: dict[str, Any] | None = None,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    description = json.loads(library.to_str())
+    if post_processor is not None:
+        description["post_processor"] = json.loads(post_processor.__getstate__())
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    files = {"tokenizer_config.json": config, "special_tokens_map.json": older}
+    files["config.json"] = None if model_type is None else {"model_type": model_type}
+    for name, content in files.items():
+        if content is not None:
+            (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def roles_of_transformers(folder: Path) -> tuple[int | None, ...]:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    names = [theirs.bos_token, theirs.eos_token, theirs.pad_token, theirs.unk_token]
+    # A role that names no token of the vocabulary gets a new id there, which no model has a row for.
+    return tuple(NAMES.index(name) if name in NAMES else None for name in names)
+
+
+def roles_here(folder: Path) -> tuple[int | None, ...]:
+    ours = load_tokenizer(folder)
+    return ours.bos_id, ours.eos_id, ours.pad_id, ours.unk_id
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_a_prompt_gets_what_transformers_adds_before_it(tmp_path, library, kind, add_bos):
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    if add_bos is not None:
+        config["add_bos_token"] = add_bos
+    folder = folder_of(tmp_path, library, config, post_processor=POST_PROCESSORS[kind])
+    ours = load_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert [*ours.encode_prompt(text), *ours.suffix] == ids
+    # Prompts without a chat template, of chats and of rollouts, begin alike.
+    plain = continuation(ours)([Message("user", TEXTS[0])])
+    with Renderer(ours, template=None, train_on="assistant") as renderer:
+        (rollout,) = renderer.encode(Example("a.jsonl:1", "prompt", TEXTS[0], ()))
+    assert plain == rollout.ids == ours.encode_prompt(TEXTS[0])
+    # A saved tokenizer says the same.
+    ours.save(tmp_path / "saved")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert [again.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+
+
+def test_a_prompt_that_begins_with_bos_gets_no_second_one(tmp_path, library):
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = load_tokenizer(
+        folder_of(tmp_path, library, config, post_processor=POST_PROCESSORS["Llama 2"])
+    )
+    assert ours.encode_prompt("<s>a") == ours.encode_prompt("a") == [1, *ours.encode("a")]
+
+
+CONFIGS: dict[str, dict[str, Any] | None] = {
+    "no file": None,
+    "empty": {},
+    "EOS alone, as transformers saves a tokenizer of `tokenizers`": {"eos_token": "<|endoftext|>"},
+    "all": dict(zip(["unk_token", "bos_token", "eos_token", "pad_token"], NAMES, strict=False)),
+    "null": {"bos_token": None, "eos_token": "<|endoftext|>", "pad_token": None},
+    "as settings": {
+        "bos_token": {"__type": "AddedToken", "content": "<bos>", "lstrip": False, "special": True},
+        "eos_token": "<eos>",
+    },
+    "not in the vocabulary": {"bos_token": "<|startoftext|>", "eos_token": "</s>"},
+    "added tokens listed": {
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"1": {"content": "<s>", "special": True}},
+    },
+    "extra tokens": {"eos_token": "</s>", "extra_special_tokens": ["<bos>", "<sop>"]},
+    "named extra tokens": {"eos_token": "</s>", "extra_special_tokens": {"image_token": "<sop>"}},
+}
+OLDER = {
+    "no map": None,
+    "a map": {"bos_token": "<bos>", "unk_token": {"content": "<unk>", "lstrip": False}},
+    "a map of null": {"bos_token": None},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("older", OLDER)
+def test_roles_are_those_of_transformers(tmp_path, library, config, older):
+    folder = folder_of(tmp_path, library, CONFIGS[config], older=OLDER[older])
+    assert roles_here(folder) == roles_of_transformers(folder)
+
+
+CLASSES = [
+    None, "PreTrainedTokenizerFast", "GPT2TokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer",
+    "CohereTokenizerFast", "GPTNeoXTokenizerFast",
+]  # fmt: skip
+MODELS = [None, "llama", "gpt2", "gpt_neox", "qwen2", "qwen3", "gemma2", "mistral", "olmo2", "phi3"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("tokenizer_class", "model_type"), itertools.product(CLASSES, MODELS))
+def test_roles_that_a_class_has_by_default(tmp_path, library, tokenizer_class, model_type):
+    for number, config in enumerate([{}, {"eos_token": "</s>", "bos_token": None}]):
+        named = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
+        folder = folder_of(
+            tmp_path / str(number), library, {**config, **named}, model_type=model_type
+        )
+        assert roles_here(folder) == roles_of_transformers(folder)
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_of_a_sentencepiece_model_alone_the_configuration_decides(tmp_path, add_bos):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text("\n".join(["hello world, the river is cold"] * 40))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=300,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, model_type="bpe",
+    )  # fmt: skip
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    if add_bos is not None:
+        config["add_bos_token"] = add_bos
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    begins = theirs.encode("hello")[:1] == [theirs.bos_token_id]
+    assert (ours.prefix == [ours.bos_id]) == begins == (add_bos is True)
+    # So does the tokenizer.json that is written next to it.
+    ours.save(tmp_path / "saved")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.encode("hello") == ours.encode_prompt("hello")
