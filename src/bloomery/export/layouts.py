@@ -39,7 +39,13 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import StoredTensor, find_tensors, read_object
+from bloomery.model.io.stored import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    find_tensors,
+    read_object,
+)
 from bloomery.model.io.weights import (
     StoredModel,
     load_decoder,
@@ -47,7 +53,7 @@ from bloomery.model.io.weights import (
     write_model,
     write_model_piecewise,
 )
-from bloomery.model.presets import read_config, stated_config
+from bloomery.model.presets import headers_of, read_config, stated_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
@@ -107,8 +113,10 @@ def export(
     full_config = stated_config(source)
     is_text_part = text_part(full_config) is not full_config
     keeps_dtypes = dtype is None or all(stored.dtype == target_dtype for stored in tensors.values())
-    is_copy = keeps_dtypes and not is_text_part
-    proofs: list[str] = []
+    # Names that transformers would not find are written as it expects them.
+    headers = headers_of(source)
+    is_copy = keeps_dtypes and not is_text_part and not headers.is_renamed
+    proofs = list(headers.notes)
     with draft_of(out) as draft:
         if is_copy:
             _copy_weights(source, draft, config, stored_dtype)
@@ -127,8 +135,8 @@ def export(
 
 def _copy_weights(source: Path, draft: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     paths = {stored.path for stored in find_tensors(source).values()}
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
+    index = source / INDEX
+    if index.is_file() and source / SINGLE not in paths:
         paths.add(index)
     for path in paths:
         shutil.copyfile(path, draft / path.name)
@@ -211,7 +219,7 @@ def export_merged(
             code=2,
         )
     use = use or Use("cpu")
-    proofs = []
+    proofs = list(headers_of(model_files.base).notes)
     if model_files.trained is not None and model_files.trained.quantize.kind != "none":
         proofs.append(
             "merged into the unquantized base model; the run trained with "

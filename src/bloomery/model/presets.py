@@ -27,7 +27,13 @@ from bloomery.model.families import (
     known_family,
     text_part,
 )
-from bloomery.model.io.stored import AGAIN, read_object
+from bloomery.model.io.stored import (
+    AGAIN,
+    StoredParameters,
+    has_own_head,
+    read_headers,
+    read_object,
+)
 from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
@@ -299,9 +305,38 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     config_json = stated_config(folder)
     where = str(folder / "config.json")
     refuse_experts(config_json, where=where)
-    if choose_implementation(config_json, implementation) == "transformers":
-        return transformers_config(config_json, where=where)
-    return config_from_hf(config_json, where=where)
+    is_native = choose_implementation(config_json, implementation) == "native"
+    config = read_as(config_json, is_native=is_native, where=where)
+    # transformers ties no weights that differ in the files, whatever config.json says.
+    if config.tie_embeddings and config.head == "tokens" and has_own_head(folder):
+        untied_json = {**text_part(config_json), "tie_word_embeddings": False}
+        return read_as(untied_json, is_native=is_native, where=where)
+    return config
+
+
+def read_as(config_json: Mapping[str, Any], *, is_native: bool, where: str) -> ModelConfig:
+    if is_native:
+        return config_from_hf(config_json, where=where)
+    return transformers_config(config_json, where=where)
+
+
+def headers_of(folder: Path) -> StoredParameters:
+    """How the folder's files are read, with a note on each thing that is read in another way than they say.
+
+    Raises UserError as `read_headers` does. Of a model that transformers itself loads, nothing is known here.
+    """
+    config = read_config(folder)
+    backend = config.transformers_backend
+    if backend is not None and backend.safe_reason:
+        return StoredParameters({})
+    headers = read_headers(folder, config, headless=True)
+    stated = read_as(
+        stated_config(folder), is_native=backend is None, where=str(folder / "config.json")
+    )
+    if stated.tie_embeddings == config.tie_embeddings:
+        return headers
+    note = "the head is lm_head.weight of the files: it is not the embedding, though config.json ties them"
+    return replace(headers, notes=(*headers.notes, note))
 
 
 # The keys under which configs state the number of experts.

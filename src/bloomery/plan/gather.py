@@ -48,7 +48,13 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.families import architecture_of, text_part
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenizer
-from bloomery.model.presets import build_config, known_config, read_config, stated_config
+from bloomery.model.presets import (
+    build_config,
+    headers_of,
+    known_config,
+    read_config,
+    stated_config,
+)
 from bloomery.model.published import published_config, similar_names
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
@@ -68,7 +74,8 @@ class Facts:
 
     `known_vocabulary`: of the model that training starts from, None for a fresh one; `new_tokens`: those added to its
     tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: warnings about code of the model
-    that is never run; `reward_models`: those whose shapes are known, each once.
+    that is never run, and about weights that are read in another way than their files say; `reward_models`: those
+    whose shapes are known, each once.
     """
 
     machine: Machine
@@ -167,7 +174,9 @@ def facts_of(
         new_tokens=added,
         new_ids=ids,
         teacher=teacher,
-        unrun=() if start is None else tuple(_unrun_programs(start, config)),
+        unrun=()
+        if start is None
+        else (*_unrun_programs(start, config), *_reading_notes(start, config)),
         reward_models=tuple(config for config in reward_models if config is not None),
     )
 
@@ -217,6 +226,18 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
         yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
         yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {architecture}, as in its architectures"
+
+
+def _reading_notes(start: str, config: ModelConfig) -> Iterator[str]:
+    """What is read in another way than the files of the weights say, where they are here."""
+    folder = hub.cached_model(start, weights=hub.is_hub_id(start))
+    backend = config.transformers_backend
+    is_loaded_by_transformers = backend is not None and backend.safe_reason
+    if folder is None or is_loaded_by_transformers or is_bare(folder):
+        return
+    if (folder / "config.json").is_file():
+        for note in headers_of(folder).notes:
+            yield f"{folder.name if Path(start).exists() else start}: {note}"
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:

@@ -19,6 +19,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
+from bloomery.model.presets import headers_of
 from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import autocast_forward, prepare_weights
@@ -156,6 +157,10 @@ def _load(
         on_load(
             f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding"
         )
+
+    # Files of other programs may be read in another way than their names or config.json say.
+    for note in headers_of(files.base or files.weights).notes:
+        on_load(f"weights: {note}")
 
     # The memory is checked once the decoder has its shapes, before its weights are read.
     context = 0

@@ -17,7 +17,14 @@ from bloomery.core.text import closest
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
-from bloomery.model.io.stored import INDEX, LARGEST_CONFIG, SINGLE, read_object, tensor_locations
+from bloomery.model.io.stored import (
+    INDEX,
+    LARGEST_CONFIG,
+    is_bare,
+    read_object,
+    tensor_locations,
+    weight_files,
+)
 from bloomery.recipe.schema import Lora, Peft
 
 ALL_LINEAR = "all-linear"
@@ -470,7 +477,11 @@ def base_of(folder: Path) -> Base:
 
 def digest(folder: Path) -> str:
     """The digest of every byte of the weights and of config.json: as fast as the disk, or some GB/s from its cache."""
-    files = [folder / "config.json", folder / INDEX, *_weight_files(folder)]
+    files = [
+        folder / "config.json",
+        folder / INDEX,
+        *(() if is_bare(folder) else weight_files(folder)),
+    ]
     lines = []
     for path in files:
         if path.is_file():
@@ -485,23 +496,6 @@ def digest(folder: Path) -> str:
 def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
     del mtime_ns
     return f"{size} {digest_of(''.join(digests_of_file(path)).encode())}"
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that the model is read from."""
-    index = folder / INDEX
-    if not index.is_file():
-        single = folder / SINGLE
-        return [single] if single.is_file() else []
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            "the index of the weights cannot be read",
-            where=str(index),
-            fix="download or save the model again",
-        ) from error
 
 
 def is_adapter_folder(folder: Path) -> bool:

@@ -4,19 +4,21 @@ Only complete safetensors files of a model's own folder count, and only their he
 """
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bloomery.core.errors import UserError
 from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.model.io.tensor_names import transformers_names
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,6 @@ class Storage:
     renamed: Mapping[str, str]
     fused: Mapping[tuple[str, ...], str]
     transposed: bool = False  # the matrices of its layers
-    outermost: str = "model."  # the prefix that a model saved without its head lacks
 
 
 PLAIN = Storage({}, {})
@@ -93,7 +94,6 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
             },
             {("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "attn.c_attn"},
             transposed=True,
-            outermost="transformer.",
         ),
     }
 )
@@ -176,6 +176,13 @@ COMPUTED = (
     ".attention.masked_bias",
 )
 VALUES = "score.weight"  # of a reward model
+HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+)  # the names of the head that models of transformers have
+# How the names of an embedding end: Llama and most others, GPT-2 and its relatives, GPT-NeoX, BLOOM.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+COMPARED_NUMBERS = 2**20  # of two tensors at a time
 
 
 @dataclass(frozen=True)
@@ -208,24 +215,20 @@ def _pickled(folder: Path) -> str | None:
     return next((name for name in names if name.endswith(PICKLE_SUFFIXES)), None)
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor from the index; None for a model in one file."""
-    # A folder without an index has one file, or no weights that are read here.
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: `model.safetensors`, else the shards that the index names, as transformers
+    chooses. Raises UserError without any, and for an index that cannot be read.
+    """
+    if (folder / SINGLE).is_file():
+        return [inside(folder, SINGLE)]
+    return [inside(folder, name) for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, from the index."""
     index = folder / INDEX
     if not index.is_file():
-        if (folder / SINGLE).is_file():
-            return None
-        if (pickle := _pickled(folder)) is not None:
-            raise UserError(
-                f"{pickle} is a pickle, which can run code when it is opened: only safetensors are read",
-                where=str(folder),
-                fix="use a copy of the model in safetensors, or save it again with save_pretrained",
-            )
-        raise UserError(
-            "no model.safetensors is here",
-            where=str(folder),
-            fix="give the folder of a saved model",
-        )
+        raise _no_weights(folder)
 
     # An index comes with a download: it may hold anything.
     if index.stat().st_size > LARGEST_INDEX:
@@ -241,6 +244,33 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             "weight_map does not name a file for each tensor", where=str(index), fix=AGAIN
         )
     return weight_map
+
+
+def _no_weights(folder: Path) -> UserError:
+    """The error for a folder without weights that are read, with what it has instead."""
+    if (pickle := _pickled(folder)) is not None:
+        return UserError(
+            f"{pickle} is a pickle, which can run code when it is opened: only safetensors are read",
+            where=str(folder),
+            fix="use a copy of the model in safetensors, or save it again with save_pretrained",
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not others:
+        return UserError(
+            "no model.safetensors is here",
+            where=str(folder),
+            fix="give the folder of a saved model",
+        )
+    # Shards without their index, or one file under another name, such as model.fp16.safetensors.
+    fix = f"rename {others[0]} to {SINGLE}"
+    if len(others) > 1:
+        fix = f"download {INDEX}, too, or rename the one that you mean to {SINGLE}"
+    listed = ", ".join(name[:60] for name in others[:3]) + (", ..." if len(others) > 3 else "")
+    return UserError(
+        f"no model.safetensors is here, and no index that names {listed}",
+        where=str(folder),
+        fix=fix,
+    )
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -316,12 +346,16 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    weight_map = _weight_map(folder)
-    if weight_map is None:
-        return _text_tensors(stored_tensors(inside(folder, SINGLE)))
+    return _text_tensors(_all_tensors(folder))
+
+
+def _all_tensors(folder: Path) -> dict[str, StoredTensor]:
+    if (folder / SINGLE).is_file():
+        return stored_tensors(inside(folder, SINGLE))
 
     # The shards' own headers say what they hold. Of a tensor in two of them, nothing says which is
     # meant.
+    weight_map = _weight_map(folder)
     tensors: dict[str, StoredTensor] = {}
     for shard_name in sorted(set(weight_map.values())):
         shard_tensors = stored_tensors(inside(folder, shard_name))
@@ -339,7 +373,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
             where=str(folder / INDEX),
             fix=AGAIN,
         )
-    return _text_tensors(tensors)
+    return tensors
 
 
 # Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of the rest.
@@ -382,27 +416,59 @@ def refuse_whole_numbers(name: str, tensor: StoredTensor) -> None:
         )
 
 
-def stored_parameters(
-    folder: Path, config: ModelConfig, *, headless: bool = False
-) -> dict[str, StoredTensor]:
-    """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
+@dataclass(frozen=True)
+class StoredParameters:
+    """A folder's tensors as the parameters of a config; several of these may share a stored tensor.
 
-    `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
-    another shape than in the config, or no floating-point numbers.
+    `notes`: a line on each thing that is read in another way than the files say. `is_renamed`: transformers would not
+    find the tensors under the names that they have.
     """
-    tensors = find_tensors(folder)
+
+    by_name: dict[str, StoredTensor]
+    notes: tuple[str, ...] = ()
+    is_renamed: bool = False
+
+
+def stored_parameters(
+    folder: Path, config: ModelConfig, *, headless: bool = False, shared_head: bool = False
+) -> dict[str, StoredTensor]:
+    """`read_headers` without its notes."""
+    return read_headers(folder, config, headless=headless, shared_head=shared_head).by_name
+
+
+def read_headers(
+    folder: Path, config: ModelConfig, *, headless: bool = False, shared_head: bool = False
+) -> StoredParameters:
+    """Where each parameter lies. Reads headers alone.
+
+    `headless`: the values head may be missing. `shared_head`: a head that the folder lacks is its embedding. Raises
+    UserError when another tensor is missing, unexpected, or of another shape than in the config, or no floating-point
+    numbers.
+    """
     shapes = parameter_shapes(config)
     locations = tensor_locations(config)
     expected_names = {location.name for location in locations.values()}
+    embedding = locations["model.embed_tokens.weight"].name
+    all_tensors = _all_tensors(folder)
+    stored = _text_tensors(all_tensors)
+    where = str(next(iter(stored.values())).path if stored else folder)
+    named = transformers_names(stored, expected_names, embedding, where)
+    tensors = dict(named.by_name)
+    notes = list(named.notes)
+    if (
+        (folder / SINGLE).is_file()
+        and (folder / INDEX).is_file()
+        and not _is_index_of_single(folder)
+    ):
+        notes.append(f"{SINGLE} is read, and not the shards of {INDEX}, as transformers does")
 
-    # A model that was saved without its head lacks the outermost prefix in every name.
-    if not expected_names & tensors.keys():
-        prefix = STORAGE.get(config.family, PLAIN).outermost
-        prefixed_tensors = {}
-        for name, tensor in tensors.items():
-            full_name = name if name.startswith("lm_head.") else prefix + name
-            prefixed_tensors[full_name] = tensor
-        tensors = prefixed_tensors
+    # Weights that are tied are one tensor, which may have either name.
+    head = next((name for name in HEADS if name in tensors), None)
+    if config.tie_embeddings and embedding not in tensors and head is not None:
+        tensors[embedding] = tensors.pop(head)
+        notes.append(f"{head} is the embedding, too: the weights are tied")
+    elif shared_head and HEADS[0] in expected_names and head is None and embedding in tensors:
+        tensors[HEADS[0]] = tensors[embedding]
 
     # More tensors than the config has mean another architecture. Buffers that follow from the
     # config are no surplus, nor is the head's weight where the embedding is tied to it or a values
@@ -411,12 +477,13 @@ def stored_parameters(
         name for name in tensors.keys() - expected_names if not name.endswith(COMPUTED)
     }
     if config.tie_embeddings or config.head == "values":
-        surplus_names -= {"lm_head.weight", "embed_out.weight"}
+        surplus_names -= set(HEADS)
     if surplus_names and expected_names <= tensors.keys():
         raise UserError(
             f"{min(surplus_names)} has no place in a {config.family} model",
-            where=str(next(iter(tensors.values())).path),
-            fix="config.json is of another architecture",
+            where=where,
+            fix="config.json is of another architecture, or another program added that tensor: "
+            "save the language model alone",
         )
 
     # Each parameter needs its tensor, in the shape that the config gives it and in floating-point
@@ -433,9 +500,7 @@ def stored_parameters(
                 fix="use the model that it was made from, or transformers",
             )
         if location_tensor is None:
-            raise UserError(
-                f"{location.name} is missing", where=str(folder), fix="save or download it again"
-            )
+            raise _missing(location.name, config, folder)
         if location_tensor.shape != expected_shape:
             raise UserError(
                 f"{location.name} is {list(location_tensor.shape)}; "
@@ -444,8 +509,89 @@ def stored_parameters(
                 fix="put the config.json there that was saved with these weights",
             )
         refuse_whole_numbers(location.name, location_tensor)
-    return {
+    parameters = {
         name: tensors[location.name]
         for name, location in locations.items()
         if location.name in tensors
     }
+    return StoredParameters(parameters, tuple(notes), is_renamed=bool(named.notes))
+
+
+def _missing(name: str, config: ModelConfig, folder: Path) -> UserError:
+    problem = f"{name} is missing"
+    fix = "save or download it again"
+    if name in HEADS and not config.tie_embeddings:
+        problem = f"{name} is missing, and config.json does not tie the head to the embedding"
+        fix = (
+            "save the model with its head (AutoModelForCausalLM); where the head is the embedding, "
+            'set "tie_word_embeddings": true in config.json'
+        )
+    return UserError(problem, where=str(folder), fix=fix)
+
+
+def _is_index_of_single(folder: Path) -> bool:
+    """Whether the index names model.safetensors alone."""
+    try:
+        return set(_weight_map(folder).values()) <= {SINGLE}
+    except UserError:  # an index that is not read may be damaged
+        return False
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether the files hold a head that is not the embedding: transformers then ties them in no case.
+
+    False where there are no weights yet, or files that `find_tensors` refuses.
+    """
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    try:
+        # An index answers for most models, without a look at their shards.
+        if not (folder / SINGLE).is_file() and not any(map(_is_head, _weight_map(folder))):
+            return False
+        tensors = find_tensors(folder)
+    except UserError:
+        return False
+    heads = [tensor for name, tensor in tensors.items() if _is_head(name)]
+    embeddings = [tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return False
+    return not _same_values(heads[0], embeddings[0], heads[0].path.stat().st_mtime_ns)
+
+
+def _is_head(name: str) -> bool:
+    return name in HEADS or name.endswith(tuple(f".{head}" for head in HEADS))
+
+
+# A plan asks for the same config many times.
+@lru_cache(maxsize=64)
+def _same_values(first: StoredTensor, second: StoredTensor, mtime_ns: int) -> bool:
+    """Whether two tensors hold the same numbers, in whatever formats. `mtime_ns`: of their files, for the cache."""
+    import numpy as np
+
+    del mtime_ns
+    if first.shape != second.shape or first.kind not in WEIGHTS or second.kind not in WEIGHTS:
+        return False
+    count = math.prod(first.shape)
+    with first.path.open("rb") as first_file, second.path.open("rb") as second_file:
+        for start in range(0, count, COMPARED_NUMBERS):
+            size = min(COMPARED_NUMBERS, count - start)
+            numbers = [
+                _numbers(file, tensor, start, size)
+                for file, tensor in ((first_file, first), (second_file, second))
+            ]
+            if not np.array_equal(*numbers):
+                return False
+    return True
+
+
+def _numbers(file: BinaryIO, tensor: StoredTensor, start: int, size: int) -> Any:
+    """The tensor's numbers from `start` on, as a float64 array: every stored format is exact in it."""
+    import numpy as np
+
+    width = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}[tensor.kind]
+    file.seek(tensor.offset + start * width)
+    content = file.read(size * width)
+    if tensor.kind == "BF16":  # the upper half of a float32
+        return (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4").astype("f8")
+    kind = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.kind]
+    return np.frombuffer(content, kind).astype("f8")

@@ -368,7 +368,13 @@ class StoredModel:
         saved_config = folder_config
         if config.transformers_backend is None:
             saved_config = replace(config, vocab_size=self.known)
-        self.tensors = stored_parameters(folder, saved_config, headless=seed is not None)
+        # An adapter may have changed one of two weights that the folder ties.
+        self.tensors = stored_parameters(
+            folder,
+            saved_config,
+            headless=seed is not None,
+            shared_head=folder_config.tie_embeddings,
+        )
         self.locations = tensor_locations(config)
         self.reader = TensorReader()
 
