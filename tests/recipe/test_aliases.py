@@ -364,7 +364,7 @@ IMPORTED = {
             "train.micro_batch_size": 8,
             "train.batch_size": 8,
             "train.epochs": 3.0,
-            "data.sequence_length": 512,
+            "data.sequence_length": 1024,  # 512 of each side
         },
         {"lora_r"},
     ),
@@ -471,7 +471,7 @@ def test_what_training_refuses_is_never_the_answer():
 
 
 NAMES = sorted(
-    {name for program, name, _ in every_row() if program in importing._SIGNS and "." not in name}
+    {name for program, name, _ in every_row() if program in importing.tools() and "." not in name}
 )
 LEAVES = st.one_of(
     st.booleans(),
@@ -676,7 +676,7 @@ def test_datasets_that_are_a_mapping_are_named_as_they_are_written(tmp_path):
 def test_what_is_no_training_file_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(BASE)
-    with pytest.raises(UserError, match="not a file of Axolotl, LLaMA-Factory or TRL") as caught:
+    with pytest.raises(UserError, match="not a file of") as caught:
         import_recipe(path)
     assert caught.value.code == 2
 

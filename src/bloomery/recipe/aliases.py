@@ -349,28 +349,58 @@ _AXOLOTL_COLUMNS = {
     "field_tools": "tools",
     "field_completion": "completion",
 }
-_AXOLOTL_TYPES = {
-    "alpaca": "alpaca",
-    "chat_template": "messages",
-    "sharegpt": "sharegpt",
-    "completion": "text",
-    "pretrain": "text",
+# Types of Axolotl's datasets (prompt_strategies/): the format, and the columns that differ from the usual ones.
+_AXOLOTL_TYPES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "alpaca": ("alpaca", {}),
+    "alpaca_chat.load_qa": ("alpaca", {"instruction": "question", "output": "answer"}),
+    "alpaca_w_system.load_open_orca": (
+        "alpaca",
+        {"system": "system_prompt", "instruction": "question", "output": "response"},
+    ),
+    "chat_template": ("messages", {}),
+    "completion": ("text", {}),
+    "gpteacher": ("alpaca", {"output": "response"}),
+    "oasst": ("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}),
+    "pretrain": ("text", {}),
+    "sharegpt": ("sharegpt", {}),
 }
+# The same under `rl`, by the last part of the type: the column of the prompt, "" where the sides hold it.
+_AXOLOTL_PROMPTS = {
+    "argilla": "instruction",
+    "argilla_chat": "",
+    "chat_template": "messages",
+    "default": "messages",
+    "icr": "input",
+    "intel": "question",
+    "passthrough": "prompt",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
+}
+_PAIR_METHODS = ("dpo", "ipo", "simpo", "orpo", "reward")
 
 
 def _datasets(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Axolotl's list of datasets as data.path, data.format and data.columns, or data.sources."""
-    del siblings
-    return [edit for alias in dataset_aliases("datasets", value) for edit in alias.edits] or [
-        "data.path"
-    ], _FORMATTED
+    aliases = dataset_aliases("datasets", value, method=method_of_axolotl(siblings))
+    return [edit for alias in aliases for edit in alias.edits] or ["data.path"], _FORMATTED
 
 
 _FORMATTED = "the chat template formats the prompts"
 
 
-def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
-    """An answer for each key of the datasets of Axolotl or TRL, however deep: mapped, or with a reason."""
+def method_of_axolotl(keys: Mapping[str, Any]) -> str:
+    """`rl` of a file of Axolotl, or reward; "" for supervised fine-tuning."""
+    method = keys.get("rl")
+    if isinstance(method, str) and method:
+        return method.lower()
+    return "reward" if keys.get("reward_model") is True else ""
+
+
+def dataset_aliases(name: str, value: Any, *, method: str = "") -> Iterator[Alias]:
+    """An answer for each key of the datasets of Axolotl or TRL, however deep: mapped, or with a reason.
+
+    `method`: the training method, which decides what the type of a dataset means.
+    """
     entries = value if isinstance(value, list) else [value]
     datasets: list[tuple[str, str | dict[str, Any]]] = []
     for number, entry in enumerate(entries):
@@ -382,7 +412,7 @@ def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
             yield Alias(place, reason="no dataset: it has no path")
 
     # One dataset has keys of its own; several are one list.
-    sources = [_source(dataset, place) for place, dataset in datasets]
+    sources = [_source(dataset, place, method) for place, dataset in datasets]
     if len(sources) == 1:
         for key, (part, origin) in sources[0].items():
             reason = _FORMATTED if key == "format" else ""
@@ -440,7 +470,9 @@ def leaves(
             yield (*path, str(key)), part
 
 
-def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any, str]]:
+def _source(
+    dataset: str | Mapping[str, Any], place: str, method: str
+) -> dict[str, tuple[Any, str]]:
     """The keys of a source, each with the names of the keys that it comes from."""
     if isinstance(dataset, str):
         return {"path": (dataset, place)}
@@ -463,12 +495,23 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
             columns[role] = mapping[role]
             origins.append(f"{place}.message_property_mappings.{role}")
 
-    # A chosen or rejected response makes it a dataset of preferences, whose messages are the prompt.
-    data_format = _AXOLOTL_TYPES.get(str(dataset_type).partition(".")[0].partition(":")[0])
-    if "chosen" in columns or "rejected" in columns:
-        data_format = "preference"
-        columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
+    # The type names the format and columns; those that the file names win.
+    type_name = (
+        str(dataset_type or "").partition(":")[0] if not isinstance(dataset_type, dict) else ""
+    )
+    by_type = _AXOLOTL_TYPES.get(type_name) or _AXOLOTL_TYPES.get(type_name.partition(".")[0])
+    data_format, usual_columns = by_type or ("", {})
+    if method in _PAIR_METHODS or method == "kto" or columns.keys() & {"chosen", "rejected"}:
+        # The messages of preferences are the prompt.
+        data_format = "kto" if method == "kto" else "preference"
+        prompt = _prompt_column(type_name, method)
+        if "messages" in columns:
+            prompt = columns.pop("messages")
+        usual_columns = {"prompt": prompt} if prompt else {}
+    columns = {**usual_columns, **columns}
     renamed_columns = {role: column for role, column in columns.items() if role != column}
+    if usual_columns and renamed_columns and not isinstance(dataset_type, dict) and type_name:
+        origins.append(f"{place}.type")
 
     path = dataset.get("path")
     path_origin = f"{place}.path"
@@ -486,6 +529,18 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
     if not renamed_columns and origins and "path" in source:  # usual names, which need no setting
         source["path"] = (path, f"{path_origin}, {', '.join(origins)}")
     return source
+
+
+def _prompt_column(type_name: str, method: str) -> str:
+    """The column of the prompt in a dataset of preferences or labeled responses, by its type; "" for none."""
+    if type_name.startswith("bradley_terry"):
+        return "input"
+    strategy = type_name.rpartition(".")[2]
+    if type_name.startswith("chat_template.argilla") or (strategy == "argilla" and method != "kto"):
+        return ""
+    if type_name.partition(".")[0] in ("chatml", "llama3") and strategy == "default":
+        return "prompt"
+    return _AXOLOTL_PROMPTS.get(strategy, "")
 
 
 _HUB_ID = re.compile(r"(?:hub:)?[\w.-]+/[\w.-]+")

@@ -1,11 +1,12 @@
-"""`bloomery recipes import`: a YAML file of Axolotl, LLaMA-Factory or TRL as a recipe.
+"""`bloomery recipes import`: a file of another training tool as a recipe.
 
-Every key, however deep, is mapped or listed with a reason, and the recipe loads.
+Every key, however deep, is mapped or listed with a reason, the tool's own defaults are written, and the recipe loads.
 """
 
-import re
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,166 +21,323 @@ from bloomery.recipe.aliases import (
     known_keys,
     leaves,
     look_up,
+    method_of_axolotl,
     plain,
 )
+from bloomery.recipe.import_draft import Draft, Setting, ToolFile
+from bloomery.recipe.import_rules import RULES
 from bloomery.recipe.load import mistakes_in
 from bloomery.recipe.yaml import MAX_BYTES, read_yaml
 
-_SIGNS = {  # keys that only this program has
-    "Axolotl": {
-        "base_model",
-        "datasets",
-        "sequence_len",
-        "micro_batch_size",
-        "num_epochs",
-        "val_set_size",
-    },
-    "LLaMA-Factory": {
-        "model_name_or_path",
-        "stage",
-        "finetuning_type",
-        "cutoff_len",
-        "template",
-        "dataset",
-    },
-    "TRL": {
-        "model_name_or_path",
-        "dataset_name",
-        "use_peft",
-        "max_length",
-        "dataset_text_field",
-        "num_generations",
-        "reward_funcs",
-        "max_completion_length",
-    },
-}
-# Keys that only GRPOConfig and RLOOConfig of TRL have, and losses of GRPO.
-_ROLLOUT_KEYS = {
-    "generation_batch_size",
-    "num_generations",
-    "num_generations_eval",
-    "normalize_advantages",
-    "reward_clip_range",
-    "reward_funcs",
-    "reward_weights",
-    "scale_rewards",
-    "steps_per_generation",
-}
-# Keys that only PPOConfig of TRL has.
-_PPO_KEYS = {
-    "cliprange",
-    "cliprange_value",
-    "kl_coef",
-    "kl_estimator",
-    "missing_eos_penalty",
-    "num_ppo_epochs",
-    "response_length",
-    "vf_coef",
-    "whiten_rewards",
-}
-_ROLLOUT_LOSSES = {"grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"}
 _PROMPT_TOKENS = 512  # TRL has no limit for prompts
-_DEFAULTS = {  # where they differ from those of a recipe
-    "Axolotl": (
-        "data.packing=false",
-        "data.validation=0%",
-        "optimizer.weight_decay=0",
-        "optimizer.betas=[0.9, 0.999]",
-        "optimizer.warmup=3%",
-    ),
-    "LLaMA-Factory": (
-        "data.packing=false",
-        "data.validation=0%",
-        "optimizer.learning_rate=5e-05",
-        "optimizer.weight_decay=0",
-        "optimizer.betas=[0.9, 0.999]",
-        "optimizer.schedule=linear",
-        "optimizer.warmup=0 steps",
-        "train.epochs=3",
-    ),
-    "TRL": (
-        "data.packing=false",
-        "data.validation=0%",
-        "data.sequence_length=1024",
-        "optimizer.weight_decay=0",
-        "optimizer.betas=[0.9, 0.999]",
-        "optimizer.schedule=linear",
-        "optimizer.warmup=0 steps",
-        "train.epochs=3",
-        "train.micro_batch_size=8",
-        "train.activation_checkpointing=full",
-    ),
-}
 _CONTEXT = ("model.rope_scaling.", "model.rope_theta", "model.max_positions")
 # the first that is set wins
 _LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")
+_DATASETS = ("datasets", "pretraining_dataset")
+_TRAINER_TOOLS = ("LLaMA-Factory", "TRL")  # their files hold TrainingArguments of transformers
 
 
-@dataclass
-class _Draft:
-    """`values`: YAML text and origin by recipe key; `left`: reasons by the other key; `empty`: keys without a value."""
-
-    values: dict[str, tuple[str, str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
-
-    def add(self, alias: Alias) -> None:
-        if not alias.edits or alias.guess:
-            self.left[alias.name] = (
-                re.sub(r"^leave it out(: )?", "", alias.reason) or "no such setting"
-            )
-        for edit in () if alias.guess else alias.edits:
-            key, equals, value = edit.partition("=")
-            comment = alias.name + (f": {alias.reason}" if alias.reason else "")
-            if not equals:
-                self.left[alias.name] = f"set {key} yourself" + (
-                    f": {alias.reason}" if alias.reason else ""
-                )
-            elif key not in self.values:
-                self.values[key] = (value, comment)
-            elif self.values[key][0] == value:
-                self.values[key] = (value, f"{self.values[key][1]}, {alias.name}")
-            else:
-                self.left[alias.name] = (
-                    f"{key} is {self.values[key][0]} already, from {self.values[key][1]}"
-                )
+@cache
+def tools() -> dict[str, Any]:
+    """tools.toml: signs and defaults by tool."""
+    return tomllib.loads(Path(__file__).with_name("tools.toml").read_text(encoding="utf-8"))
 
 
 def import_recipe(path: Path) -> tuple[str, str]:
-    """The recipe as YAML and the program whose file it was. Raises UserError (code 2)."""
+    """The recipe as YAML and the tool whose file it was. Raises UserError (code 2)."""
     text = read_input(path, MAX_BYTES, code=2).decode("utf-8-sig", errors="replace")
     document = read_yaml(text, source=path.name, folder=path.parent)
     if document.mistakes:
         mistake = document.mistakes[0]
         raise UserError(mistake.problem, where=mistake.place, fix=mistake.fix, code=2)
-    data = document.data if isinstance(document.data, dict) else {}
+    keys = document.data if isinstance(document.data, dict) else {}
+    file = recognized(keys, path)
+    if file is None:
+        raise not_recognized(keys, path)
+    refuse_other_files(file, path)
+    draft = drafted(file)
+    return _text(draft, path.name), file.tool
 
-    # The program is the one with most keys that it alone has.
-    counts = {program: len(signs & data.keys()) for program, signs in _SIGNS.items()}
-    program = max(counts, key=lambda name: counts[name])
-    if counts[program] < 2:
-        fix = "give a training file of Axolotl (base_model, datasets), LLaMA-Factory (model_name_or_path, dataset) or "
-        fix += "TRL (model_name_or_path, dataset_name)"
-        raise UserError(
-            f"not a file of Axolotl, LLaMA-Factory or TRL: {path.name}",
-            where=str(path),
-            fix=fix,
-            code=2,
-        )
 
-    draft = _Draft()
-    table = ROLLOUTS if program == "TRL" and _trains_on_completions(data) else program
-    for alias in _aliases(data, (), table, draft.empty):
+# What kind of file it is
+
+
+def recognized(keys: Mapping[str, Any], path: Path) -> ToolFile | None:
+    """The tool whose keys these are: the one with most of its signs; None for none."""
+    candidates = {
+        tool: entry for tool, entry in tools().items() if keys.keys() & set(entry.get("needs", ()))
+    }
+
+    def most(*kinds: str) -> str:
+        counts = {
+            tool: sum(len(keys.keys() & set(entry.get(kind, ()))) for kind in kinds)
+            for tool, entry in candidates.items()
+        }
+        tool = max(counts, key=lambda name: counts[name], default="")
+        return tool if tool and counts[tool] >= 2 else ""
+
+    tool = most("signs") or most("signs", "shared")
+    if not tool:
+        return None
+    if tool != "TRL":
+        return ToolFile(tool, keys)
+    # `beta` alone may be that of several commands: the name of the file is surer.
+    command = command_of_trl(keys)
+    named = command or _named_in(path) or ("dpo" if "beta" in keys else "")
+    return ToolFile(tool, keys, named or "sft", is_guess=not command)
+
+
+# Keys that only one trainer of TRL has, the surest first.
+_COMMAND_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "ppo": frozenset(
+            {
+                "cliprange",
+                "cliprange_value",
+                "kl_coef",
+                "kl_estimator",
+                "missing_eos_penalty",
+                "num_ppo_epochs",
+                "response_length",
+                "vf_coef",
+                "whiten_rewards",
+            }
+        ),
+        "rloo": frozenset({"normalize_advantages", "reward_clip_range", "rloo_k"}),
+        "grpo": frozenset(
+            {
+                "generation_batch_size",
+                "num_generations",
+                "num_generations_eval",
+                "reward_funcs",
+                "reward_weights",
+                "scale_rewards",
+                "steps_per_generation",
+                "epsilon_high",
+                "vllm_importance_sampling_mode",
+            }
+        ),
+        "kto": frozenset({"desirable_weight", "undesirable_weight"}),
+        "cpo": frozenset({"cpo_alpha", "simpo_gamma"}),
+        "gkd": frozenset({"lmbda", "teacher_model_name_or_path", "seq_kd"}),
+        "reward": frozenset({"center_rewards_coefficient"}),
+        "dpo": frozenset(
+            {
+                "f_divergence_type",
+                "precompute_ref_log_probs",
+                "ref_model_init_kwargs",
+                "reference_free",
+                "rpo_alpha",
+                "ld_alpha",
+                "loss_weights",
+                "use_weighting",
+                "discopop_tau",
+            }
+        ),
+        "sft": frozenset(
+            {
+                "assistant_only_loss",
+                "completion_only_loss",
+                "dataset_text_field",
+                "packing",
+                "packing_strategy",
+                "eval_packing",
+                "padding_free",
+                "neftune_noise_alpha",
+                "shuffle_dataset",
+                "dataset_kwargs",
+            }
+        ),
+    }
+)
+_LOSSES_OF_COMMANDS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"), "grpo")
+    | dict.fromkeys(("nll", "dft", "chunked_nll"), "sft")
+    | dict.fromkeys(("simpo", "alphapo"), "cpo")
+    | dict.fromkeys(("kto", "apo_zero_unpaired"), "kto")
+    | dict.fromkeys(
+        (
+            "sigmoid",
+            "hinge",
+            "ipo",
+            "exo_pair",
+            "nca_pair",
+            "robust",
+            "bco_pair",
+            "sppo_hard",
+            "aot",
+            "aot_unpaired",
+            "aot_pair",
+            "discopop",
+            "apo_zero",
+            "apo_down",
+            "sigmoid_norm",
+            "sft",
+        ),
+        "dpo",
+    )
+)
+
+
+def command_of_trl(keys: Mapping[str, Any]) -> str:
+    """The command whose configuration has these keys; "" where several have them."""
+    loss = keys.get("loss_type")
+    first_loss = loss[0] if isinstance(loss, list) and loss else loss
+    if isinstance(first_loss, str) and first_loss.lower() in _LOSSES_OF_COMMANDS:
+        command = _LOSSES_OF_COMMANDS[first_loss.lower()]
+        is_cpo = command == "dpo" and keys.keys() & _COMMAND_KEYS["cpo"]
+        return "cpo" if is_cpo else command
+    for command, names in _COMMAND_KEYS.items():
+        if names & keys.keys():
+            return command
+    return ""
+
+
+def _named_in(path: Path) -> str:
+    """A command that the path of the file names, such as recipes/zephyr/orpo/config.yaml."""
+    words = {word for part in (path.parent.name, path.stem) for word in part.lower().split("_")}
+    return next((command for command in tools()["TRL"]["commands"] if command in words), "")
+
+
+# Files of these tools that train nothing: a key or keys, what the file is, and what to type.
+_NO_TRAINING = (
+    (
+        "LLaMA-Factory",
+        "export_dir",
+        "a file of `llamafactory-cli export`",
+        "`bloomery export {model} --to merged --out {export_dir}`",
+    ),
+    (
+        "LLaMA-Factory",
+        "infer_backend",
+        "a file of `llamafactory-cli chat` or `api`",
+        "`bloomery chat {model}`, or `bloomery serve {model}`",
+    ),
+    (
+        "LLaMA-Factory",
+        "task",
+        "a file of `llamafactory-cli eval`",
+        "`bloomery eval {model} --lm-eval TASKS`",
+    ),
+)
+_TRAINING_KEYS = frozenset(
+    {
+        "dataset",
+        "do_train",
+        "learning_rate",
+        "num_train_epochs",
+        "max_steps",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "output_dir",
+        "pref_loss",
+        "lora_rank",
+        "deepspeed",
+        "stage",
+        "cutoff_len",
+    }
+)
+
+
+# Files that no tool trains from by themselves, by a key that they have.
+_SETTINGS_OF_OTHERS = (
+    (
+        "compute_environment",
+        "a configuration of Accelerate",
+        "not needed: `bloomery train` uses every GPU; `-d 0,1` chooses",
+    ),
+    (
+        "zero_optimization",
+        "a configuration of DeepSpeed",
+        "not needed: parallel.shard divides a model over GPUs",
+    ),
+    (
+        "dist_config",
+        "a file of LLaMA-Factory's version 1",
+        "give a file of `llamafactory-cli train` (model_name_or_path, dataset)",
+    ),
+    (
+        "train_dataset",
+        "a file of LLaMA-Factory's version 1",
+        "give a file of `llamafactory-cli train` (model_name_or_path, dataset)",
+    ),
+)
+
+
+def not_recognized(keys: Mapping[str, Any], path: Path) -> UserError:
+    """Of a file of no tool: what it is, where its keys name that."""
+    for key, what, fix in _SETTINGS_OF_OTHERS:
+        if key in keys:
+            problem = f"this is no training file: {path.name} is {what}"
+            return UserError(problem, where=str(path), fix=fix, code=2)
+    names = [tool for tool, entry in tools().items() if "signs" in entry]
+    listed = f"{', '.join(names[:-1])} or {names[-1]}"
+    fix = f"give a training file of {listed}: `bloomery recipes import --help` names their formats"
+    problem = f"not a file of {listed}: {path.name}"
+    return UserError(problem, where=str(path), fix=fix, code=2)
+
+
+def refuse_other_files(file: ToolFile, path: Path) -> None:
+    """Raises UserError for a file that exports, answers or evaluates, with the command for it."""
+    keys = file.keys
+    trains = bool(keys.keys() & {"dataset", "tokenized_path"}) and keys.get("do_train") is not False
+    base = str(keys.get("model_name_or_path") or "MODEL")
+    adapter = str(keys.get("adapter_name_or_path") or "").split(",")[0].strip()
+    words = {"model": f"{base}+{adapter}" if adapter else base, **keys}
+
+    def refused(what: str, command: str) -> UserError:
+        fix = command.format(**{"export_dir": "DIR", **{k: str(v) for k, v in words.items()}})
+        problem = f"this is no training file: {path.name} is {what}"
+        return UserError(problem, where=str(path), fix=fix, code=2)
+
+    for tool, key, what, command in _NO_TRAINING:
+        if file.tool == tool and key in keys and not trains:
+            raise refused(what, command)
+    if file.tool == "LLaMA-Factory":
+        predicts = keys.get("do_predict") is True and not keys.get("do_train")
+        if predicts or (keys.get("do_eval") is True and "do_train" not in keys and not trains):
+            what = "a file that predicts or evaluates (do_predict, do_eval)"
+            raise refused(
+                what, "`bloomery eval {model} --data FILE`, or `bloomery generate {model}`"
+            )
+        if not keys.keys() & (_TRAINING_KEYS | {"tokenized_path"}):
+            what = "a file of `llamafactory-cli chat` or `api`: it names no dataset"
+            raise refused(what, "`bloomery chat {model}`, or `bloomery serve {model}`")
+
+
+# The recipe
+
+
+def drafted(file: ToolFile) -> Draft:
+    """What the file becomes: first the keys that decide about others, then the table, then the tool's defaults."""
+    entry = tools()[file.tool]
+    command = entry.get("commands", {}).get(file.command, {})
+    defaults = {**entry["defaults"], **command}
+    if file.tool in _TRAINER_TOOLS:
+        defaults = {**tools()["Transformers"]["defaults"], **defaults}
+    draft = Draft(file, {**defaults, **entry.get("conditional", {})})
+    RULES[file.tool](draft)
+
+    is_rollout = draft.value("objective.kind") in ("grpo", "rloo", "ppo")
+    table = ROLLOUTS if file.tool == "TRL" and is_rollout else file.tool
+    for alias in _aliases(file.keys, (), table, draft):
         draft.add(alias)
-    _complete(draft, data, program)
-    return _text(draft, path.name, program), program
+    siblings = {**defaults, **file.keys}
+    for name, value in defaults.items():
+        if value is None or draft.given(name):
+            continue
+        answer = look_up((name,), value, siblings, program=table)
+        if answer is not None:
+            draft.add_default(answer)
+    _complete(draft)
+    return draft
 
 
 def _aliases(
     data: Mapping[str, Any],
     path: tuple[str, ...],
     program: str,
-    empty: list[str],
+    draft: Draft,
     outer: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Alias]:
     """An answer for each key of the file, however deep: the whole file is accounted for.
@@ -188,40 +346,62 @@ def _aliases(
     """
     for key, value in data.items():
         inner = (*path, str(key))
+        name = ".".join(inner)
         if value in (None, "", [], {}):
-            empty.append(".".join(inner))
+            draft.empty.append(name)
+            continue
+        if name in draft.answered:
+            yield from _inside(value, inner, draft)
             continue
         if not path and key in _DATASETS and isinstance(value, list | dict):
-            yield from dataset_aliases(str(key), value)
+            yield from dataset_aliases(str(key), value, method=method_of_axolotl(data))
             continue
         if inner == ("overrides_of_model_config",) and isinstance(value, dict):
-            yield from _config_aliases(value, inner, program, empty)
+            yield from _config_aliases(value, inner, program, draft)
             continue
         if inner == ("trl",) and isinstance(value, dict):
-            yield from _aliases(value, inner, program, empty, outer=data)
+            yield from _aliases(value, inner, program, draft, outer=data)
+            continue
+        if isinstance(value, dict) and any(key.startswith(f"{name}.") for key in draft.answered):
+            yield from _aliases(value, inner, program, draft)
             continue
         alias = look_up(inner, value, {**outer, **data}, program=program)
         if alias is None and isinstance(value, dict):
-            yield from _aliases(value, inner, program, empty)
+            yield from _aliases(value, inner, program, draft)
             continue
-        alias = alias or Alias(".".join(inner))
+        alias = alias or Alias(name)
         yield alias
 
         # The keys inside a value that is answered as a whole are a part of that answer.
         recipe_keys = ", ".join(edit.partition("=")[0] for edit in alias.edits)
         reason = f"part of {recipe_keys}" if recipe_keys else alias.reason
-        items = value if isinstance(value, list) else [value]
-        for number, item in enumerate(items):
-            place = (*inner[:-1], f"{inner[-1]}[{number}]") if isinstance(value, list) else inner
-            for leaf_path, _ in leaves(item if isinstance(item, dict) else {}, place):
-                yield Alias(".".join(leaf_path), reason=reason)
+        for leaf_name in _leaf_names(value, inner):
+            yield Alias(leaf_name, reason=reason)
 
 
-_DATASETS = ("datasets", "pretraining_dataset")
+def _inside(value: Any, path: tuple[str, ...], draft: Draft) -> Iterator[Alias]:
+    """The keys inside a value that a rule has answered as a whole."""
+    name = ".".join(path)
+    of_name = [key for key, setting in draft.settings.items() if name in setting.names]
+    for leaf_name in _leaf_names(value, path):
+        if leaf_name in draft.answered or leaf_name in draft.left:
+            continue
+        if any(leaf_name in setting.names for setting in draft.settings.values()):
+            continue
+        reason = f"part of {', '.join(of_name)}" if of_name else f"part of {name}"
+        yield Alias(leaf_name, reason=reason)
+
+
+def _leaf_names(value: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """The names of the keys inside a value, those in a list with their number."""
+    for number, item in enumerate(value if isinstance(value, list) else [value]):
+        place = (*path[:-1], f"{path[-1]}[{number}]") if isinstance(value, list) else path
+        for leaf_path, _ in leaves(item if isinstance(item, dict) else {}, place):
+            yield ".".join(leaf_path)
 
 
 def _config_aliases(
-    data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]
+    data: Mapping[str, Any], path: tuple[str, ...], program: str, draft: Draft
 ) -> Iterator[Alias]:
     """Overrides of the model's config: RoPE and the context can be changed, nothing else."""
     rope = {
@@ -229,166 +409,124 @@ def _config_aliases(
         for key in ("rope_scaling", "rope_theta", "max_position_embeddings")
         if key in data
     }
-    for alias in _aliases(rope, (), program, empty):
+    for alias in _aliases(rope, (), program, draft):
         yield replace(alias, name=".".join((*path, alias.name)))
     others = {key: value for key, value in data.items() if key not in rope}
     for leaf_path, _ in leaves(others, path):
         yield Alias(".".join(leaf_path), reason="not supported: the model's own config is used")
 
 
-def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
-    """The keys that a recipe needs and the other program implies."""
-    values = draft.values
-    default = f"the default of {program}"
-
-    def leave_out(key: str, reason: str) -> None:
-        _, origin = values.pop(key)
-        draft.left[origin] = reason
+def _complete(draft: Draft) -> None:
+    """The keys that a recipe needs and the other tool implies."""
+    settings = draft.settings
+    data = draft.file.keys
 
     # A recipe has one length.
-    lengths = [key for key in _LENGTHS if key in values]
+    lengths = [key for key in _LENGTHS if key in settings]
     for key in lengths[1:]:
-        leave_out(key, f"{lengths[0]} sets the length")
-    if program == "TRL":
-        _complete_trl(values, data)
+        draft.drop(key, f"{lengths[0]} sets the length")
 
     # Settings of LoRA mean an adapter, unless the file says full fine-tuning.
-    adapter_keys = [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]
-    if adapter_keys and "adapter.kind" not in values:
-        values["adapter.kind"] = ("lora", "settings of LoRA are given")
-    adapter_kind = values.get("adapter.kind", ("none",))[0]
+    adapter_keys = [key for key in settings if key.startswith("adapter.") and key != "adapter.kind"]
+    if any(settings[key].names for key in adapter_keys):
+        draft.set_default("adapter.kind", "lora", reason="settings of LoRA are given")
+    draft.set_default("adapter.kind", "none", reason="no adapter is named")
+    adapter_kind = draft.value("adapter.kind")
     if adapter_kind == "none":
         for key in adapter_keys:
-            leave_out(key, "no adapter is trained")
-        if "quantize.kind" in values:
-            reason = "only frozen weights are quantized, and no adapter is trained"
-            leave_out("quantize.kind", reason)
+            draft.drop(key, "no adapter is trained")
+        for key in ("quantize.kind", "quantize.double_quant"):
+            if key in settings:
+                draft.drop(key, "only frozen weights are quantized, and no adapter is trained")
     else:
-        for key in [key for key in values if key.startswith(_CONTEXT)]:
-            leave_out(key, "not supported with an adapter: change config.json of the base model")
+        for key in [key for key in settings if key.startswith(_CONTEXT)]:
+            reason = "not supported with an adapter: change config.json of the base model"
+            draft.drop(key, reason)
 
     # The objective, where the file names none that is supported.
-    text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
     refused = next((name for name in ("rl", "stage") if name in draft.left), None)
-    reason = default
+    reason = ""
     if refused is not None:
         reason = f"{refused}={plain(data.get(refused))} is not supported: choose another"
-    values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
-    if values["objective.kind"][0] in ("grpo", "rloo", "ppo"):
-        _complete_rollouts(values, program)
-
-    # Defaults of the program that differ from those of a recipe.
-    if program == "LLaMA-Factory" and adapter_kind in ("lora", "dora"):
-        rank, _ = values.setdefault("adapter.rank", ("8", default))
-        values.setdefault("adapter.alpha", (str(2 * int(rank)), default))
-        values.setdefault("adapter.target_modules", ("[all-linear]", default))
-    for edit in _DEFAULTS[program]:
-        key, _, value = edit.partition("=")
-        if key != "train.epochs" or not lengths:
-            values.setdefault(key, (value, default))
+    is_text = draft.value("data.format") == "text"
+    draft.set_default("objective.kind", "pretrain" if is_text else "sft", reason=reason)
+    if draft.value("objective.kind") in ("grpo", "rloo", "ppo"):
+        _complete_rollouts(draft)
 
     # What every recipe needs.
-    if not values.keys() & {"data.path", "data.sources"}:
-        values["data.path"] = ("DATASET", "set it: a file, folder or Hub id")
-    values.setdefault("model.from", ("MODEL", "set it: a folder or Hub id"))
-    if "train.batch_size" not in values and "train.micro_batch_size" in values:
-        micro_batch_size, _ = values["train.micro_batch_size"]
-        reason = "sequences per step: without gradient accumulation, on one device"
-        values["train.batch_size"] = (micro_batch_size, reason)
+    if not settings.keys() & {"data.path", "data.sources"}:
+        draft.settings["data.path"] = Setting("DATASET", (), "set it: a file, folder or Hub id")
+    if "model.from" not in settings:
+        draft.settings["model.from"] = Setting("MODEL", (), "set it: a folder or Hub id")
 
     # Keys that do not fit the kinds of this recipe.
-    kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
-    for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
-        leave_out(key, f"{key} does not fit {values['objective.kind'][0]}")
+    kinds = [f"{key}={draft.value(key)}" for key in settings if key.endswith(".kind")]
+    for key in [key for key in settings if not accepted(f"{key}={draft.value(key)}", *kinds)]:
+        draft.drop(key, f"{key} does not fit {draft.value('objective.kind')}")
     _settle(draft)
 
 
-def _settle(draft: _Draft) -> None:
+def _settle(draft: Draft) -> None:
     """Moves keys that the schema refuses together to the list of those left, until the recipe loads."""
-    while refusal := _refused(draft.values):
+    while refusal := _refused(draft.settings):
         key, problem = refusal
-        draft.left[draft.values.pop(key)[1]] = f"{key} does not fit: {problem}"
+        draft.drop(key, f"{key} does not fit: {problem}")
 
 
-def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """A key that the schema refuses among these values, and why; None where the recipe loads."""
+def _refused(settings: Mapping[str, Setting]) -> tuple[str, str] | None:
+    """A key that the schema refuses among these settings, and why; None where the recipe loads."""
     data: dict[str, Any] = {}
-    for key, (text, _) in values.items():
+    for key, setting in settings.items():
         *parents, last = key.split(".")
         section = data
         for part in parents:
             section = section.setdefault(part, {})
-        section[last] = read_yaml(text, source="", folder=Path()).data
+        section[last] = read_yaml(setting.text, source="", folder=Path()).data
     for mistake in mistakes_in(data):
         path = [str(part) for part in mistake.path]
         for length in range(len(path), 0, -1):  # the key, else one of the section that lacks a key
-            keys = [key for key in values if key.split(".")[:length] == path[:length]]
+            keys = [key for key in settings if key.split(".")[:length] == path[:length]]
             if keys:
                 return keys[-1], mistake.problem
-        return list(values)[-1], mistake.problem
+        return list(settings)[-1], mistake.problem
     return None
 
 
-def _trains_on_completions(data: Mapping[str, Any]) -> bool:
-    """Whether a file of TRL is one of GRPOConfig, RLOOConfig or PPOConfig."""
-    keys = _ROLLOUT_KEYS | _PPO_KEYS
-    return bool(keys & data.keys()) or data.get("loss_type") in _ROLLOUT_LOSSES
-
-
-def _complete_rollouts(values: dict[str, tuple[str, str]], program: str) -> None:
+def _complete_rollouts(draft: Draft) -> None:
     """What training on completions needs: rewards, and sequences with room for a prompt and a completion."""
-    if "rewards" not in values:
+    if "rewards" not in draft.settings:
         reason = "set it: your function score(prompts, completions, **columns) of rewards.py"
-        values["rewards"] = ('[{python: "rewards.py:score"}]', reason)
-    if "data.sequence_length" not in values:
-        longest = values.get("objective.max_completion_length", ("512",))[0]
-        length = _PROMPT_TOKENS + int(longest) if longest.isdigit() else 2 * _PROMPT_TOKENS
-        reason = f"prompts of {_PROMPT_TOKENS} tokens and their completions: {program} has no limit"
-        values["data.sequence_length"] = (str(length), reason)
+        draft.settings["rewards"] = Setting('[{python: "rewards.py:score"}]', (), reason)
+    if "data.sequence_length" not in draft.settings:
+        longest = draft.value("objective.max_completion_length") or "512"
+        limit = draft.number("max_prompt_length")
+        prompt_tokens = int(limit) if limit is not None and limit >= 1 else _PROMPT_TOKENS
+        length = prompt_tokens + (int(longest) if longest.isdigit() else _PROMPT_TOKENS)
+        reason = f"prompts of {prompt_tokens} tokens and their completions"
+        names = ("max_prompt_length",) if limit else ()
+        draft.set("data.sequence_length", length, *names, reason=reason)
+        draft.left.pop("max_prompt_length" if limit else "", None)
+    draft.set_default("objective.steps_per_generation", 1, reason="a rollout is one step")
 
 
-def _complete_trl(values: dict[str, tuple[str, str]], data: Mapping[str, Any]) -> None:
-    """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
-    if _trains_on_completions(data):
-        objective = ("grpo", "of `trl grpo`; set rloo for `trl rloo`")
-        if {"normalize_advantages", "reward_clip_range"} & data.keys():
-            objective = ("rloo", "of `trl rloo`")
-        if _PPO_KEYS & data.keys():
-            objective = ("ppo", "of PPOTrainer, up to TRL 1.15")
-        values.setdefault("objective.kind", objective)
-    if "objective.beta" in values:
-        values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
-    kind, _ = values.setdefault(
-        "objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command")
-    )
-    rates = {"sft": "2e-05", "reward": "0.0001", "ppo": "3e-06"}
-    learning_rate = rates.get(kind, "1e-06")
-    values.setdefault("optimizer.learning_rate", (learning_rate, f"the default of TRL for {kind}"))
-    adapter_kind, _ = values.setdefault(
-        "adapter.kind", ("none", "the default of TRL: use_peft is not set")
-    )
-    if adapter_kind == "lora":
-        for edit in ("rank=16", "alpha=32", "dropout=0.05", "target_modules=[q_proj, v_proj]"):
-            key, _, value = edit.partition("=")
-            values.setdefault(f"adapter.{key}", (value, "the default of TRL and PEFT"))
-
-
-def _text(draft: _Draft, source: str, program: str) -> str:
+def _text(draft: Draft, source: str) -> str:
     """The recipe as YAML in the order of the schema, each key with its origin; then what is left out."""
     schema_order = [".".join(key) for key in known_keys()]
     position = {key: number for number, key in enumerate(schema_order)}
     lines = [
-        f"# From {source} ({program}): {len(draft.values)} keys; those without a counterpart are at the end."
+        f"# From {source} ({draft.file.tool}): {len(draft.settings)} keys; those without a counterpart are at the end."
     ]
     open_sections: list[str] = []
-    for key in sorted(draft.values, key=lambda key: position.get(key, len(position))):
+    for key in sorted(draft.settings, key=lambda key: position.get(key, len(position))):
         *sections, name = key.split(".")
-        value, comment = draft.values[key]
         for depth, section in enumerate(sections):
             if open_sections[: depth + 1] != sections[: depth + 1]:
                 lines.append("  " * depth + section + ":")
         open_sections = sections
-        lines.append(f"{'  ' * len(sections)}{name}: {value}".ljust(48) + f"  # {comment}")
+        value = draft.settings[key].text
+        lines.append(
+            f"{'  ' * len(sections)}{name}: {value}".ljust(48) + f"  # {draft.comment(key)}"
+        )
 
     if draft.left:
         width = max(map(len, draft.left))
