@@ -103,7 +103,29 @@ def test_a_fifth_of_a_run_comes_five_times():
     ]
 
 
-@pytest.mark.parametrize("length", ["1h", "1 epoch"])
+@pytest.mark.parametrize(
+    ("length", "run", "steps"),
+    [
+        ("0.25 epochs", {"epochs": 2.0}, 125),  # of the 1,000 steps that are assumed
+        ("0.25 epochs", {"steps": 400}, 100),
+        ("1 epoch", {}, 1000),
+    ],
+)
+def test_epochs_of_a_dataset_that_is_not_here_are_assumed(length, run, steps):
+    unknown = Scale(
+        **{
+            "tokens_per_step": 16384,
+            "sequences_per_step": 16,
+            "sequences_per_epoch": None,
+            "steps": None,
+            "step_seconds": None,
+        }
+        | run
+    )
+    assert steps_of(parse_duration(length), unknown, key="eval.every") == steps
+
+
+@pytest.mark.parametrize("length", ["1h"])
 def test_an_unknown_scale_names_the_key(length):
     unknown = Scale(
         tokens_per_step=16384,

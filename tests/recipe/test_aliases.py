@@ -15,10 +15,11 @@ from ruamel import yaml
 
 from bloomery.cli import cli, main
 from bloomery.core.errors import UserError
-from bloomery.recipe import aliases, importing
+from bloomery.recipe import aliases
 from bloomery.recipe.importing import import_recipe
 from bloomery.recipe.load import load_recipe, load_text
 from bloomery.recipe.schema import Recipe
+from bloomery.recipe.tools import tools
 
 BASE = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
 GUESSES = [
@@ -470,9 +471,7 @@ def test_what_training_refuses_is_never_the_answer():
         assert answer.edits == () and "not supported" in answer.reason
 
 
-NAMES = sorted(
-    {name for program, name, _ in every_row() if program in importing.tools() and "." not in name}
-)
+NAMES = sorted({name for program, name, _ in every_row() if program in tools() and "." not in name})
 LEAVES = st.one_of(
     st.booleans(),
     st.integers(-2, 2**40),
@@ -710,6 +709,37 @@ bos_token_id eos_token_id pad_token_id mixed_precision distributed_type num_proc
 mlm padding truncation model_max_length dataset_config dataset_proj models_dir model_name safe_load log_peak_memory
 chat_template train_epochs n_microbatches num_stages
 """
+
+
+@pytest.mark.parametrize("name", OF_THE_GUIDES.split())
+def test_every_setting_of_the_guides_is_answered_as_an_option(name, capsys):
+    """click would guess at an option of its own: --lora-rank is not --dry-run."""
+    with pytest.raises(SystemExit):
+        main(["train", "demo", f"--{name.replace('_', '-')}", "1"])
+    message = capsys.readouterr().err
+    answer = aliases.look_up((name,), 1, {})
+    assert f"fix:   {answer}" in message and "Did you mean" not in message
+
+
+def test_all_options_of_other_programs_are_answered_at_once(capsys):
+    line = "--models-dir m --lr 1e-4 --dry-run --report-to wandb tensorboard --nosuch=3 --fp16"
+    with pytest.raises(SystemExit):
+        main(["train", "demo", *line.split(), "train.seed=1", "--", "--nnodes", "2"])
+    message = capsys.readouterr().err
+    assert "'--models-dir', '--lr', '--report-to', '--nosuch', '--fp16'" in message
+    for edit in (
+        "optimizer.learning_rate=1e-4",
+        "logging.trackers=[wandb, tensorboard]",
+        "train.precision=float16",
+    ):
+        assert f"use `{edit}`" in message
+    assert "--nosuch: bloomery train --help" in message and "nnodes" not in message
+
+
+def test_a_misspelled_option_of_the_command_is_found(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "demo", "--dry-rn"])
+    assert "--dry-run" in capsys.readouterr().err
 
 
 def test_every_key_of_the_pages_that_users_come_from_is_answered():

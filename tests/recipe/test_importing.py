@@ -539,3 +539,30 @@ def test_what_trains_nothing_is_refused_with_the_command(name, tmp_path):
     with pytest.raises(UserError) as caught:
         import_recipe(tmp_path / "theirs.yml")
     assert caught.value.code == 2 and command in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["axolotl_defaults", "lf_simpo", "trl_sft", "handbook_mixer"])
+def test_a_recipe_that_is_another_tools_file_names_the_command(name, tmp_path):
+    """As `bloomery train axolotl.yml`, `plan`, `prepare` and `slurm`, which all load recipes."""
+    path = tmp_path / "theirs.yml"
+    path.write_text(CASES[name][0])
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    _, _, tool = imported(CASES[name][0], tmp_path)
+    assert caught.value.problem.startswith(f"this is a file of {tool}")
+    assert f"bloomery recipes import {path} --out mine.yaml" in caught.value.fix
+
+
+def test_a_recipe_with_keys_of_another_tool_is_a_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {from: a/b}\ndata: {path: c}\nbase_model: x\nmicro_batch_size: 1\n")
+    with pytest.raises(UserError, match="2 mistakes"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["train.py", "notebook.ipynb", "run.sh"])
+def test_a_script_in_place_of_a_recipe_names_the_command(name, tmp_path):
+    (tmp_path / name).write_text("trl sft")
+    with pytest.raises(UserError) as caught:
+        load_recipe(tmp_path / name)
+    assert f"bloomery recipes import {tmp_path / name}" in caught.value.fix

@@ -5,7 +5,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, final
 
@@ -233,18 +233,70 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
         names = context.command.list_commands(context)
         fix = did_you_mean(quoted_name[1:-1], names, fix, shown=f"`{command} {{}}`")
 
-    # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
+    # Options that are names of settings, such as --learning-rate 1e-4: the overrides to write, of all of them at once.
     parameters = [] if context is None else context.command.params
     takes_overrides = any(parameter.name == "overrides" for parameter in parameters)
-    if isinstance(error, click.NoSuchOption) and not error.possibilities and takes_overrides:
-        from bloomery.recipe.aliases import look_up
-
-        key = tuple(error.option_name.lstrip("-").replace("-", "_").split("."))
-        _, _, remainder = " ".join(arguments).partition(error.option_name)
-        following_words = [*remainder.replace("=", " ", 1).split(" "), "true"]
-        override = look_up(key, following_words[1], {})
-        fix = str(override or fix)
+    if isinstance(error, click.NoSuchOption) and takes_overrides:
+        known = {name for parameter in parameters for name in parameter.opts}
+        known |= {name for parameter in parameters for name in parameter.secondary_opts}
+        unknown = _unknown_options(arguments, known)
+        answers = _answers_of_settings(unknown, may_guess=not error.possibilities)
+        if answers:
+            names = ", ".join(f"'{name}'" for name in unknown)
+            problem = f"no such option{'s' if len(unknown) > 1 else ''} {names}"
+            unanswered = [name for name in unknown if name not in answers]
+            lines = list(answers.values())
+            if unanswered:
+                lines.append(f"{', '.join(unanswered)}: {fix}")
+            fix = "\n       ".join(lines)
     return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
+
+
+def _unknown_options(arguments: Sequence[str], known: set[str]) -> dict[str, str | list[str]]:
+    """Options that a command does not have, each with the words behind it; "true" for none."""
+    options: dict[str, str | list[str]] = {}
+    words: list[str] | None = None
+    before_launcher = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for word in before_launcher:
+        name, equals, value = word.partition("=")
+        is_option = re.match(r"--[A-Za-z]", name) is not None
+        if is_option and name not in known:
+            words = [value] if equals else []
+            options[name] = words
+        elif is_option or re.match(r"[a-z_.]+\.[a-z_.]+=", word):
+            words = None
+        elif words is not None:
+            words.append(word)
+    return {
+        name: values[0] if len(values) == 1 else list(values) or "true"
+        for name, values in options.items()
+    }
+
+
+def _answers_of_settings(
+    options: Mapping[str, str | list[str]], *, may_guess: bool
+) -> dict[str, str]:
+    """The answer of the table for each option that it knows, in the order of the command line.
+
+    `may_guess`: also for names that are misspelled there, which may be misspelled options of the command.
+    """
+    from bloomery.recipe.aliases import look_up
+    from bloomery.recipe.yaml import read_yaml
+
+    def typed(text: str | list[str]) -> object:
+        if isinstance(text, list):
+            return [typed(item) for item in text]
+        document = read_yaml(text, source="", folder=Path())
+        is_as_written = document.mistakes or isinstance(document.data, float)
+        return text if is_as_written else document.data
+
+    settings = {name.lstrip("-").replace("-", "_"): typed(text) for name, text in options.items()}
+    answers = {}
+    for name, key in zip(options, settings, strict=True):
+        answer = look_up(tuple(key.split(".")), settings[key], settings)
+        if answer is not None and (may_guess or not answer.guess):
+            answers[name] = str(answer)
+    return answers
 
 
 def _command_path(arguments: Sequence[str]) -> str:

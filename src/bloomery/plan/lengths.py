@@ -12,7 +12,7 @@ from bloomery.plan.types import DatasetFacts, RunPlan
 
 N = TypeVar("N", int, float)
 
-# Assumed of a wall-time run on a device of unknown speed, to size its evaluations and its log.
+# Assumed of a wall-time run on a device of unknown speed, and of a dataset that is not here, to size evaluations.
 UNKNOWN_STEPS = 1000
 
 
@@ -88,6 +88,7 @@ class Scale:
     sequences_per_epoch: int | None
     steps: int | None  # of the whole run
     step_seconds: float | None
+    epochs: float | None = None  # of the whole run, where its length is in epochs
     guessed: bool = False  # sequences_per_epoch is estimated from files
 
 
@@ -102,6 +103,7 @@ def scale_of(
         guessed=bool(dataset and dataset.spread),
         steps=None,
         step_seconds=None,
+        epochs=length.amount if length.unit == "epochs" else None,
     )
     return replace(scale, steps=total_steps(length, scale))
 
@@ -141,7 +143,7 @@ def left_out(length: Duration, scale: Scale) -> int:
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
     """Steps of a part of a run, at least 1 unless the length is 0.
 
-    Raises UserError when the unit cannot be converted: a share of a run, or a time on a device of unknown speed.
+    Raises UserError when the unit cannot be converted: a time on a device of unknown speed.
     """
     if length.amount == 0:
         return 0
@@ -152,16 +154,19 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
         # Rounded up: every 20% of 366 steps is five times, the last of them at the end.
         amount = math.ceil(round(length.amount / 100 * (scale.steps or UNKNOWN_STEPS), 6))
     elif length.unit == "epochs":
-        amount = (
-            length.amount
-            * _known(scale.sequences_per_epoch, key, "the dataset is not prepared")
-            / scale.sequences_per_step
-        )
+        amount = length.amount * _steps_per_epoch(scale)
     elif length.unit == "seconds":
         amount = length.amount / _known(
             scale.step_seconds, key, "the speed of this device is unknown"
         )
     return max(1, round(amount))
+
+
+def _steps_per_epoch(scale: Scale) -> float:
+    """Of a dataset that is not here yet: an assumption, as `train` prepares the dataset before it plans."""
+    if scale.sequences_per_epoch is not None:
+        return scale.sequences_per_epoch / scale.sequences_per_step
+    return (scale.steps or UNKNOWN_STEPS) / (scale.epochs or 1)
 
 
 def on_evaluations(checkpoint: N, evaluation: N | None) -> N:

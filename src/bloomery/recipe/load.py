@@ -16,6 +16,7 @@ from bloomery.core.text import closest, expanded
 from bloomery.core.units import Duration
 from bloomery.recipe.mistakes import from_pydantic, models_at, place_of, refuse, secrets, step
 from bloomery.recipe.schema import LENGTHS, Recipe
+from bloomery.recipe.tools import refuse_file_of_a_tool, refuse_script
 from bloomery.recipe.values import write_duration
 from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
 
@@ -118,6 +119,9 @@ def _loaded(name: str, label: str, base: Document, overrides: Sequence[str]) -> 
         mistakes.append(
             Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`")
         )
+    if mistakes:
+        refuse_file_of_a_tool(base.data, label, name)
+
     # The first mistake of each key: what follows from it would only repeat it.
     firsts = {mistake.path or mistake: mistake for mistake in reversed(mistakes)}
     refuse(name, list(firsts.values())[::-1])
@@ -226,6 +230,7 @@ def _safe_name(stem: str) -> str:
 
 def _read(file: _RecipeFile) -> Document:
     folder = Path.cwd() if file.packaged else file.path.parent
+    refuse_script(file.path)
     try:
         with file.path.open("rb") as stream:
             text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")
