@@ -171,7 +171,7 @@ class TestResponses:
     @pytest.mark.parametrize(
         ("body", "words"),
         [
-            ({"previous_response_id": "resp_1"}, "keeps no responses"),
+            ({"previous_response_id": "resp_1"}, "no such response"),
             ({"tools": [{"type": "web_search"}]}, "tools"),
             (
                 {

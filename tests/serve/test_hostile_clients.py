@@ -354,7 +354,9 @@ class TestAnswers:
                 "images are not supported",
             ),
             ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
-            ({"logit_bias": {"1": 5}}, "logit_bias", "unsupported parameter"),
+            ({"logit_bias": {"a": 5}}, "logit_bias", "token ids"),
+            ({"guided_regex": "a+"}, "guided_regex", "not supported"),
+            ({"wishes": 5}, "wishes", "unsupported parameter"),
         ],
     )
     def test_refusals_name_the_place_in_the_request(

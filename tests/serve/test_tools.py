@@ -16,7 +16,13 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.runs.generate import JsonGrammars
-from bloomery.serve.tools import ToolFormat, ToolParser, tool_format, tool_grammar
+from bloomery.serve.tools import (
+    AnswerRules,
+    ToolFormat,
+    ToolParser,
+    answer_grammar,
+    tool_format,
+)
 from models_for_tests import make_chat_model
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)
@@ -189,7 +195,7 @@ class TestTools:
     ) -> None:
         # The model is steered to open a call; all that follows is its own.
         model = server.models[0]
-        grammar = model.tool_text([WEATHER, CLOCK], required=False, parallel=True)
+        grammar = model.answer_text(AnswerRules([WEATHER, CLOCK], parallel=True))
         opening, text = model.tokenizer.id_of("<tool_call>"), "so: "
         for token in (*model.tokenizer.encode(text), opening):
             grammar.take(token)
@@ -293,10 +299,6 @@ class TestTools:
                 "no tool of",
             ),
             (
-                {"tools": [WEATHER], "response_format": {"type": "json_object"}},
-                "exclude each other",
-            ),
-            (
                 {"tools": [{"type": "function", "function": {"name": "a b"}}]},
                 "tools.0.function.name",
             ),
@@ -349,7 +351,8 @@ class TestTools:
             + form.closing
         )
         for required, before in ((True, ""), (False, "hello ")):
-            grammar = tool_grammar(form, tokenizer, [WEATHER], required=required, parallel=True)
+            rules = AnswerRules([WEATHER], required=required, parallel=True)
+            grammar = answer_grammar(rules, form, tokenizer, [end])
             with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
                 follow = grammars.follow(grammar)
             for token in (*tokenizer.encode(before + form.opening + call), end):

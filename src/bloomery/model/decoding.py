@@ -30,14 +30,16 @@ HEAD = 1024
 class Sampling:
     """Sampling settings. Temperature 0 is greedy; filters run in the order of the fields.
 
-    `repetition_penalty` divides positive logits of tokens that occurred, and multiplies negative ones (Keskar et al.
-    2019); `frequency_penalty` is subtracted for each time that a token was generated, `presence_penalty` once, as by
-    OpenAI; no sequence of `no_repeat_ngram_size` tokens occurs twice; `stop_ids` end the text and are not part of it,
-    and are not drawn before `min_new_tokens`. `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities
-    add up to p; `min_p` those at least p times as likely as the likeliest.
+    `logit_bias` is added to the logits of tokens. `repetition_penalty` divides positive logits of tokens that occurred,
+    and multiplies negative ones (Keskar et al. 2019); `frequency_penalty` is subtracted for each time that a token was
+    generated, `presence_penalty` once, as by OpenAI; no sequence of `no_repeat_ngram_size` tokens occurs twice;
+    `stop_ids` end the text and are not part of it, and are not drawn before `min_new_tokens`. `top_k` keeps the k
+    likeliest; `top_p` the fewest whose probabilities add up to p; `min_p` those at least p times as likely as the
+    likeliest.
     """
 
     max_new_tokens: int = 200
+    logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -93,7 +95,10 @@ def draw(
 def penalized(
     logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sampling
 ) -> Tensor:
-    """Logits [V] after the penalties of tokens that occurred; the same tensor where there are none."""
+    """Logits [V] after the biases, and the penalties of tokens that occurred; the same tensor where there are none."""
+    if sampling.logit_bias:
+        ids = torch.tensor([token for token, _ in sampling.logit_bias])
+        logits = logits.index_add(0, ids, torch.tensor([bias for _, bias in sampling.logit_bias]))
     # Lower logits, for repetition in all of the text and for frequency in the new tokens.
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted({*prompt, *new}))

@@ -1,19 +1,19 @@
-"""The HTTP side of the server: OpenAI's endpoints, /health, /metrics and the page."""
+"""The HTTP side of the server: the endpoints of OpenAI and Anthropic, /health, /metrics and the page."""
 
 import asyncio
-import hmac
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar, final
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
@@ -24,41 +24,60 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as Event
+from starlette.types import ASGIApp
 
 from bloomery.core.errors import UserError
 from bloomery.model.decoding import Sampling, known_ids
 from bloomery.runs.generate import JsonText
-from bloomery.serve.answers import Answer, Shape, failed
+from bloomery.serve.answers import Answer, ChatShape, CompletionShape, failed
 from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingsRequest, embedded
-from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull
-from bloomery.serve.limits import MOST_OPEN_BODIES, RETRY_SECONDS, Refused
+from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Work
+from bloomery.serve.guard import MESSAGES, Guard, http_error, refused
+from bloomery.serve.kept import KeptResponses
+from bloomery.serve.limits import MOST_OPEN_BODIES, Refused
+from bloomery.serve.messages import CountRequest, MessageShape, MessagesRequest
+from bloomery.serve.parameters import B, Json, parsed
+from bloomery.serve.prompt_scores import PromptScores, Scores
 from bloomery.serve.requests import (
     MOST_STOPS,
-    A,
+    MOST_TURNS,
+    NAMELESS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Json,
-    parsed,
     prompts_of,
     schema_of,
 )
 from bloomery.serve.responses import ResponseShape, ResponsesRequest
 from bloomery.serve.served import Served
+from bloomery.serve.thoughts import AnswerForm, has_thought, is_thinking
 from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
-from bloomery.serve.tools import ToolFormat
+from bloomery.serve.tools import AnswerRules
 
+MOST_SCORES = 2**18  # log-probabilities of prompts in one answer
+PROMPT_END = 16  # tokens that show whether a prompt begins a thought
 BODY_SECONDS = 30.0  # for a client to send its request
-# of a request that is refused, so that its client reads the answer
-DRAIN_SECONDS = 1.0
-DRAIN_BYTES = 4 * 2**20
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 Result = TypeVar("Result")
+
+
+@final
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation for a model: the ids of its prompt, and how the answer is read and restricted."""
+
+    model: Served
+    adapter: str | None
+    ids: list[int]
+    form: AnswerForm
+    rules: AnswerRules | None  # None: any text
+
+    @property
+    def name(self) -> str:
+        return self.adapter or self.model.name
 
 
 @final
@@ -74,6 +93,7 @@ class Server:
         self.token = token
         self.begun = int(time.time())
         self.tokenizing = Tokenizing(engine.limits.slots + engine.limits.queue)
+        self.kept = KeptResponses()
         self._body_bytes = 0  # of requests that are read or tokenized
         # model name -> (model, adapter)
         self.models: dict[str, tuple[Served, str | None]] = {}
@@ -95,11 +115,14 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
+            Route(MESSAGES, self.message, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", self.count, methods=["POST"]),
             Route("/v1/embeddings", self.embed, methods=["POST"]),
         ]
         handlers: Mapping[Any, Callable[[Request, Exception], Response]] = {
-            Refused: _refusal,
-            HTTPException: _http_error,
+            Refused: refused,
+            HTTPException: http_error,
             ClientDisconnect: lambda *_: Response(status_code=499),
         }
         return Guard(
@@ -136,9 +159,11 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def list_models(self, _: Request) -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [self._described(name) for name in self.models]}
-        )
+        """In OpenAI's form with the fields of Anthropic's: a client reads those that it knows."""
+        models = [self._described(name) for name in self.models]
+        names = list(self.models)
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": models, **pages})
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -156,55 +181,99 @@ class Server:
             "parent": model.name if adapter else None,
             "chat": model.form is not None,
         }
+        created = datetime.fromtimestamp(self.begun, UTC).isoformat().replace("+00:00", "Z")
+        anthropic = {"type": "model", "display_name": name, "created_at": created}
         return {
             "id": name,
             "object": "model",
             "created": self.begun,
             "owned_by": "bloomery",
             **facts,
+            **anthropic,
         }
 
     def _model(self, name: str) -> tuple[Served, str | None]:
-        if not name and len(self.engine.models) == 1:
+        if name in self.models:
+            return self.models[name]
+        if name in NAMELESS and len(self.engine.models) == 1:
             return self.engine.models[0], None
-        if name not in self.models:
-            served_names = ", ".join(self.models)
-            raise Refused(
-                404,
-                f"no such model: {name[:80]!r}; served: {served_names}",
-                code="model_not_found",
-                parameter="model",
-            )
-        return self.models[name]
+        served_names = ", ".join(self.models)
+        raise Refused(
+            404,
+            f"no such model: {name[:80]!r}; served: {served_names}",
+            code="model_not_found",
+            parameter="model",
+        )
 
     async def chat(self, request: Request) -> Response:
         async with self._read(request, ChatRequest) as params:
-            model, adapter, ids, tools = await self._encoded(request, params)
+            conversation = await self._encoded(request, params)
         top = params.top_logprobs if params.logprobs else None
-        form = Shape("chat.completion", "chatcmpl-", params.model or model.name, model, top, tools)
-        return await self._reply(request, params, form, adapter, ids)
+        shape = ChatShape(conversation.name, conversation.model, top, conversation.form)
+        return await self._reply(request, params, shape, conversation)
 
     async def respond(self, request: Request) -> Response:
         async with self._read(request, ResponsesRequest) as response_params:
-            params = response_params.chat()
-            model, adapter, ids, _ = await self._encoded(request, params)
-        return await self._reply(
-            request, params, ResponseShape(response_params, model), adapter, ids
-        )
+            items = self._items(response_params)
+            params = response_params.chat(items)
+            conversation = await self._encoded(request, params)
 
-    async def _encoded(
-        self, request: Request, params: ChatRequest
-    ) -> tuple[Served, str | None, list[int], ToolFormat | None]:
-        """Model, adapter, token ids of the conversation, and how calls are written where there are tools."""
+        def keep(response: Json) -> None:
+            if response_params.store:
+                self.kept.keep(response, items)
+
+        shape = ResponseShape(response_params, conversation.model, conversation.form, keep)
+        return await self._reply(request, params, shape, conversation)
+
+    def _items(self, params: ResponsesRequest) -> list[Json]:
+        """Every item of the conversation, of earlier responses too. Raises Refused for those that are not kept."""
+        earlier = params.previous_response_id
+        items = [] if earlier is None else list(self.kept.conversation(earlier))
+        for item in params.items:
+            refers = item["type"] == "item_reference"
+            items.append(self.kept.item(item["id"]) if refers else item)
+        if len(items) > MOST_TURNS:
+            problem = f"the conversation has {len(items):,} items; at most {MOST_TURNS:,}"
+            raise Refused(400, problem, parameter="input")
+        return items
+
+    async def one_response(self, request: Request) -> Response:
+        """A kept response; DELETE drops it."""
+        name = request.path_params["name"]
+        response = self.kept.of(name).response
+        if request.method == "DELETE":
+            self.kept.drop(name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(response)
+
+    async def message(self, request: Request) -> Response:
+        async with self._read(request, MessagesRequest) as message_params:
+            params = message_params.chat_of(self.limits.new_tokens)
+            conversation = await self._encoded(request, params)
+        stops = message_params.stop_sequences
+        shape = MessageShape(conversation.name, conversation.model, conversation.form, stops)
+        return await self._reply(request, params, shape, conversation)
+
+    async def count(self, request: Request) -> Response:
+        async with self._read(request, CountRequest) as count_params:
+            conversation = await self._encoded(request, count_params.chat())
+        return JSONResponse({"input_tokens": len(conversation.ids)})
+
+    async def _encoded(self, request: Request, params: ChatRequest) -> Conversation:
         model, adapter = self._model(params.model)
         if model.form is None:
             problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
             raise Refused(400, problem, parameter="messages")
+        variables = self._variables(model, params)
         messages = [turn.message() for turn in params.messages]
         offered = params.offered_tools
         num_bytes = sum(len(turn.content.encode()) for turn in messages)
-        num_bytes += len(json.dumps([[turn.calls for turn in messages], offered]).encode())
+        others = [[turn.calls for turn in messages], offered, variables]
+        num_bytes += len(json.dumps(others).encode())
+        num_bytes += sum(len((turn.thinking or "").encode()) for turn in messages)
         self._measure(model, num_bytes, "messages")
+
+        # How the template writes calls is found once, in the thread of grammars.
         lane = lane_of(num_bytes)
         tools = None
         try:
@@ -213,49 +282,93 @@ class Server:
         except UserError as error:
             raise Refused(400, f"{error.problem} ({error.fix})", parameter="tools") from error
         try:
-            ids = await self._work(
-                request, lane, partial(model.encode_chat, messages, offered, lane)
-            )
+            encode = partial(model.encode_chat, messages, offered, lane, variables)
+            ids = await self._work(request, lane, encode)
         except UserError as error:
             raise Refused(
                 400, f"the chat template refuses this: {error.problem}", parameter="messages"
             ) from error
-        return model, adapter, ids, tools
+
+        # The end of the prompt shows whether the answer begins within a thought.
+        end = model.tokenizer.decode(ids[-PROMPT_END:])
+        thoughts = model.thoughts
+        if thoughts is not None and has_thought(end, thoughts):
+            thoughts = None
+        form = AnswerForm(tools, thoughts, is_thinking(end, thoughts))
+        schema = schema_of(params)
+        rules = None
+        if params.callable_tools or schema is not None:
+            rules = AnswerRules(
+                params.callable_tools,
+                params.must_call,
+                params.may_call_again,
+                schema,
+                None if thoughts is None else (thoughts.opening, thoughts.closing),
+                form.inside,
+            )
+        return Conversation(model, adapter, ids, form, rules)
+
+    def _variables(self, model: Served, params: ChatRequest) -> Json:
+        """What the chat template gets. Raises Refused for a variable that the template does not have.
+
+        `false` asks a template without the variable for nothing.
+        """
+        for name, value in (params.chat_template_kwargs or {}).items():
+            if value is not False and not re.search(rf"\b{re.escape(name)}\b", model.template):
+                problem = f"the chat template of {model.name} has no variable {name[:80]!r}"
+                raise Refused(400, problem, parameter="chat_template_kwargs")
+        return params.template_variables
 
     async def _reply(
-        self,
-        request: Request,
-        params: ChatRequest,
-        form: Answer,
-        adapter: str | None,
-        ids: list[int],
+        self, request: Request, params: ChatRequest, shape: Answer, conversation: Conversation
     ) -> Response:
-        model = form.model
+        model = conversation.model
         assert model.form is not None
+        rules = conversation.rules
         ends = (*model.form.stop_ids, *model.ends)
         texts = model.form.stop_strings
         grammar = None
-        if params.callable_tools:
-            if schema_of(params) is not None:
-                raise Refused(
-                    400, "tools and response_format exclude each other", parameter="response_format"
-                )
-            grammar = partial(
-                model.tool_text,
-                params.callable_tools,
-                required=params.must_call,
-                parallel=params.parallel_tool_calls,
-            )
-        return await self._answer(request, params, form, adapter, [ids], ends, texts, grammar)
+        if rules is not None:
+            grammar = partial(model.answer_text, rules)
+            # Nothing but the grammar ends an answer that is not free.
+            texts = () if rules.required or rules.schema is not None else texts
+        adapter = conversation.adapter
+        parameter = "tools" if params.callable_tools else "response_format"
+        return await self._answer(
+            request, params, shape, adapter, [conversation.ids], ends, texts, grammar, parameter
+        )
 
     async def complete(self, request: Request) -> Response:
         async with self._read(request, CompletionRequest) as params:
             model, adapter = self._model(params.model)
             prompts_sent = prompts_of(params.prompt)
-            self._refuse_many(len(prompts_sent) * params.n)
+            self._refuse_many(len(prompts_sent) * params.completions)
             prompts = await self._prompts(request, model, prompts_sent, "prompt")
-        form = Shape("text_completion", "cmpl-", params.model or model.name, model, params.logprobs)
-        return await self._answer(request, params, form, adapter, prompts, model.ends, (), None)
+        room = 0 if params.max_tokens == 0 else 1
+        self._refuse_ids(model, prompts, "prompt", new_tokens=room)
+        texts = [
+            sent if isinstance(sent, str) else model.tokenizer.decode(sent) if params.echo else ""
+            for sent in prompts_sent
+        ]
+        scores: list[Scores] | None = None
+        if params.echo and params.logprobs is not None:
+            top = params.logprobs
+            num_scores = sum(map(len, prompts)) * params.n * (top + 1)
+            if num_scores > MOST_SCORES:
+                problem = f"echo with logprobs reports {num_scores:,} log-probabilities; at most {MOST_SCORES:,}"
+                raise Refused(400, f"{problem}: send fewer prompts", parameter="logprobs")
+            scores = await self._result(
+                request, lambda put: PromptScores(model, prompts, adapter, top, put)
+            )
+        shape = CompletionShape(adapter or model.name, model, params, texts, prompts, scores)
+        if params.max_tokens == 0:
+            return JSONResponse(shape.unwritten(sum(map(len, prompts))))
+        grammar = None
+        if (schema := schema_of(params)) is not None:
+            grammar = partial(model.json_text, schema)
+        return await self._answer(
+            request, params, shape, adapter, prompts, model.ends, (), grammar, "response_format"
+        )
 
     async def embed(self, request: Request) -> Response:
         async with self._read(request, EmbeddingsRequest) as params:
@@ -273,18 +386,28 @@ class Server:
                 raise Refused(400, problem, parameter="input")
             prompts = await self._prompts(request, model, texts, "input")
         self._refuse_ids(model, prompts, "input", new_tokens=0)
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[list[list[float]] | End] = loop.create_future()
+        pooling = params.pooling
+        result: list[list[float]] = await self._result(
+            request, lambda put: Embedding(model, prompts, adapter, pooling, put)
+        )
+        return JSONResponse(embedded(result, params, adapter or model.name, sum(map(len, prompts))))
 
-        def settle(result: list[list[float]] | End) -> None:
+    async def _result(
+        self, request: Request, make: Callable[[Callable[[Result | End], None]], Work]
+    ) -> Result:
+        """What a work of the engine finds. Raises Refused, and ClientDisconnect."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[Result | End] = loop.create_future()
+
+        def settle(result: Result | End) -> None:
             if not arrived.done():
                 arrived.set_result(result)
 
-        def put(result: list[list[float]] | End) -> None:
+        def put(result: Result | End) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result)
 
-        work = Embedding(model, prompts, adapter, params.pooling, put)
+        work = make(put)
         self._submit(lambda: self.engine.submit_work(work))
         try:
             result = await _unless_gone(request, arrived)
@@ -292,9 +415,7 @@ class Server:
             work.canceled = True
         if isinstance(result, End):
             raise failed(result)
-        return JSONResponse(
-            embedded(result, params, params.model or model.name, sum(map(len, prompts)))
-        )
+        return result
 
     async def _prompts(
         self, request: Request, model: Served, texts: Sequence[str | list[int]], parameter: str
@@ -339,7 +460,7 @@ class Server:
             raise Refused(503, problem, code="queue_full") from error
 
     @asynccontextmanager
-    async def _read(self, request: Request, kind: type[A]) -> AsyncIterator[A]:
+    async def _read(self, request: Request, kind: type[B]) -> AsyncIterator[B]:
         """The request, checked. Its size counts until the end of the block. Raises Refused."""
         if (
             request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -402,40 +523,44 @@ class Server:
         self,
         request: Request,
         params: GenerationRequest,
-        form: Answer,
+        shape: Answer,
         adapter: str | None,
         prompts: list[list[int]],
         ends: Sequence[int],
         texts: Sequence[str],
         grammar: Callable[[], JsonText] | None,
+        parameter: str,
     ) -> Response:
-        model = form.model
+        """`ends` and `texts` end an answer besides those of the request. `parameter`: the one behind the grammar."""
+        model = shape.model
         params = params.model_copy(
             update={k: v for k, v in self.defaults.items() if k not in params.model_fields_set}
         )
-        must_follow = isinstance(params, ChatRequest) and params.must_call
-        parameter = "tools"
-        if (schema := schema_of(params)) is not None:
-            grammar = partial(model.json_text, schema)
-            must_follow = True
-            parameter = "response_format"
+        count = params.completions
         if grammar is not None and params.min_tokens:
             raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         if len(stops) > MOST_STOPS:
             raise Refused(400, f"more than {MOST_STOPS} stop texts", parameter="stop")
-        self._refuse_many(len(prompts) * params.n)
+        self._refuse_many(len(prompts) * count)
         if (max_tokens := params.most_tokens) is not None and max_tokens > self.limits.new_tokens:
             problem = f"max_tokens is {max_tokens:,}; this server generates at most {self.limits.new_tokens:,}"
             raise Refused(400, problem, parameter="max_tokens")
         self._refuse_ids(model, prompts, "prompt", new_tokens=1)
         if grammar is not None:
             ends = model.grammar_ends  # a grammar may end with any of these tokens
-        if must_follow:
-            texts = ()  # nothing but the grammar ends its text
+        biases = params.biases
+        tokens_named = {
+            "logit_bias": [token for token, _ in biases],
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for name, tokens in tokens_named.items():
+            if not all(0 <= token < model.decoder.config.vocab_size for token in tokens):
+                raise Refused(400, f"{name}: a token is not in the vocabulary", parameter=name)
         seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
         sampling = Sampling(
             max_new_tokens=params.most_tokens or self.limits.new_tokens,
+            logit_bias=biases,
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty,
@@ -445,7 +570,7 @@ class Server:
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            stop_ids=known_ids(*ends),
+            stop_ids=known_ids(*ends, *params.stop_token_ids),
         )
         loop = asyncio.get_running_loop()
         arrived = asyncio.Queue[tuple[int, Piece | End]]()
@@ -457,32 +582,32 @@ class Server:
 
             return put
 
-        constraints = await self._constraints(request, grammar, len(prompts) * params.n, parameter)
+        constraints = await self._constraints(request, grammar, len(prompts) * count, parameter)
         jobs = [
             Job(
                 model,
                 ids,
                 replace(sampling, seed=(seed + choice) % 2**63),
                 (*stops, *texts),
-                put_at(number * params.n + choice),
+                put_at(number * count + choice),
                 adapter,
-                form.top,
-                constraints[number * params.n + choice],
+                shape.top,
+                constraints[number * count + choice],
             )
             for number, ids in enumerate(prompts)
-            for choice in range(params.n)
+            for choice in range(count)
         ]
         self._submit(lambda: self.engine.submit(jobs))
         usage = sum(len(ids) for ids in prompts)
         if params.stream:
-            with_usage = bool((params.stream_options or {}).get("include_usage"))
-            events = form.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
+            with_usage = params.stream_options is not None and params.stream_options.include_usage
+            events = shape.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
             return StreamingResponse(
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
             )
         try:
             return JSONResponse(
-                await _unless_gone(request, form.whole(_events(arrived, jobs), len(jobs), usage))
+                await _unless_gone(request, shape.whole(_events(arrived, jobs), len(jobs), usage))
             )
         finally:
             for job in jobs:
@@ -533,110 +658,3 @@ async def _events(
     finally:
         for job in jobs:
             job.canceled = True
-
-
-def _refused(error: Refused) -> Response:
-    later = {"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
-    return JSONResponse(error.body, error.status, later)
-
-
-def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse(
-        error.body,
-        error.status,
-        headers={"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None,
-    )
-
-
-def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(
-        Refused(error.status_code, error.detail).body, error.status_code, headers=error.headers
-    )
-
-
-@final
-class Guard:
-    """Refuses requests that name another host, lack the token, or are too many at once. The page holds no secret.
-
-    What is refused before its body has arrived ends its connection: nobody reads the rest.
-    """
-
-    def __init__(
-        self, app: ASGIApp, token: str | None, hosts: Sequence[str], most_requests: int
-    ) -> None:
-        self.app = app
-        self.token = token
-        self.hosts = frozenset(hosts)
-        self.most = most_requests
-        self.open = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        body = Body(receive, send)
-        # The token comes first: a stranger learns nothing of a server, not even that it is busy.
-        refused = self._stranger(scope)
-        if refused is None and scope["path"] != "/health" and self.open >= self.most:
-            refused = Refused(
-                503, f"{self.open} requests are open; try again later", code="queue_full"
-            )
-        if refused is not None:
-            await _refused(refused)(scope, body.receive, body.send)
-            return
-        self.open += 1
-        try:
-            await self.app(scope, body.receive, body.send)
-        finally:
-            self.open -= 1
-
-    def _stranger(self, scope: Scope) -> Refused | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        host = (
-            host.rpartition(":")[0]
-            if host.rpartition(":")[2].isdecimal() and not host.endswith("]")
-            else host
-        )
-        if self.hosts and host not in self.hosts:
-            return Refused(403, f"this server is not {host[:80]!r}")
-        if self.token is not None and scope["path"] not in ("/", "/health"):
-            client_token = headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(client_token, self.token.encode()):
-                return Refused(401, "wrong or missing token", code="invalid_api_key")
-        return None
-
-
-@final
-class Body:
-    """The messages of one request. An answer before its body has arrived drops a little of the rest, and closes."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._arrived = False
-
-    async def receive(self) -> Event:
-        event = await self._receive()
-        if event["type"] != "http.request" or not event.get("more_body", False):
-            self._arrived = True
-        return event
-
-    async def send(self, event: Event) -> None:
-        if event["type"] == "http.response.start" and not self._arrived:
-            await self._drain()
-            if not self._arrived:
-                MutableHeaders(scope=event)["Connection"] = "close"
-        await self._send(event)
-
-    async def _drain(self) -> None:
-        """A connection that closes on unread data is reset, and its client may lose the answer."""
-        dropped = 0
-        try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while not self._arrived and dropped < DRAIN_BYTES:
-                    dropped += len((await self.receive()).get("body", b""))
-        except TimeoutError:
-            return

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from bloomery.model.cache import Cache
 from bloomery.model.decoding import in_one_forward
 from bloomery.model.heads import Hidden
 from bloomery.serve.engine import End
-from bloomery.serve.requests import Json, Text, Token
+from bloomery.serve.parameters import Body, Json
+from bloomery.serve.requests import Text, Token
 from bloomery.serve.served import PIECE, Served
 
 MOST_INPUTS = 256
@@ -22,7 +23,7 @@ Pooling = Literal["mean", "last"]
 _HIDDEN = Hidden()
 
 
-class EmbeddingsRequest(BaseModel, extra="forbid", strict=True):
+class EmbeddingsRequest(Body):
     """`pooling` is not OpenAI's."""
 
     model: str = ""

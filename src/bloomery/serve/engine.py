@@ -18,12 +18,16 @@ from bloomery.serve.served import Served
 
 @dataclass(frozen=True)
 class Chance:
-    """A token with its log-probability, as text and bytes; `top`: those of the likeliest."""
+    """A token with its log-probability; `spelled`: its bytes, perhaps a part of a character; `top`: the likeliest."""
 
     token: int
-    text: str
+    spelled: bytes
     logprob: float
     top: "tuple[Chance, ...]" = ()
+
+    @property
+    def text(self) -> str:
+        return self.spelled.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """`tokens`: how many were generated. `problem`: why there are no more; `refused`: the request is at fault."""
+    """`tokens`: how many were generated. `problem`: why there are no more; `refused`: the request is at fault. `stop`:
+    the stop text that ended it.
+    """
 
     reason: Literal["stop", "length", "error", "timeout", "closed"]
     tokens: int
     problem: str = ""
     refused: bool = False
+    stop: str | None = None
 
 
 Put = Callable[[Piece | End], None]
@@ -152,18 +159,23 @@ class Engine:
             self._works.append(work)
             self._wake.notify()
 
-    def _work(self, work: Work) -> None:
-        """One step of it; then the others have their turn."""
-        if work.canceled:
+    def _work(self) -> None:
+        """One step of the first work; then the texts have their turn. Each ends before the next begins, so that one
+        cache is in memory, and not as many as may wait.
+        """
+        for work in list(self._works):
+            is_late = time.monotonic() - work.born > self.limits.seconds
+            if is_late and not work.canceled:
+                problem = f"the request took more than {self.limits.seconds:g} seconds"
+                work.fail(End("timeout", 0, problem))
+            if is_late or work.canceled:
+                self._works.remove(work)
+        if not self._works:
             return
-        if time.monotonic() - work.born > self.limits.seconds:
-            work.fail(
-                End("timeout", 0, f"the request took more than {self.limits.seconds:g} seconds")
-            )
-            return
+        work = self._works[0]
         try:
-            if not work.step():
-                self._works.append(work)
+            if work.step():
+                self._works.popleft()
         except Exception as error:  # such as out of memory: this request ends, the server does not
             traceback.print_exc(file=sys.stderr)
             problem = (
@@ -171,6 +183,7 @@ class Engine:
                 if isinstance(error, UserError)
                 else f"internal error: {type(error).__name__}"
             )
+            self._works.popleft()
             work.fail(End("error", 0, problem))
 
     def _left_waiting(self, jobs: Sequence[Job]) -> int:
@@ -192,7 +205,7 @@ class Engine:
                 if model.batch.texts:
                     self._step(model)
             if self._works:
-                self._work(self._works.popleft())
+                self._work()
         shutdown = End("closed", 0, "the server is shutting down")
         for job in (*self._running.values(), *self._waiting):
             self._end(job, shutdown)
@@ -260,7 +273,7 @@ class Engine:
     def _give(self, job: Job, drawn: Drawn) -> None:
         """Text and end of a drawn token to its request."""
         text = drawn.text
-        tokenizer = job.model.tokenizer
+        spelled = job.model.spelled
 
         # A token becomes text, unless it may be the beginning of a stop text.
         ending: Literal["stop", "length", "error"] | None = None
@@ -272,10 +285,8 @@ class Engine:
             self.counts["generated_tokens"] += 1
             chance = None
             if drawn.logprob is not None:
-                top = tuple(
-                    Chance(token, tokenizer.decode([token]), value) for token, value in drawn.top
-                )
-                chance = Chance(drawn.token, tokenizer.decode([drawn.token]), drawn.logprob, top)
+                top = tuple(Chance(token, spelled(token), value) for token, value in drawn.top)
+                chance = Chance(drawn.token, spelled(drawn.token), drawn.logprob, top)
             piece = job.held.push(job.stream.push(drawn.token))
             if piece or chance is not None:
                 job.put(Piece(piece, chance))
@@ -298,7 +309,7 @@ class Engine:
                     job.put(Piece(last_text))
         if ending is not None:
             del self._running[text]
-            self._end(job, End(ending, len(text.new), problem, refused))
+            self._end(job, End(ending, len(text.new), problem, refused, job.held.stop))
 
     def _end(self, job: Job, end: End) -> None:
         self.counts[f"requests_{'canceled' if job.canceled else end.reason}"] += 1

@@ -1,48 +1,128 @@
-"""/v1/responses, for text and without a state: every request holds its whole conversation."""
+"""/v1/responses: its requests, as those of a chat, and its answers, whole or as events."""
 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from bloomery.serve.answers import Events, failed
-from bloomery.serve.engine import End, Piece
+from bloomery.serve.answers import Events, chat_chance, failed
+from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
+from bloomery.serve.parameters import Body, Json, validated
 from bloomery.serve.requests import (
+    MOST_TOOLS,
+    MOST_TOP,
     MOST_TURNS,
     ChatRequest,
-    Json,
-    NamedSchema,
+    Effort,
+    FunctionName,
     ObjectFormat,
-    Part,
-    SchemaFormat,
     Text,
     TextFormat,
-    Turn,
+    TopK,
+    Verbosity,
     refuse_media,
+    refuse_other_tools,
 )
 from bloomery.serve.served import Served
+from bloomery.serve.thoughts import AnswerForm
+from bloomery.serve.tools import Delta
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+LOGPROBS = "message.output_text.logprobs"
+# What answers may include of tools that this server does not have, or of what it never writes.
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 class ItemPart(BaseModel, extra="ignore", strict=True):
     """Clients send answers back as they came: what else a part holds is no text."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: Text
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: Text = ""
+    refusal: Text = ""
 
 
-class Item(BaseModel, extra="ignore", strict=True):
+Parts = Annotated[Text | list[ItemPart], BeforeValidator(refuse_media)]
+
+
+class MessageItem(BaseModel, extra="ignore", strict=True):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text | list[ItemPart], BeforeValidator(refuse_media)]
+    content: Parts
 
 
-class FlatSchema(BaseModel, extra="forbid", strict=True):
+class CallItem(BaseModel, extra="ignore", strict=True):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: Text = ""
+
+
+class OutputItem(BaseModel, extra="ignore", strict=True):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningText(BaseModel, extra="ignore", strict=True):
+    text: Text
+
+
+class ReasoningItem(BaseModel, extra="ignore", strict=True):
+    """A thought of the assistant."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+
+
+class ReferenceItem(BaseModel, extra="ignore", strict=True):
+    """An item of a response that the server keeps."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def typed_item(value: object) -> object:
+    """The item with its type, which a message may leave out. Raises ValueError for other items, by name."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if kind is None:
+        return {**value, "type": "message" if "role" in value else "item_reference"}
+    if isinstance(kind, str) and kind not in ITEMS:
+        raise ValueError(f"an item of type {kind[:40]!r} is not supported")
+    return value
+
+
+Item = Annotated[
+    Annotated[
+        MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(typed_item),
+]
+
+
+class FlatSchema(Body):
     """As in `response_format`, but for the level of `json_schema`."""
 
     type: Literal["json_schema"]
@@ -52,29 +132,55 @@ class FlatSchema(BaseModel, extra="forbid", strict=True):
     strict: bool | None = None
 
 
-class TextSettings(BaseModel, extra="forbid", strict=True):
+class TextSettings(Body):
     format: TextFormat | ObjectFormat | FlatSchema | None = Field(None, discriminator="type")
-    verbosity: None = None
+    verbosity: Verbosity | None = None
 
 
-def _no_state(value: object) -> object:
-    if value is not None:
-        raise ValueError(
-            "not supported: this server keeps no responses; send the whole conversation as input"
+class FlatFunction(Body):
+    """As in `tools` of a chat, but for the level of `function`."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: Any = None  # of the result, which the client makes
+
+    def chat(self) -> Json:
+        function = self.model_dump(
+            include={"name", "description", "parameters", "strict"}, exclude_none=True
         )
-    return value
+        return {"type": "function", "function": function}
 
 
-def _no_tools(value: object) -> object:
-    if value:
-        raise ValueError("tools are not supported here; use /v1/chat/completions")
-    return value
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
 
 
-Unkept = Annotated[None, BeforeValidator(_no_state)]
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1, max_length=MOST_TOOLS)
 
 
-class ResponsesRequest(BaseModel, extra="forbid", strict=True):
+class Reasoning(Body):
+    """Hints, which the chat template gets: thoughts are never summarized."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Any = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(Body):
     """`seed` to `repetition_penalty` are not OpenAI's."""
 
     model: str = ""
@@ -83,93 +189,155 @@ class ResponsesRequest(BaseModel, extra="forbid", strict=True):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0.0, le=2.0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
     stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
     text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    tools: list[Annotated[FlatFunction, BeforeValidator(refuse_other_tools)]] | None = Field(
+        None, max_length=MOST_TOOLS
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        None
+    )
+    parallel_tool_calls: bool = True
+    include: list[Literal[INCLUDABLE]] | None = None  # type: ignore[valid-type]  # a constant
     metadata: dict[str, str] | None = None
     user: str | None = None
-    store: bool | None = None  # nothing is stored, as the answer reports
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: Unkept = None
-    conversation: Unkept = None
-    tools: Annotated[list[Json] | None, BeforeValidator(_no_tools)] = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    store: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    top_k: int | None = Field(None, ge=1)
+    top_k: TopK = None
     min_p: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0, allow_inf_nan=False)
+    chat_template_kwargs: Json | None = None
 
-    def chat(self) -> ChatRequest:
-        """The same request of /v1/chat/completions."""
-        turns = (
-            [] if self.instructions is None else [Turn(role="system", content=self.instructions)]
-        )
-        for item in (
-            [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        ):
-            parts = (
-                item.content
-                if isinstance(item.content, str)
-                else [Part(type="text", text=part.text) for part in item.content]
-            )
-            turns.append(Turn(role=item.role, content=parts))
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.top_logprobs > 0 or LOGPROBS in (self.include or ())
+
+    @property
+    def items(self) -> list[Json]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump() for item in self.input]
+
+    def chat(self, conversation: Sequence[Json]) -> ChatRequest:
+        """The same request of /v1/chat/completions, after the items of a conversation. Raises Refused."""
+        turns = turns_of(conversation)
+        if self.instructions is not None:
+            turns.insert(0, {"role": "system", "content": self.instructions})
+        if not turns:
+            raise Refused(400, "input: the conversation has no message", parameter="input")
+        request: Json = {
+            "messages": turns,
+            "logprobs": self.reports_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self._format(),
+            "tools": None if self.tools is None else [tool.chat() for tool in self.tools],
+            "tool_choice": self._choice(),
+            "verbosity": None if self.text is None else self.text.verbosity,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
         shared_names = (
             "model",
             "stream",
             "temperature",
             "top_p",
-            "user",
+            "parallel_tool_calls",
             "seed",
             "top_k",
             "min_p",
             "repetition_penalty",
+            "chat_template_kwargs",
         )
-        shared = {
-            name: value for name in shared_names if (value := getattr(self, name)) is not None
-        }
-        chat_request = ChatRequest(messages=turns, **shared)
-        return chat_request.model_copy(
-            update={
-                "max_completion_tokens": self.max_output_tokens,
-                "response_format": self._format(),
-            }
+        return validated(
+            ChatRequest, request | {name: getattr(self, name) for name in shared_names}
         )
 
-    def _format(self) -> TextFormat | ObjectFormat | SchemaFormat | None:
-        text_format = None if self.text is None else self.text.format
-        if isinstance(text_format, FlatSchema):
-            return SchemaFormat(
-                type="json_schema",
-                json_schema=NamedSchema(name=text_format.name, schema=text_format.content),
-            )
-        return text_format
+    def _format(self) -> Json | None:
+        form = None if self.text is None else self.text.format
+        if isinstance(form, FlatSchema):
+            schema = {"name": form.name, "schema": form.content, "strict": form.strict}
+            return {"type": "json_schema", "json_schema": schema}
+        return None if form is None else form.model_dump()
+
+    def _choice(self) -> object:
+        match self.tool_choice:
+            case NamedFunction(name=name):
+                return {"type": "function", "function": {"name": name}}
+            case AllowedFunctions(mode=mode, tools=tools):
+                named = [{"type": "function", "function": {"name": tool.name}} for tool in tools]
+                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        return self.tool_choice
+
+
+def turns_of(items: Sequence[Json]) -> list[Json]:
+    """Items as the messages of a chat: a thought, a message and calls that follow each other are one turn."""
+    turns = list[Json]()
+    thought: str | None = None
+    for item in items:
+        match item["type"]:
+            case "reasoning":
+                parts = item.get("content") or item.get("summary") or []
+                thought = (thought or "") + "".join(part["text"] for part in parts)
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                if thought is not None or not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant", "reasoning_content": thought})
+                    thought = None
+                turns[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                text = _text_of(item["output"])
+                turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            case _:
+                turn = {"role": item["role"], "content": _text_of(item["content"])}
+                if item["role"] == "assistant" and thought is not None:
+                    turn["reasoning_content"] = thought
+                thought = None
+                turns.append(turn)
+    return turns
+
+
+def _text_of(content: str | list[Json]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content)
 
 
 @final
 class ResponseShape:
-    """How /v1/responses words one answer."""
+    """How /v1/responses words one answer. `keep`: gets the response at its end."""
 
-    def __init__(self, params: ResponsesRequest, model: Served) -> None:
+    def __init__(
+        self,
+        params: ResponsesRequest,
+        model: Served,
+        form: AnswerForm,
+        keep: Callable[[Json], None],
+    ) -> None:
         self.params = params
         self.model = model
-        self.top: int | None = None  # no log-probabilities
+        self.form = form
+        self.keep = keep
+        self.top = params.top_logprobs if params.reports_logprobs else None
         self.id = f"resp_{secrets.token_hex(24)}"
-        self.item_id = f"msg_{secrets.token_hex(24)}"
         self.created = int(time.time())
 
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where the completion failed."""
         assert count == 1
-        text = ""
-        async for _, event in events:
-            if isinstance(event, Piece):
-                text += event.text
-                continue
-            if event.problem:
+        async for event in self._written(events, prompt_tokens):
+            if isinstance(event, End):
                 raise failed(event)
-            return self._response(text, event, prompt_tokens)
+            if event["type"] in ("response.completed", "response.incomplete"):
+                response: Json = event["response"]
+                return response
         raise Refused(500, "the response did not end")
 
     async def streamed(
@@ -178,46 +346,42 @@ class ResponseShape:
         """Server-sent events, as the `openai` client reads them. The last one always reports the usage."""
         del with_usage
         number = 0
-        text = ""
-
-        def line(kind: str, **fields: Any) -> str:
-            nonlocal number
-            event = {"type": kind, "sequence_number": number, **fields}
-            number += 1
-            return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
-
-        created = self._response("", None, prompt_tokens)
-        yield line("response.created", response=created)
-        yield line("response.in_progress", response=created)
-        position = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        yield line(
-            "response.output_item.added",
-            output_index=0,
-            item=self._item("", "in_progress", empty=True),
-        )
-        yield line("response.content_part.added", **position, part=_part(""))
-        async for _, event in events:
-            if isinstance(event, Piece):
-                text += event.text
-                if event.text:
-                    yield line(
-                        "response.output_text.delta", **position, delta=event.text, logprobs=[]
-                    )
-                continue
-            if event.problem:
+        created = self._response([], None, prompt_tokens)
+        async for event in self._written(events, prompt_tokens):
+            if isinstance(event, End):
                 error = failed(event).body["error"]
                 details = {"code": "server_error", "message": error["message"]}
-                yield line(
-                    "response.failed", response={**created, "status": "failed", "error": details}
-                )
-                return
-            response = self._response(text, event, prompt_tokens)
-            yield line("response.output_text.done", **position, text=text, logprobs=[])
-            yield line("response.content_part.done", **position, part=_part(text))
-            yield line("response.output_item.done", output_index=0, item=response["output"][0])
-            yield line(f"response.{response['status']}", response=response)
+                response = {**created, "status": "failed", "error": details}
+                event = {"type": "response.failed", "response": response}
+            numbered = {**event, "sequence_number": number}
+            number += 1
+            yield f"event: {event['type']}\ndata: {json.dumps(numbered)}\n\n"
 
-    def _response(self, text: str, end: End | None, prompt_tokens: int) -> Json:
+    async def _written(self, events: Events, prompt_tokens: int) -> AsyncIterator[Json | End]:
+        """Every event of the answer in turn; the end of a completion that failed."""
+        created = self._response([], None, prompt_tokens)
+        yield {"type": "response.created", "response": created}
+        yield {"type": "response.in_progress", "response": created}
+        parser = self.form.parser()
+        output = Output()
+        async for _, event in events:
+            if isinstance(event, Piece):
+                for written in output.push(parser.push(event.text), event.chance):
+                    yield written
+                continue
+            if event.problem:
+                yield event
+                return
+            for written in output.push(parser.flush(), None):
+                yield written
+            status = "completed" if event.reason == "stop" else "incomplete"
+            for written in output.end(status):
+                yield written
+            response = self._response(output.items, event, prompt_tokens)
+            self.keep(response)
+            yield {"type": f"response.{status}", "response": response}
+
+    def _response(self, output: Sequence[Json], end: End | None, prompt_tokens: int) -> Json:
         """`end`: None while it is written."""
         status = "in_progress"
         usage = None
@@ -227,50 +391,186 @@ class ResponseShape:
             reason = None if end.reason == "stop" else {"reason": "max_output_tokens"}
             usage = {
                 "input_tokens": prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": end.tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._thought_tokens(output)},
                 "total_tokens": prompt_tokens + end.tokens,
             }
         params = self.params
-        form = None if params.text is None or params.text.format is None else params.text.format
+        text: Json = {"format": {"type": "text"}}
+        if params.text is not None:
+            text |= params.text.model_dump(by_alias=True, exclude_none=True)
+        reasoning = None if params.reasoning is None else params.reasoning.model_dump()
+        choice = params.tool_choice
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": None if end is None else int(time.time()),
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": reason,
             "instructions": params.instructions,
+            "max_output_tokens": params.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": params.metadata or {},
             "model": params.model or self.model.name,
-            "max_output_tokens": params.max_output_tokens,
-            "output": [] if end is None else [self._item(text, status)],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
+            "output": list(output),
+            "parallel_tool_calls": params.parallel_tool_calls,
+            "previous_response_id": params.previous_response_id,
+            "prompt_cache_key": params.prompt_cache_key,
+            "reasoning": reasoning or {"effort": None, "summary": None},
+            "safety_identifier": params.safety_identifier,
+            "service_tier": "default",
+            "store": params.store,
             "temperature": params.temperature,
+            "text": text,
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
+            "tools": [_described(tool) for tool in params.tools or ()],
+            "top_logprobs": params.top_logprobs,
             "top_p": params.top_p,
-            "text": {
-                "format": {"type": "text"} if form is None else form.model_dump(by_alias=True)
-            },
-            "tool_choice": "auto",
-            "tools": [],
             "truncation": "disabled",
             "usage": usage,
             "user": params.user,
         }
 
-    def _item(self, text: str, status: str, *, empty: bool = False) -> Json:
-        content = [] if empty else [_part(text)]
+    def _thought_tokens(self, output: Sequence[Json]) -> int:
+        thoughts = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
+        return sum(len(self.model.tokenizer.encode(thought)) for thought in thoughts)
+
+
+def _described(tool: FlatFunction) -> Json:
+    fields = {"type", "name", "description", "parameters", "strict"}
+    return tool.model_dump(include=fields)
+
+
+@final
+class Output:
+    """Mutable: the items of a response while they are written."""
+
+    def __init__(self) -> None:
+        self.items = list[Json]()
+        self._open = False  # whether the last item is still written
+        self._chances = list[Chance]()  # of text that is held back
+
+    def push(self, parts: Sequence[Delta], chance: Chance | None) -> Iterator[Json]:
+        """The events of new parts of the answer. `chance`: of the token that they came with."""
+        if chance is not None:
+            self._chances.append(chance)
+        for part in parts:
+            if part.name is not None:
+                yield from self._begin_call(part)
+            elif part.call is not None:
+                yield from self._continue_call(part.arguments)
+            elif part.thought:
+                yield from self._begin("reasoning", "rs_")
+                yield from self._continue_text(part.thought)
+            elif part.content:
+                yield from self._begin("message", "msg_")
+                yield from self._continue_text(part.content)
+
+    def end(self, status: str) -> Iterator[Json]:
+        """The events at the end of the answer, which has at least an empty message."""
+        if not self.items:
+            yield from self._begin("message", "msg_")
+        yield from self._close(status)
+
+    def _begin(self, kind: str, prefix: str) -> Iterator[Json]:
+        """Opens a message or a thought, unless the last item is one."""
+        if self._open and self.items[-1]["type"] == kind:
+            return
+        yield from self._close("completed")
+        item: Json = {"id": prefix + secrets.token_hex(24), "type": kind, "status": "in_progress"}
+        item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        yield from self._add({**item, "content": []})
+        part = _part(kind)
+        self.items[-1]["content"].append(part)
+        yield {"type": "response.content_part.added", **self._place(), "part": dict(part)}
+
+    def _begin_call(self, part: Delta) -> Iterator[Json]:
+        yield from self._close("completed")
+        self._chances.clear()
+        item = {
+            "id": f"fc_{secrets.token_hex(24)}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": part.id,
+            "name": part.name,
+            "arguments": "",
+        }
+        yield from self._add(item)
+
+    def _add(self, item: Json) -> Iterator[Json]:
+        self._open = True
+        self.items.append(item)
+        copy = {**item, "content": []} if "content" in item else dict(item)
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            "item": copy,
+        }
+
+    def _continue_text(self, text: str) -> Iterator[Json]:
+        item = self.items[-1]
+        part = item["content"][0]
+        part["text"] += text
+        delta = {**self._place(), "delta": text}
+        if item["type"] == "reasoning":
+            self._chances.clear()
+            yield {"type": "response.reasoning_text.delta", **delta}
+            return
+        logprobs = [chat_chance(chance) for chance in self._chances]
+        self._chances.clear()
+        part["logprobs"] += logprobs
+        yield {"type": "response.output_text.delta", **delta, "logprobs": logprobs}
+
+    def _continue_call(self, arguments: str) -> Iterator[Json]:
+        self._chances.clear()
+        item = self.items[-1]
+        item["arguments"] += arguments
+        yield {
+            "type": "response.function_call_arguments.delta",
+            "item_id": item["id"],
+            "output_index": len(self.items) - 1,
+            "delta": arguments,
+        }
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """Ends the item that is still written, if there is one."""
+        if not self._open:
+            return
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        output_index = len(self.items) - 1
+        if item["type"] == "function_call":
+            yield {
+                "type": "response.function_call_arguments.done",
+                "item_id": item["id"],
+                "output_index": output_index,
+                "name": item["name"],
+                "arguments": item["arguments"],
+            }
+        else:
+            part = item["content"][0]
+            done = {**self._place(), "text": part["text"]}
+            if item["type"] == "reasoning":
+                yield {"type": "response.reasoning_text.done", **done}
+            else:
+                yield {"type": "response.output_text.done", **done, "logprobs": part["logprobs"]}
+            yield {"type": "response.content_part.done", **self._place(), "part": part}
+        yield {"type": "response.output_item.done", "output_index": output_index, "item": item}
+
+    def _place(self) -> Json:
         return {
-            "id": self.item_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
+            "item_id": self.items[-1]["id"],
+            "output_index": len(self.items) - 1,
+            "content_index": 0,
         }
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
-from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
@@ -20,8 +20,9 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Past, RunningBatch, known_ids
 from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
+from bloomery.serve.thoughts import ThoughtFormat, thought_format
 from bloomery.serve.tokenizing import Lane, most_bytes
-from bloomery.serve.tools import Json, ToolFormat, tool_format, tool_grammar
+from bloomery.serve.tools import AnswerRules, Json, ToolFormat, answer_grammar, tool_format
 from bloomery.train.model_folder import find_model, model_folder
 from bloomery.train.use import Use, load_fitting, load_used
 
@@ -41,12 +42,14 @@ class Served:
         limits: Limits,
         adapters: Adapters | None = None,
         open_form: Callable[[], ChatFormat] | None = None,
+        template: str = "",
     ) -> None:
-        """`open_form` makes a second chat format, for long conversations."""
+        """`open_form` makes a second chat format, for long conversations. `template`: the text of the chat template."""
         self.name = name
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.form = form
+        self.template = template
         self.adapters = adapters
         self.slots = limits.slots
         self.longest = decoder.config.max_positions
@@ -78,12 +81,12 @@ class Served:
         """What keeps a text to JSON of the schema. Raises UserError. For the thread of grammars."""
         return self._grammars.start(schema)
 
-    def tool_text(self, tools: Sequence[Json], *, required: bool, parallel: bool) -> JsonText:
-        """What keeps calls to the schemas of the tools. Raises UserError. For the thread of grammars."""
-        grammar = tool_grammar(
-            self.tools, self.tokenizer, tools, required=required, parallel=parallel
-        )
-        return self._grammars.follow(grammar)
+    def answer_text(self, rules: AnswerRules) -> JsonText:
+        """What keeps an answer to its tools and its schema. Raises UserError. For the thread of grammars."""
+        if rules.schema is not None and not rules.tools and rules.thought is None:
+            return self._grammars.start(rules.schema)
+        form = self.tools if rules.tools else None
+        return self._grammars.follow(answer_grammar(rules, form, self.tokenizer, self.grammar_ends))
 
     @cached_property
     def tools(self) -> ToolFormat:
@@ -91,6 +94,15 @@ class Served:
         assert self.form is not None and self.form.render is not None
         with self._rendering["short"]:
             return tool_format(self.form.render)
+
+    @cached_property
+    def thoughts(self) -> ThoughtFormat | None:
+        """How the chat template marks a thought; None where it has none."""
+        return thought_format(self.template)
+
+    def spelled(self, token: int) -> bytes:
+        """The bytes of text that a token stands for, which may be a part of a character."""
+        return self.tokenizer.spelled(token)
 
     @cached_property
     def _grammars(self) -> JsonGrammars:
@@ -102,14 +114,18 @@ class Served:
             self._grammars.close()
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: tuple[Json, ...] = (), lane: Lane = "short"
+        self,
+        messages: Sequence[Message],
+        tools: tuple[Json, ...] = (),
+        lane: Lane = "short",
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Raises UserError for turns that the template refuses."""
+        """`variables`: what the template gets besides. Raises UserError for turns that the template refuses."""
         assert self.form is not None
         with self._rendering[lane]:
             if lane not in self._forms:
                 self._forms[lane] = self.form if self._open_form is None else self._open_form()
-            return self._forms[lane].encode(messages, tools)
+            return self._forms[lane].encode(messages, tools, variables)
 
 
 def load_served(
@@ -167,8 +183,9 @@ def serve_loaded(
     def open_form() -> ChatFormat:
         return stack.enter_context(chat_format(tokenizer, template))
 
-    served = Served(
-        name, decoder, tokenizer, open_form() if chats else None, limits, adapters, open_form
-    )
+    found = find_template(template, tokenizer.config) if chats else None
+    text = "" if found is None else found.text + (found.tool_use or "")
+    form = open_form() if chats else None
+    served = Served(name, decoder, tokenizer, form, limits, adapters, open_form, text)
     stack.callback(served.close)
     return served

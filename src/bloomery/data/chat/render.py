@@ -260,25 +260,40 @@ class Renderer:
         marks += re.findall(r"\[INST\]", text)
         return list(dict.fromkeys(marks))
 
-    def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
+    def prompt(
+        self,
+        messages: Iterable[Message],
+        tools: tuple[Json, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The prompt for the next assistant turn as ids. A control token that a message spells out stays text.
+        `variables`: what the template gets besides messages and tools, such as `enable_thinking`.
 
         Raises UserError when the template refuses the messages.
         """
         turns = [as_turn(message) for message in messages]
         markup = self._tokenizer.markup
         if not markup.occurs([turns, tools]):
-            return self._tokenizer.encode_rendered(self._rendered(turns, tools, prompt=True))
+            text = self._rendered(turns, tools, prompt=True, variables=variables)
+            return self._tokenizer.encode_rendered(text)
         (broken_turns, broken_tools), mark = markup.broken([turns, tools])
-        text = self._rendered(broken_turns, tuple(broken_tools), prompt=True)
+        text = self._rendered(broken_turns, tuple(broken_tools), prompt=True, variables=variables)
         return markup.encode(text, mark)
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""
         return self._rendered([as_turn(message) for message in messages], tools, prompt=False)
 
-    def _rendered(self, turns: list[Json], tools: tuple[Json, ...], *, prompt: bool) -> str:
+    def _rendered(
+        self,
+        turns: list[Json],
+        tools: tuple[Json, ...],
+        *,
+        prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         job = {"messages": turns, "tools": list(tools), "train_on": None, "prompt": prompt}
+        job["variables"] = dict(variables or {})
         answer = self._process(bool(tools)).read([job])[0]
         if "error" in answer:
             raise self._process(bool(tools)).error(answer["error"])
@@ -436,7 +451,12 @@ def _name(token: object) -> str:
 class EncodeTurns(Protocol):
     """Turns as the prompt of a response."""
 
-    def __call__(self, messages: Sequence[Message], tools: tuple[Json, ...] = ()) -> list[int]: ...
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        tools: tuple[Json, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
 
 
 RenderTurns = Callable[[Sequence[Message], tuple[Json, ...]], str]
@@ -503,8 +523,12 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:
     """The encoder without a chat template: all turns are one text, which the model continues."""
 
-    def encode(messages: Sequence[Message], tools: tuple[Json, ...] = ()) -> list[int]:
-        del tools  # a template would write them
+    def encode(
+        messages: Sequence[Message],
+        tools: tuple[Json, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        del tools, variables  # a template would write them
         text = ""
         for turn in messages:
             needs_newline = turn.role == "user" and text and not text.endswith("\n")

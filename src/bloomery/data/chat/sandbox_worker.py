@@ -103,13 +103,16 @@ class Template:
         *,
         prompt: bool = False,
         plane: int = 0,
+        variables: Json | None = None,
     ) -> str:
         """The conversation as text. Raises Refused with the reason when the template fails.
 
+        `variables`: of the request, such as `enable_thinking`; they replace none of the conversation's.
         `plane`: of Unicode, for marks around `{% generation %}` blocks; 0: without marks.
         """
         vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
-        variables = {
+        all_variables = {
+            **(variables or {}),
             **self.names,
             "messages": list(turns),
             "tools": tools,
@@ -121,7 +124,7 @@ class Template:
         pieces = list[str]()
         size = 0
         try:
-            for piece in self._compiled.generate(**variables):
+            for piece in self._compiled.generate(**all_variables):
                 size += len(piece)
                 if size > MAX_OUTPUT:
                     raise Refused(
@@ -139,7 +142,9 @@ class Template:
         turns = job["messages"]
         tools = job.get("tools") or None
         if job["train_on"] is None:
-            return {"text": self.render(turns, tools, prompt=job.get("prompt", False))}
+            variables = job.get("variables")
+            text = self.render(turns, tools, prompt=job.get("prompt", False), variables=variables)
+            return {"text": text}
         if self.marks_itself:
             return self._read_marks(turns, tools, job["train_on"])
 

@@ -11,6 +11,7 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.data.tokenizer.roles import MAX_FILE, added_around
+from bloomery.data.tokenizer.spelling import bytes_of_piece
 
 PROBES = (
     "",
@@ -199,6 +200,10 @@ class SentencePiece:
     def decode(self, ids: list[int]) -> str:
         text: str = self._processor.decode(ids)
         return text
+
+    def spelled(self, index: int) -> bytes:
+        piece: str = self._processor.id_to_piece(index)
+        return bytes_of_piece(piece)
 
     def token_bytes(self) -> list[int]:
         processor = self._processor

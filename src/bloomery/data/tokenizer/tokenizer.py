@@ -18,6 +18,7 @@ from bloomery.data.tokenizer import fast_bpe as words
 from bloomery.data.tokenizer.markup import Markup, ids_of
 from bloomery.data.tokenizer.roles import ANOTHER, ROLES, configuration, read_json, roles
 from bloomery.data.tokenizer.sentencepiece import MADE_BY, MODEL_FILE, SentencePiece
+from bloomery.data.tokenizer.spelling import bytes_of_letters, bytes_of_piece
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
 
@@ -247,18 +248,25 @@ class JsonBackend:
         text: str = self._guarded(call, "the tokenizer cannot decode")
         return text
 
+    @cached_property
+    def _byte_level(self) -> bool:
+        steps = [self.description.get(key) for key in ("pre_tokenizer", "decoder")]
+        return '"ByteLevel"' in json.dumps(steps)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(entry["id"] for entry in self.description.get("added_tokens") or [])
+
     def token_bytes(self) -> list[int]:
         vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
-        steps = [self.description.get(key) for key in ("pre_tokenizer", "decoder")]
-        byte_level = '"ByteLevel"' in json.dumps(steps)
         sizes = [0] * (max(vocab.values()) + 1)
         for token, index in vocab.items():
             entry = added.get(index)
             if entry is not None:
                 # A special token stands for no text; any other added token is written as it is.
                 sizes[index] = 0 if entry.get("special") else len(token.encode())
-            elif byte_level:
+            elif self._byte_level:
                 # Each byte is one character of GPT-2's alphabet.
                 sizes[index] = len(token)
             elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -266,6 +274,14 @@ class JsonBackend:
             else:
                 sizes[index] = len(token.replace("▁", " ").encode())
         return sizes
+
+    def spelled(self, index: int) -> bytes:
+        token: str | None = self._plain.id_to_token(index)
+        if token is None:  # a row of the embedding without a token
+            return b""
+        if index in self._added_ids:
+            return token.encode()
+        return bytes_of_letters(token) if self._byte_level else bytes_of_piece(token)
 
     def id_of(self, token: str) -> int | None:
         index: int | None = self._plain.token_to_id(token)
@@ -504,6 +520,10 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids)
+
+    def spelled(self, token: int) -> bytes:
+        """The bytes of text that a token stands for, which may be a part of a character; its name for a special one."""
+        return self._backend.spelled(token)
 
     def token_bytes(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """int32 [vocab_size]: the bytes of text of each id; 0 for special tokens."""

@@ -1,0 +1,433 @@
+"""/v1/messages, Anthropic's API: its requests, as those of a chat, and its answers, whole or as events."""
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal, final
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from bloomery.serve.answers import Events, failed
+from bloomery.serve.engine import End, Piece
+from bloomery.serve.guard import anthropic_error
+from bloomery.serve.limits import Refused
+from bloomery.serve.parameters import Body, Json, validated
+from bloomery.serve.requests import (
+    MOST_STOPS,
+    MOST_TOOLS,
+    MOST_TURNS,
+    ChatRequest,
+    Effort,
+    FunctionName,
+    Text,
+    TopK,
+    refuse_media,
+)
+from bloomery.serve.served import Served
+from bloomery.serve.thoughts import AnswerForm
+from bloomery.serve.tools import Delta
+
+BLOCKS = ("text", "tool_use", "tool_result", "thinking")
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: Text
+    cache_control: Any = None
+    citations: Any = None
+
+
+class CallBlock(Body):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: FunctionName
+    input: Json
+    cache_control: Any = None
+    caller: Any = None
+
+
+def known_blocks(content: object) -> object:
+    """Raises ValueError for a block that is not supported, in words that name it."""
+    refuse_media(content)
+    for block in content if isinstance(content, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in BLOCKS:
+            raise ValueError(f"a block of type {kind[:40]!r} is not supported")
+    return content
+
+
+class ResultBlock(Body):
+    """What a called function returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Text | list[TextBlock] | None, BeforeValidator(known_blocks)] = None
+    is_error: bool = False
+    cache_control: Any = None
+
+
+class ThoughtBlock(Body):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Any = None
+
+
+Block = Annotated[TextBlock | CallBlock | ResultBlock | ThoughtBlock, Field(discriminator="type")]
+
+
+class MessageTurn(Body):
+    """A system message in the middle of a conversation has the role `system`."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Text | list[Block], BeforeValidator(known_blocks)]
+
+
+def refuse_own_tools(tool: object) -> object:
+    """Raises ValueError for a tool of Anthropic's servers, or one whose schema only its models know."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise ValueError(
+            f"a tool of type {kind[:40]!r} is not supported; send tools with an input_schema"
+        )
+    return tool
+
+
+class MessageTool(Body):
+    """`eager_input_streaming`: arguments are streamed as they are written."""
+
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: Text | None = None
+    input_schema: Json
+    strict: bool | None = None
+    cache_control: Any = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[Json] = Field([], max_length=0)
+
+    def chat(self) -> Json:
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _named(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name belongs to the type tool, and to no other")
+        return self
+
+    @property
+    def chat(self) -> object:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class Thinking(Body):
+    """Only `disabled` reaches the chat template: a template that has thoughts writes them unless it is told not to."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    content: Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Body):
+    """Of /v1/messages/count_tokens. Parameters of an answer do not change the count."""
+
+    model: str = ""
+    messages: list[MessageTurn] = Field(min_length=1, max_length=MOST_TURNS)
+    system: Text | list[TextBlock] | None = None
+    tools: list[Annotated[MessageTool, BeforeValidator(refuse_own_tools)]] | None = Field(
+        None, max_length=MOST_TOOLS
+    )
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    chat_template_kwargs: Json | None = None
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """The same request of /v1/chat/completions. Raises Refused."""
+        if self.messages[-1].role == "assistant":
+            problem = (
+                "messages: the last message is the assistant's, and this server continues none"
+            )
+            raise Refused(400, f"{problem}; end with one of the user", parameter="messages")
+        turns = list[Json]()
+        if self.system:
+            turns.append({"role": "system", "content": _text_of(self.system)})
+        for message in self.messages:
+            turns += _turns_of(message)
+        choice = self.tool_choice
+        config = self.output_config or OutputConfig()
+        form = config.format or self.output_format
+        schema = None if form is None else {"name": "answer", "schema": form.content}
+        variables = self.chat_template_kwargs or {}
+        if self.thinking is not None and self.thinking.type == "disabled":
+            variables = {"enable_thinking": False, "thinking": False, **variables}
+        request: Json = {
+            "model": self.model,
+            "messages": turns,
+            "tools": None if self.tools is None else [tool.chat() for tool in self.tools],
+            "tool_choice": None if choice is None else choice.chat,
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "response_format": schema and {"type": "json_schema", "json_schema": schema},
+            "reasoning_effort": config.effort,
+            "chat_template_kwargs": variables or None,
+        }
+        return validated(ChatRequest, request | more)
+
+
+class MessagesRequest(CountRequest):
+    """Of /v1/messages. `min_p` to `repetition_penalty` are not Anthropic's."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Text] = Field([], max_length=MOST_STOPS)
+    stream: bool = False
+    temperature: float = Field(1.0, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: TopK = None
+    min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
+
+    def chat_of(self, most_tokens: int) -> ChatRequest:
+        """The same request of /v1/chat/completions, of no more tokens than the server generates. Raises Refused.
+
+        Anthropic's clients must send a limit, and most send one that their models can reach alone; an answer that ends
+        at the server's limit reports it as `stop_reason: max_tokens`.
+        """
+        sampling = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+        sent = {name: getattr(self, name) for name in sampling if name in self.model_fields_set}
+        return self.chat(
+            max_tokens=min(self.max_tokens, most_tokens),
+            stop=self.stop_sequences,
+            stream=self.stream,
+            **sent,
+        )
+
+
+def _text_of(content: str | Sequence[TextBlock]) -> str:
+    """Blocks are paragraphs."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _turns_of(message: MessageTurn) -> Iterator[Json]:
+    """A message as those of a chat. Results of tools, which Anthropic's users send, are messages of their own."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    thoughts = list[str]()
+    texts = list[TextBlock]()
+    calls = list[Json]()
+    for block in message.content:
+        match block:
+            case ResultBlock():
+                if message.role != "user":
+                    raise Refused(
+                        400, "messages: a tool_result belongs to the user", parameter="messages"
+                    )
+                text = _text_of(block.content or "")
+                content = f"error: {text}" if block.is_error else text
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            case CallBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ThoughtBlock():
+                thoughts.append(block.thinking)
+            case TextBlock():
+                texts.append(block)
+    if not (texts or calls or thoughts):
+        if not message.content:
+            yield {"role": message.role, "content": ""}
+        return
+    turn: Json = {"role": message.role, "content": _text_of(texts)}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    yield turn
+
+
+@final
+class MessageShape:
+    """How /v1/messages words one answer. `stops`: the stop texts of the request."""
+
+    def __init__(self, name: str, model: Served, form: AnswerForm, stops: Sequence[str]) -> None:
+        self.model = model
+        self.top: int | None = None  # no log-probabilities
+        self.name = name
+        self.form = form
+        self.stops = stops
+        self.id = f"msg_{secrets.token_hex(12)}"
+
+    async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
+        """Raises Refused where the completion failed."""
+        assert count == 1
+        parser = self.form.parser()
+        blocks = Blocks()
+        async for _, event in events:
+            if isinstance(event, Piece):
+                list(blocks.push(parser.push(event.text)))
+                continue
+            if event.problem:
+                raise failed(event)
+            list(blocks.push(parser.flush()))
+            list(blocks.end())
+            return self._message(blocks.content, event, prompt_tokens)
+        raise Refused(500, "the message did not end")
+
+    async def streamed(
+        self, events: Events, prompt_tokens: int, *, with_usage: bool
+    ) -> AsyncIterator[str]:
+        """Server-sent events, as the `anthropic` client reads them."""
+        del with_usage
+        parser = self.form.parser()
+        blocks = Blocks()
+        yield _line({"type": "message_start", "message": self._message([], None, prompt_tokens)})
+        yield _line({"type": "ping"})
+        async for _, event in events:
+            if isinstance(event, Piece):
+                for written in blocks.push(parser.push(event.text)):
+                    yield _line(written)
+                continue
+            if event.problem:
+                error = anthropic_error(failed(event))
+                yield _line(error)
+                return
+            for written in (*blocks.push(parser.flush()), *blocks.end()):
+                yield _line(written)
+            message = self._message(blocks.content, event, prompt_tokens)
+            delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+            yield _line({"type": "message_delta", "delta": delta, "usage": message["usage"]})
+            yield _line({"type": "message_stop"})
+
+    def _message(self, content: list[Json], end: End | None, prompt_tokens: int) -> Json:
+        """`end`: None while it is written."""
+        reason = None
+        stop = None
+        if end is not None:
+            reason = "max_tokens" if end.reason == "length" else "end_turn"
+            if end.reason == "stop" and any(block["type"] == "tool_use" for block in content):
+                reason = "tool_use"
+            elif end.stop in self.stops:
+                reason = "stop_sequence"
+                stop = end.stop
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.name,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": {
+                "input_tokens": prompt_tokens,
+                "output_tokens": 0 if end is None else end.tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+            },
+        }
+
+
+@final
+class Blocks:
+    """Mutable: the content of a message while it is written. The input of a call is read at its end."""
+
+    def __init__(self) -> None:
+        self.content = list[Json]()
+        self._open = False  # whether the last block is still written
+        self._arguments = ""
+
+    def push(self, parts: Sequence[Delta]) -> Iterator[Json]:
+        """The events of new parts of the answer."""
+        for part in parts:
+            if part.name is not None:
+                yield from self._close()
+                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                yield from self._add(block)
+            elif part.call is not None:
+                self._arguments += part.arguments
+                delta = {"type": "input_json_delta", "partial_json": part.arguments}
+                yield self._delta(delta)
+            elif part.thought:
+                yield from self._begin("thinking", {"thinking": "", "signature": ""})
+                self.content[-1]["thinking"] += part.thought
+                yield self._delta({"type": "thinking_delta", "thinking": part.thought})
+            elif part.content:
+                yield from self._begin("text", {"text": ""})
+                self.content[-1]["text"] += part.content
+                yield self._delta({"type": "text_delta", "text": part.content})
+
+    def end(self) -> Iterator[Json]:
+        """The events at the end of the answer, which has at least an empty text."""
+        if not self.content:
+            yield from self._begin("text", {"text": ""})
+        yield from self._close()
+
+    def _begin(self, kind: str, empty: Json) -> Iterator[Json]:
+        """Opens a block, unless the last one is of the kind."""
+        if self._open and self.content[-1]["type"] == kind:
+            return
+        yield from self._close()
+        yield from self._add({"type": kind, **empty})
+
+    def _add(self, block: Json) -> Iterator[Json]:
+        self._open = True
+        self._arguments = ""
+        self.content.append(block)
+        yield {
+            "type": "content_block_start",
+            "index": len(self.content) - 1,
+            "content_block": dict(block),
+        }
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[Json]:
+        if not self._open:
+            return
+        self._open = False
+        block = self.content[-1]
+        if block["type"] == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+
+def _object(arguments: str) -> Json:
+    """The input of a call; empty where the answer ended within it."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _line(event: Json) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
