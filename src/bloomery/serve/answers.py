@@ -187,10 +187,10 @@ class CompletionShape:
         if self.params.echo:
             for index in range(len(self.prompts) * self.params.n):
                 text = self.texts[index // self.params.n]
-                choice = {"index": index, "finish_reason": None, "text": text, "logprobs": None}
-                yield _chunk(self.head, [choice], with_usage=with_usage)
+                prompt = {"index": index, "finish_reason": None, "text": text, "logprobs": None}
+                yield _chunk(self.head, [prompt], with_usage=with_usage)
         async for index, event in events:
-            choice = {"index": index, "finish_reason": None, "text": "", "logprobs": None}
+            choice: Json = {"index": index, "finish_reason": None, "text": "", "logprobs": None}
             if isinstance(event, End):
                 num_tokens += event.tokens
                 if event.problem:

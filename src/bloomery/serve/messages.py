@@ -367,7 +367,7 @@ class Blocks:
         for part in parts:
             if part.name is not None:
                 yield from self._close()
-                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                block: Json = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
                 yield from self._add(block)
             elif part.call is not None:
                 self._arguments += part.arguments

@@ -504,7 +504,7 @@ class Output:
     def _add(self, item: Json) -> Iterator[Json]:
         self._open = True
         self.items.append(item)
-        copy = {**item, "content": []} if "content" in item else dict(item)
+        copy: Json = {**item, "content": []} if "content" in item else dict(item)
         yield {
             "type": "response.output_item.added",
             "output_index": len(self.items) - 1,
