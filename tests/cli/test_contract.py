@@ -44,10 +44,11 @@ FLAGS = {
         "--recover",
         "--no-check",
     },
-    "resume": {"--from", "--recover", "--no-check", "-d", "--devices"},
+    "resume": {"--from", "--recover", "--no-check", "--trust-code", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
     "eval": {
+        "--trust-code",
         "--data",
         "--step",
         "--no-bos",

@@ -19,6 +19,7 @@ from bloomery.cli.demo import (
     write_bars,
     write_next_steps,
 )
+from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.prompts import Prompt, Prompts
@@ -152,7 +153,7 @@ def _completions(folder: Path, step: int) -> Path:
 
 def result_of(folder: Path, step: StepDone) -> tuple[Any, ...]:
     """All that a step gives: its loss, gradient norm and metrics, and the bytes of its completions and rewards."""
-    digest = sha256(_completions(folder, step.step).read_bytes()).hexdigest()
+    digest = sha256(read_whole(_completions(folder, step.step))).hexdigest()
     return step.loss, step.grad_norm, step.metrics, digest
 
 

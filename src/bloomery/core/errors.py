@@ -84,6 +84,10 @@ _SYSTEM_ERRORS = {
         "a folder exists at the path of a file",
         "move it away, then run the same command again",
     ),
+    errno.EEXIST: (
+        "something else exists at this path",
+        "move it away, then run the same command again",
+    ),
     errno.ENOTDIR: (
         "a file exists at the path of a folder",
         "move it away, then run the same command again",

@@ -131,10 +131,10 @@ class RunFolder:
 
 def exclude_hosts(folder: RunFolder, hosts: Sequence[str]) -> None:
     """Adds the hosts to those that a job script leaves out. A full disk, or a deleted folder, prevents it quietly."""
-    with suppress(OSError):
+    with suppress(OSError, UserError):
         known_hosts = []
         if folder.excluded_hosts.is_file():
-            known_hosts = folder.excluded_hosts.read_text(encoding="utf-8").split()
+            known_hosts = read_whole(folder.excluded_hosts).decode(errors="replace").split()
         all_hosts = dict.fromkeys([*known_hosts, *hosts])
         write_durably(folder.excluded_hosts, "".join(f"{host}\n" for host in all_hosts))
 
@@ -298,8 +298,8 @@ def worked_on(folder: Path) -> bool:
     """Whether the run is running, here or on another machine that updates the lock."""
     lock = folder / "lock"
     try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except OSError:
+        descriptor = open_regular(lock)
+    except (OSError, UserError):  # a pipe, a folder or a link is no lock: `locked` reports it
         return False
     try:
         if not try_lock(descriptor, shared=True):

@@ -17,7 +17,7 @@ from typing import Any, Protocol, final
 
 from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
-from bloomery.core.files import write_durably
+from bloomery.core.files import read_whole, write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
 from bloomery.parallel.collective_notes import CollectiveNote
 from bloomery.parallel.environment import node_name
@@ -538,8 +538,8 @@ class Board:
                 name = re.fullmatch(r"end-(\d+)\.json", path.name)
                 if name is None or self._server.end_of(rank := int(name[1])) is not None:
                     continue
-                with suppress(OSError, ValueError):
-                    entry = dict(json.loads(path.read_text(encoding="utf-8")))
+                with suppress(OSError, ValueError, TypeError, UserError):
+                    entry = dict(json.loads(read_whole(path)))
                     if entry.get("attempt") in (None, attempt):
                         ends[rank] = entry
         return ends
@@ -547,10 +547,8 @@ class Board:
 
 def message_in(folder: RunFolder) -> Message | None:
     """The last message of any launch in the run folder."""
-    with suppress(OSError, ValueError, TypeError):
-        return Message(
-            **json.loads((folder.path / "ranks" / MESSAGE_FILE).read_text(encoding="utf-8"))
-        )
+    with suppress(OSError, ValueError, TypeError, RecursionError, UserError):
+        return Message(**json.loads(read_whole(folder.path / "ranks" / MESSAGE_FILE)))
     return None
 
 

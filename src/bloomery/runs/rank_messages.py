@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import private_folder, read_whole, replace_atomically
+from bloomery.core.files import open_regular, private_folder, read_whole, replace_atomically
 
 CONNECT_SECONDS = 1.0  # between two looks for rank 0's server
 AGAIN_SECONDS = 0.1  # until the next connection to a process of this host that has said nothing
@@ -437,7 +437,7 @@ def _joined_host(path: Path) -> tuple[socket.socket | None, socket.socket | None
 
     Raises OSError where the folder of `path` cannot be written.
     """
-    lock = os.open(path.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_regular(path.parent / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

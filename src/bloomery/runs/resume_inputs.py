@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -61,10 +62,10 @@ def refuse_other_dataset(folder: RunFolder, loaded_recipe: LoadedRecipe, plan: R
     ]
     saved_tokenizers = [path for path in copies if path.is_file()]
     current_tokenizers = {
-        name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()
+        name: read_input(data / name) for name in TOKENIZERS if (data / name).is_file()
     }
     same_tokenizer = not saved_tokenizers or any(
-        path.read_bytes() == current_tokenizers.get(path.name) for path in saved_tokenizers
+        read_input(path) == current_tokenizers.get(path.name) for path in saved_tokenizers
     )
     if not (same_tokens and same_tokenizer):
         raise UserError(

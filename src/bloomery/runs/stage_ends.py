@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 
 from bloomery.core.child import last_words, signal_name
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.parallel.collective_notes import CollectiveNote, rank_behind
@@ -188,8 +189,8 @@ def _awaited(notes: Mapping[int, CollectiveNote]) -> str:
 
 def hosts_of_ranks(folder: RunFolder) -> list[str]:
     """By rank, where the ranks of the last start were on several hosts; else empty."""
-    with suppress(OSError, ValueError):
-        hosts = list(map(str, json.loads((folder.path / STACKS / HOSTS_FILE).read_text())))
+    with suppress(OSError, ValueError, TypeError, UserError):
+        hosts = list(map(str, json.loads(read_whole(folder.path / STACKS / HOSTS_FILE))))
         return hosts if len(set(hosts)) > 1 else []
     return []
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, final
 
 from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
+from bloomery.core.files import open_regular, write_durably
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 from bloomery.parallel.descriptors import allow_descriptors, most_sockets
 from bloomery.parallel.environment import LinkFailed, node_name
@@ -58,7 +59,8 @@ class Deadline:
     def __init__(self, run_dir: Path, rank: int) -> None:
         folder = run_dir / STACKS
         folder.mkdir(exist_ok=True)
-        self._file = (folder / f"rank-{rank}.txt").open("w", encoding="utf-8")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._file = os.fdopen(open_regular(folder / f"rank-{rank}.txt", flags), "w")
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
         override = float(os.environ.get(OVERRIDE, "0"))
         self._least = override or LEAST_SECONDS
@@ -307,7 +309,7 @@ def _train(
             mesh = replace(mesh, sends_from_device=checked.link.transport == "device")
     if mesh.first_rank and checked is not None:
         with suppress(OSError):  # the folder is missing without a deadline, or the disk is full
-            (folder.path / STACKS / HOSTS_FILE).write_text(json.dumps(checked.hosts))
+            write_durably(folder.path / STACKS / HOSTS_FILE, json.dumps(checked.hosts))
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first_rank else _no_event
     binding = check_binding(mesh)

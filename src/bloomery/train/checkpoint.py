@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import flush_to_disk, read_whole
+from bloomery.core.files import flush_to_disk, read_input, read_whole
 from bloomery.core.units import format_bytes
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.monitor.events import Emit, Event, Saved, Warned
@@ -477,7 +477,7 @@ def stored_part(folder: Path, part: str) -> StoredPart:
     index = folder / f"{part}.safetensors.index.json"
     if not index.exists():
         return StoredPart([folder / f"{part}.safetensors"])
-    files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    files = sorted(set(json.loads(read_input(index))["weight_map"].values()))
     return StoredPart(folder / file for file in files)
 
 

@@ -17,7 +17,15 @@ from stat import S_ISREG
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import added_to, flush_to_disk, remove, stamped, unstamped, write_durably
+from bloomery.core.files import (
+    added_to,
+    flush_to_disk,
+    open_input,
+    remove,
+    stamped,
+    unstamped,
+    write_durably,
+)
 from bloomery.model.adapters.settings import base_folder, is_adapter_folder
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.recipe.schema import Quantize
@@ -161,10 +169,12 @@ def _file_damage(path: Path, entry: dict[str, Any], *, hashes: bool) -> str | No
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
+    except UserError as error:
+        return f"{path.name} cannot be read ({error.problem})"
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import write_durably
+from bloomery.core.files import read_input, read_whole, write_durably
 from bloomery.hub import cached_model
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import ModelReward, PythonReward, reward_name
@@ -23,10 +24,7 @@ def changed_rewards(run_dir: Path, plan: RunPlan) -> list[str]:
         elif isinstance(reward, ModelReward):
             identities[reward_name(reward)] = _model_identity(reward.model)
     path = run_dir / FILE
-    try:
-        before: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        before = {}
+    before = _noted(path)
     if identities != before:
         write_durably(path, json.dumps(identities, indent=2) + "\n")
     return [
@@ -36,10 +34,19 @@ def changed_rewards(run_dir: Path, plan: RunPlan) -> list[str]:
     ]
 
 
+def _noted(path: Path) -> dict[str, Any]:
+    """Those of before; of a file that holds none, none. Raises UserError for a pipe, a link or a folder."""
+    try:
+        content = json.loads(read_whole(path))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _file_identity(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
+        return hashlib.sha256(read_input(file)).hexdigest()
+    except UserError:
         return "missing"
 
 

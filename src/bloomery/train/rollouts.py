@@ -6,7 +6,6 @@ draws; a rollout that a checkpoint interrupts is a part of the checkpoint.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from bloomery.core.files import write_durably
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
@@ -546,9 +546,7 @@ class RolloutSource:
                 del entry["advantage"]
                 entry |= {name: list(getattr(sample.targets, name)) for name in TARGETS}
             lines.append(json.dumps(entry, ensure_ascii=False))
-        draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_durably(path, "\n".join(lines) + "\n")
 
 
 def rollout_source(inputs: SourceInputs) -> RolloutSource:

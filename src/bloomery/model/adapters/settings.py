@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import digest_of, digests_of_file
+from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.config import ModelConfig
@@ -552,7 +552,7 @@ def refuse_other_base(folder: Path, base: Path) -> None:
     if not path.is_file() or path.stat().st_size > LARGEST_CONFIG:
         return
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_input(path, LARGEST_CONFIG))
     except (ValueError, RecursionError) as error:
         problem = f"state.json is not JSON: {error}"[:200]
         raise UserError(problem, where=str(path), fix=AGAIN) from error

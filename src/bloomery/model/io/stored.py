@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import open_input, read_input
 from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
@@ -32,7 +33,7 @@ def read_object(path: Path, *, fix: str) -> dict[str, Any]:
     if path.stat().st_size > LARGEST_CONFIG:
         raise UserError(f"{path.name} is larger than 16 MiB", where=str(path), fix=fix)
     try:
-        raw_object = json.loads(path.read_text(encoding="utf-8"))
+        raw_object = json.loads(read_input(path, LARGEST_CONFIG))
     except (ValueError, RecursionError) as error:
         # Python appends advice on long numbers, which is not meant for our reader.
         reason = str(error).partition(";")[0]
@@ -234,7 +235,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_input(index, LARGEST_INDEX))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError("the index holds no weight_map", where=str(index), fix=AGAIN) from error
     if not isinstance(weight_map, dict) or not all(
@@ -308,6 +309,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
+    open_input(path).close()  # the library would wait for a pipe
     # The library checks that header and length agree. Offsets are read from the header itself.
     try:
         with safe_open(path, framework="numpy"):
