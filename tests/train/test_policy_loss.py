@@ -1,20 +1,25 @@
 """Policy losses and advantages. Oracles: `_compute_loss` of TRL on the same logits, and hand computations."""
 
 import dataclasses
+import math
 from collections import defaultdict
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
 from bloomery.train.losses import added, extreme, means
 from bloomery.train.policy_loss import (
     PolicyLoss,
     SamplingCorrection,
+    deviation_of,
     group_advantages,
     leave_one_out_advantages,
+    mean_of,
     share_without_variance,
 )
 
@@ -279,6 +284,58 @@ def test_a_completion_without_a_reward_has_no_advantage_and_moves_no_mean():
     rewards = torch.tensor([1.0, float("nan"), 0.0, 0.5])
     advantages = group_advantages(rewards, 4, scale="none").tolist()
     assert advantages == pytest.approx([0.5, 0.0, -0.5, 0.0])
+
+
+LARGE = {
+    "2**70": [2.0**70, 0.0, 0.0, 0.0],
+    "1e20": [0.0, 1e20, 2e20, 3e20],
+    "1e39": [1e39, 0.0, 1e39, 0.0],
+    "1e308": [1e308, -1e308, 1e308, -1e308],
+    "1e9 and digits": [1e9, 1e9 + 1, 1e9 + 2, 1e9 + 3],
+    "1e15 and digits": [1e15, 1e15 + 1, 1e15 + 2, 1e15 + 3],
+}
+
+
+def exact_deviation(numbers):
+    """Of rational numbers, without a rounding but that of the root."""
+    exact = [Fraction(number) for number in numbers]
+    mean = sum(exact) / len(exact)
+    squares = sum((number - mean) ** 2 for number in exact) / (len(exact) - 1)
+    root = Fraction(math.isqrt(int(squares * 2**80))) / 2**40
+    return [float((number - mean) / (root + Fraction(1, 10000))) for number in exact]
+
+
+@pytest.mark.parametrize("rewards", LARGE.values(), ids=LARGE)
+def test_large_rewards_have_the_advantages_of_their_differences(rewards):
+    """In float32 their squares overflow or their digits are lost, and all advantages would be 0."""
+    for scale in ("group", "batch"):
+        advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), 4, scale=scale)
+        assert advantages.dtype == torch.float32
+        assert advantages.tolist() == pytest.approx(exact_deviation(rewards), rel=1e-6)
+    assert share_without_variance(rewards, 4) == 0.0
+    assert mean_of(torch.tensor(rewards, dtype=torch.float64)) == pytest.approx(
+        float(sum(map(Fraction, rewards)) / 4)
+    )
+    assert deviation_of(torch.tensor(rewards, dtype=torch.float64)) > 0
+
+
+def test_a_difference_that_float32_does_not_hold_is_refused():
+    rewards = torch.tensor([1e39, 0.0, 0.0, 0.0], dtype=torch.float64)
+    with pytest.raises(UserError, match="float32"):
+        group_advantages(rewards, 4, scale="none")
+    with pytest.raises(UserError, match="float32"):
+        leave_one_out_advantages(rewards, 4)
+    small = torch.tensor([1e9, 1e9 + 1], dtype=torch.float64)
+    assert leave_one_out_advantages(small, 2).tolist() == [-1.0, 1.0]
+
+
+def test_ordinary_rewards_have_the_advantages_of_trl_to_the_last_but_one_bit():
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.rand(64, generator=draw)
+    groups = rewards.view(-1, 4)
+    theirs = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    ours = group_advantages(rewards, 4, scale="group")
+    torch.testing.assert_close(ours, theirs.flatten(), atol=1e-6, rtol=1e-6)
 
 
 def test_leave_one_out_leaves_out_completions_without_a_reward():

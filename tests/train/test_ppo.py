@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores, ScoresAndValues
 from bloomery.train.losses import means
@@ -163,6 +164,20 @@ def test_a_completion_without_any_reward_counts_nowhere():
         assert found.targets[row].advantages == pytest.approx(targets.advantages, abs=1e-6)
         assert found.targets[row].returns == pytest.approx(targets.returns, abs=1e-6)
     assert set(found.targets[2].advantages) == {0.0}
+
+
+def test_large_scores_have_the_advantages_of_their_differences():
+    """In float32 their squares overflow and every advantage would be 0."""
+    arguments = {"logps": numbers(1), "reference_logps": numbers(2), "values": numbers(3)}
+    large = TokenRewarding(kl_coef=0.0)([2e17 * score for score in SCORES], TRUNCATED, **arguments)
+    zeros = {**arguments, "values": [[0.0] * length for length in LENGTHS]}
+    small = TokenRewarding(kl_coef=0.0)([1e4 * score for score in SCORES], TRUNCATED, **zeros)
+    for ours, expected in zip(large.targets, small.targets, strict=True):
+        assert ours.advantages == pytest.approx(expected.advantages, rel=1e-5)
+    with pytest.raises(UserError, match="1e\\+20"):
+        TokenRewarding()([1e20, 0.0, 0.0, 0.0], TRUNCATED, **arguments)
+    with pytest.raises(UserError, match="value head"):
+        TokenRewarding()([math.inf, 0.0, 0.0, 0.0], TRUNCATED, **arguments)
 
 
 def test_one_token_alone_has_no_deviation():

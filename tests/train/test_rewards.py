@@ -93,6 +93,12 @@ def test_rewards_add_up_by_weight_and_none_abstains(source):
     assert scored.totals == (3.0, 1.0, 1.5)
 
 
+def test_a_sum_that_is_no_number_is_refused_and_is_no_abstention(source):
+    with pytest.raises(UserError, match="1e\\+308") as refused:
+        score(source("lengths", weight=1e308), source("score", weight=1e308))
+    assert "lengths" in refused.value.problem and "weight" in refused.value.fix
+
+
 def test_a_worker_serves_many_calls_and_ends_with_the_block(source):
     with Rewards([source("lengths")]) as rewards:
         for count in (1, 3, 2):

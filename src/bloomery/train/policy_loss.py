@@ -4,6 +4,7 @@ Legend: B batch, T time, S sequence slots. Completions are the loss tokens of a 
 `Batch.sequences`; `Batch.extras` hold their advantages and the log-probabilities with which they were drawn.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.train.losses import LossParts, extreme, sequence_sums, sum_and_count
 
@@ -211,27 +213,72 @@ def group_advantages(
     """[N]: by how much the reward of each completion exceeds the mean of its group: of `num_generations` in a row.
 
     `scale`: the difference is divided by the standard deviation of the group's rewards, of all rewards ("batch"), or
-    not at all. A reward of NaN (a completion without any reward) counts in no mean and has the advantage 0.
+    not at all. A reward of NaN (a completion without any reward) counts in no mean and has the advantage 0. Raises
+    UserError as `_as_float32`.
     """
-    rewards_GN = rewards.view(-1, num_generations)
+    unit = unit_of(rewards)
+    rewards_GN = rewards.double().view(-1, num_generations) / unit
     advantages_GN = rewards_GN - rewards_GN.nanmean(1, keepdim=True)
+    floor = DEVIATION_FLOOR / unit
     if scale == "group":
-        advantages_GN = advantages_GN / (_deviation(rewards_GN) + DEVIATION_FLOOR)
+        advantages_GN = advantages_GN / (_deviation(rewards_GN) + floor)
     elif scale == "batch":
-        advantages_GN = advantages_GN / (_deviation(rewards_GN.view(1, -1)) + DEVIATION_FLOOR)
-    return advantages_GN.nan_to_num(0.0).flatten()
+        advantages_GN = advantages_GN / (_deviation(rewards_GN.view(1, -1)) + floor)
+    else:
+        advantages_GN = advantages_GN * unit
+    return _as_float32(advantages_GN.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf).flatten())
 
 
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """[N]: the reward of each completion less the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     A reward of NaN (a completion without any reward) counts in no mean. Its advantage is 0, and so is that of a
-    completion that is alone in its group.
+    completion that is alone in its group. Raises UserError as `_as_float32`.
     """
-    rewards_GN = rewards.view(-1, num_generations)
+    unit = unit_of(rewards)
+    rewards_GN = rewards.double().view(-1, num_generations) / unit
     num_others_GN = rewards_GN.isfinite().sum(1, keepdim=True) - 1
-    mean_of_others_GN = (rewards_GN.nansum(1, keepdim=True) - rewards_GN) / num_others_GN
-    return (rewards_GN - mean_of_others_GN).nan_to_num(0.0, posinf=0.0, neginf=0.0).flatten()
+    sums_G1 = rewards_GN.nansum(1, keepdim=True)
+    mean_of_others_GN = (sums_G1 - rewards_GN) / num_others_GN.clamp(min=1)
+    advantages_GN = (rewards_GN - mean_of_others_GN) * unit
+    is_compared_GN = rewards_GN.isfinite() & (num_others_GN > 0)
+    return _as_float32(torch.where(is_compared_GN, advantages_GN, 0.0).flatten())
+
+
+def unit_of(rewards: Tensor) -> float:
+    """A power of two that large rewards are divided by, so that no sum and no square of them overflows; else 1.
+
+    Rewards are compared in float64: in float32 1e9 + 1 equals 1e9, and the square of 1e20 is infinite.
+    """
+    largest = float(rewards.double().abs().nan_to_num(0.0).max()) if rewards.numel() else 0.0
+    return 2.0 ** max(0, math.frexp(largest)[1] - 1)
+
+
+def mean_of(numbers: Tensor) -> float:
+    """Their mean without NaN, in float64."""
+    unit = unit_of(numbers)
+    return float((numbers.double() / unit).nanmean()) * unit
+
+
+def deviation_of(numbers: Tensor, *, correction: int = 1) -> float:
+    """Their standard deviation without NaN, in float64; 0 for fewer than two, infinite where float64 ends."""
+    unit = unit_of(numbers)
+    known = numbers[numbers.isfinite()].double() / unit
+    return float(known.std(correction=correction)) * unit if len(known) > 1 else 0.0
+
+
+def _as_float32(advantages: Tensor) -> Tensor:
+    """As the loss takes them. Raises UserError for one that float32 does not hold."""
+    numbers = advantages.float()
+    if not numbers.isfinite().all():
+        largest = float(advantages.abs().max())
+        raise UserError(
+            f"a reward differs from the others of its prompt by {largest:.3g}: float32, in which the loss is computed,"
+            f" ends at {torch.finfo(torch.float32).max:.3g}",
+            where="rewards",
+            fix="set a smaller weight of the reward, or divide its numbers by a constant",
+        )
+    return numbers
 
 
 def _deviation(rewards_GN: Tensor) -> Tensor:
@@ -244,8 +291,10 @@ def _deviation(rewards_GN: Tensor) -> Tensor:
 
 def share_without_variance(rewards: Sequence[float], num_generations: int) -> float:
     """The share of groups whose completions all have one reward, so that nothing can be learned from them."""
-    deviations = _deviation(torch.tensor(rewards, dtype=torch.float32).view(-1, num_generations))
-    return float((deviations < 1e-8).float().mean())
+    numbers = torch.tensor(rewards, dtype=torch.float64)
+    unit = unit_of(numbers)
+    deviations = _deviation(numbers.view(-1, num_generations) / unit)
+    return float((deviations < 1e-8 / unit).float().mean())
 
 
 def _means_of_sequences(values_BT: Tensor, batch: Batch) -> Tensor:

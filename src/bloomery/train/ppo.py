@@ -8,6 +8,7 @@ longest length TRL does the same.
 Legend: B batch, T time, N completions, L tokens of the longest one; shorter ones are padded at the end.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,11 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.train.losses import LossParts, sum_and_count
-from bloomery.train.policy_loss import gap_metrics, sampling_gaps
+from bloomery.train.policy_loss import gap_metrics, mean_of, sampling_gaps
 from bloomery.train.rollout import TokenTargets
 
+LARGEST_SCORE = 1e18  # its square, an error of the value head, is finite in float32
 VARIANCE_FLOOR = 1e-8  # added to a variance that is divided by, as in TRL
 
 Numbers = Sequence[Sequence[float]]  # of each token of each completion
@@ -61,9 +64,11 @@ class TokenRewarding:
     ) -> TokenRewards:
         """`rewards`: of whole completions; one without any (NaN) counts nowhere. `reference_logps`: None without KL."""
         # 1. Everything as padded tensors. The order of the sums is that of the completions, on any number of ranks.
-        scores_N = torch.tensor(rewards, dtype=torch.float32)
-        scores_N = scores_N - self.missing_eos_penalty * torch.tensor(is_truncated).float()
-        is_scored_N = scores_N.isfinite()
+        # In float64: the square of a score of 1e20 is infinite in float32, and all advantages would be 0.
+        scores_N = torch.tensor(rewards, dtype=torch.float64)
+        scores_N = scores_N - self.missing_eos_penalty * torch.tensor(is_truncated).double()
+        is_scored_N = ~scores_N.isnan()
+        _refuse_large(scores_N)
         lengths_N = torch.tensor([len(completion) for completion in logps])
         is_token_NL = torch.arange(int(lengths_N.max())) < lengths_N[:, None]
         is_token_NL = is_token_NL & is_scored_N[:, None]
@@ -91,16 +96,16 @@ class TokenRewarding:
         advantages_NL = whitened(advantages_NL, is_token_NL)
         targets = tuple(
             TokenTargets(
-                tuple(advantages_NL[index, :length].tolist()),
-                tuple(values_NL[index, :length].tolist()),
-                tuple(returns_NL[index, :length].tolist()),
+                tuple(advantages_NL[index, :length].float().tolist()),
+                tuple(values_NL[index, :length].float().tolist()),
+                tuple(returns_NL[index, :length].float().tolist()),
             )
             for index, length in enumerate(lengths_N.tolist())
         )
 
         # 4. Means over completions, of sums over their tokens; `kl` is a mean over tokens, as GRPO and RLOO report it.
         num_scored = max(1, int(is_scored_N.sum()))
-        mean_score = float(scores_N.nansum()) / num_scored
+        mean_score = mean_of(scores_N) if is_scored_N.any() else 0.0
         metrics = {
             "objective/scores": mean_score,
             "objective/entropy": float(-logps_NL.sum()) / num_scored,
@@ -150,8 +155,19 @@ def whitened(numbers_NL: Tensor, is_token_NL: Tensor, *, shifts_mean: bool = Tru
 
 
 def _padded(numbers: Numbers) -> Tensor:
-    tensors = [torch.tensor(completion, dtype=torch.float32) for completion in numbers]
+    tensors = [torch.tensor(completion, dtype=torch.float64) for completion in numbers]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def _refuse_large(scores_N: Tensor) -> None:
+    """Raises UserError for a score whose return, in float32, is not finite or has an infinite squared error."""
+    largest = float(scores_N.abs().nan_to_num(0.0, posinf=math.inf).max())
+    if largest > LARGEST_SCORE:
+        raise UserError(
+            f"a completion has a reward of {largest:.3g}: the value head learns rewards of at most {LARGEST_SCORE:g}",
+            where="rewards",
+            fix="set a smaller weight of the reward, or divide its numbers by a constant",
+        )
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,19 @@ class Rewards:
                 for name, rewards in by_name.items()
                 if (reward := rewards[index]) is not None
             ]
-            totals.append(sum(weighted) if weighted else math.nan)
+            total = sum(weighted) if weighted else math.nan
+            if weighted and not math.isfinite(total):
+                numbers = ", ".join(
+                    f"{weights[name]:g} x {rewards[index]:.3g} of {name}"
+                    for name, rewards in by_name.items()
+                    if rewards[index] is not None
+                )
+                raise UserError(
+                    f"the sum of the rewards of a completion is no finite number: {numbers}",
+                    where="rewards",
+                    fix="set a smaller weight of the reward, or divide its numbers by a constant",
+                )
+            totals.append(total)
         return ScoredCompletions(by_name, tuple(totals), tuple(skipped))
 
     def _answer(

@@ -43,8 +43,10 @@ from bloomery.recipe.schema import (
 from bloomery.train.forward import eval_mode, forward, to_device
 from bloomery.train.objectives import Scoring, policy_scoring
 from bloomery.train.policy_loss import (
+    deviation_of,
     group_advantages,
     leave_one_out_advantages,
+    mean_of,
     share_without_variance,
 )
 from bloomery.train.ppo import TokenRewarding
@@ -199,7 +201,7 @@ class RolloutSource:
         if not totals:
             return None
         return HeldOutReward(
-            sum(totals) / len(totals),
+            mean_of(torch.tensor(totals, dtype=torch.float64)),
             len(totals),
             sum(len(text.ids) for text in completions),
             time.perf_counter() - start_time,
@@ -377,7 +379,7 @@ class RolloutSource:
         ]
 
     def _advantages(self, scale: Scale, totals: Sequence[float]) -> list[float]:
-        rewards = torch.tensor(totals, dtype=torch.float32)
+        rewards = torch.tensor(totals, dtype=torch.float64)
         if scale == "leave_one_out":
             advantages = leave_one_out_advantages(rewards, self._settings.num_generations)
         else:
@@ -489,16 +491,13 @@ class RolloutSource:
         lengths = torch.tensor([len(text.ids) for text in completions], dtype=torch.float32)
         is_truncated = torch.tensor([text.truncated for text in completions])
         ended_lengths = lengths[~is_truncated]
-        totals = torch.tensor(scored.totals)
+        totals = torch.tensor(scored.totals, dtype=torch.float64)
         # Completions are compared with those of their prompt; one that is alone in its own, with all.
         groups = totals.view(-1, generations if generations > 1 else len(totals))
-        deviations = [
-            float(group[group.isfinite()].std()) if group.isfinite().sum() > 1 else 0.0
-            for group in groups
-        ]
+        deviations = [deviation_of(group) for group in groups]
         metrics = {
-            "reward": float(totals.nanmean()),
-            "reward_std": sum(deviations) / len(deviations),
+            "reward": mean_of(totals),
+            "reward_std": mean_of(torch.tensor(deviations, dtype=torch.float64)),
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
@@ -510,10 +509,11 @@ class RolloutSource:
         if len(ended_lengths):
             metrics["completions/mean_terminated_length"] = float(ended_lengths.mean())
         for name, rewards in scored.by_name.items():
-            numbers = torch.tensor([reward for reward in rewards if reward is not None])
-            if len(numbers):
-                metrics[f"rewards/{name}/mean"] = float(numbers.mean())
-                metrics[f"rewards/{name}/std"] = float(numbers.std(correction=0))
+            known_rewards = [reward for reward in rewards if reward is not None]
+            if known_rewards:
+                numbers = torch.tensor(known_rewards, dtype=torch.float64)
+                metrics[f"rewards/{name}/mean"] = mean_of(numbers)
+                metrics[f"rewards/{name}/std"] = deviation_of(numbers, correction=0)
         return metrics
 
     def _write(
