@@ -39,6 +39,7 @@ from bloomery.monitor.reader_processes import ReaderProcesses
 from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import summary_of
+from bloomery.plan.store import begin
 from bloomery.runs.reader import RunReader
 from bloomery.studio.curves import RunCurves
 from bloomery.studio.watching import END_BYTES, OpenRun, Watching
@@ -421,6 +422,39 @@ def test_an_open_run_reads_only_what_is_new_and_survives_its_folder() -> None:
     opened.update()
     assert (opened.status, opened.problem) == ("deleted", "the run folder is gone")
     assert opened.curves.points("loss").tolist()[-1] == [3, 1.5]
+
+
+@pytest.mark.parametrize("way", ["deleted and made anew", "copied over it", "cut"])
+def test_another_run_of_the_same_name_is_read_anew(way: str) -> None:
+    """`bloomery demo` always has one name. A longer run after a shorter one, and the other way round."""
+    for first_steps, second_steps in ((12, 40), (40, 12)):
+        for name in ("demo", "other"):
+            shutil.rmtree(Path("runs") / name, ignore_errors=True)
+        folder = make_run("demo", events=[step_done(step) for step in range(1, first_steps)])
+        begin(folder, {})
+        watching = Watching()
+        before = watching.run("demo")
+        before.update()
+        assert before.summary.step == first_steps - 1
+        steps = [step_done(step) for step in range(1, second_steps)]
+        other = make_run("other", events=steps)
+        begin(other, {})
+        if way == "deleted and made anew":
+            shutil.rmtree(folder)
+            other.rename(folder)
+        elif way == "copied over it":
+            shutil.copytree(other, folder, dirs_exist_ok=True)
+        else:
+            (folder / "events.jsonl").write_text("")
+        after = watching.run("demo")
+        after.update()
+        assert after is not before and after.status != "unreadable"
+        expected_step = 0 if way == "cut" else second_steps - 1
+        assert after.summary.step == expected_step
+        assert [row.step for row in Watching().rows() if row.name == "demo"] == [expected_step]
+        before.update()
+        assert before.status == "unreadable" and "another run" in before.problem
+        assert watching.run("demo") is after
 
 
 def test_a_run_that_is_deleted_while_the_list_is_made_hides_no_other(

@@ -563,6 +563,11 @@ class Tail:
             os.close(file)
         return list(pairwise(borders))
 
+    @property
+    def whole_lines_end(self) -> int:
+        """The byte after the last line that has been read whole."""
+        return self._position - len(self._rest)
+
     def go_on_at(self, position: int) -> None:
         """The lines before this byte, where one begins, have been read elsewhere."""
         self._position = position

@@ -14,7 +14,7 @@ from bloomery.monitor.screen import WatchedRun
 from bloomery.monitor.step_columns import StepColumns, read_groups
 from bloomery.monitor.summary import RunFacts, RunSummary
 from bloomery.plan.explained import run_facts
-from bloomery.plan.store import read_plan
+from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import worked_on
 from bloomery.train.model_folder import best_on_disk
@@ -42,6 +42,10 @@ class RunReader:
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self._groups = read_groups if processes is None else processes.groups
         self.plan: RunPlan | None = None
+        self._files: tuple[object, object] = (
+            None,
+            None,
+        )  # as `_files_now`, of the run that is read
         self._facts: RunFacts | None = None
 
     @property
@@ -49,11 +53,45 @@ class RunReader:
         """Figures of the plan, once there is one that this version reads."""
         return self._facts or RunFacts(name=self.folder.name)
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the folder has another run than the one that has been read: deleted and made anew, or copied there.
+
+        A run only appends to its events: another file, or one that ends before what has been read, is another run's.
+        """
+        files = self._files_now()
+        for known, now in zip(self._files, files, strict=True):
+            if known is not None and now is not None and known != now:
+                return True
+        self._files = tuple(now or known for known, now in zip(self._files, files, strict=True))
+        with suppress(OSError):
+            return self.tail.path.stat().st_size < self.tail.whole_lines_end
+        return False
+
+    def _files_now(self) -> tuple[object, object]:
+        """The run's id, and which file its events are; None for what cannot be read."""
+        run = None
+        with suppress(UserError, OSError):
+            identity = read_identity(self.folder)
+            run = None if identity is None else identity.run
+        events = None
+        with suppress(OSError):
+            status = self.tail.path.stat()
+            events = status.st_dev, status.st_ino
+        return run, events
+
     def read(self, on_group: Callable[[Event | StepColumns], None] = lambda _: None) -> str:
         """Reads new events. Returns the status of the run. Raises UserError.
 
         `on_group` gets each event, and consecutive steps together.
         """
+        if self.is_replaced:
+            raise UserError(
+                "another run has this name now",
+                where=str(self.folder),
+                fix="open it again, to see its figures",
+            )
+
         # The lock is asked before the events are read, so that the last events of a run are not missed.
         is_running = worked_on(self.folder)
         for group in self._groups(self.tail):

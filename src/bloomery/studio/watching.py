@@ -298,7 +298,11 @@ class Watching:
                 ]
                 if key == name or now - run.used < KEPT_SECONDS
             }
-            return self._open.setdefault(name, OpenRun(folder, self.decode, self.processes))
+            # A page that is opened now shows the run that is there now; a page of a deleted one says that.
+            opened = self._open.get(name)
+            if opened is None or opened.reader.is_replaced:
+                opened = self._open[name] = OpenRun(folder, self.decode, self.processes)
+            return opened
 
     def read_ahead(self, name: str) -> None:
         """Reads a run that somebody points at, before it is opened. Of those that are pointed at meanwhile, the last
@@ -320,7 +324,7 @@ def _state_of(folder: Path) -> tuple[object, ...]:
     for name in ("events.jsonl", "plan.json", "lock"):
         try:
             stat = (folder / name).stat()
-            state.append((stat.st_size, stat.st_mtime_ns))
+            state.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
         except OSError:
             state.append(None)
     return tuple(state)
