@@ -361,6 +361,18 @@ def test_closed_output_is_no_crash(trained, words):
     assert subprocess.run(["sh", "-c", words], cwd=trained).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "streams", ["2> /dev/full > /dev/null", pytest.param("2>&1 | true", marks=pytest.mark.soak)]
+)
+def test_notes_that_nobody_can_read_do_not_end_training(workshop, streams):
+    words = f"{sys.executable} -m bloomery train tiny.yaml --run-dir runs/one train.max_steps=2"
+    code = "exit ${PIPESTATUS[0]}"
+    assert (
+        subprocess.run(["bash", "-c", f"{words} {streams}; {code}"], cwd=workshop).returncode == 0
+    )
+    assert '"status": "done"' in (workshop / "runs/one/events.jsonl").read_text()
+
+
 FAILING = (
     ["eval", "one", "--data", "no"],
     ["eval", "no"],

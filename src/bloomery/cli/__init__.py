@@ -7,12 +7,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, final
+from typing import NoReturn, TextIO, cast, final
 
 import click
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
+from bloomery.core.streams import ClosableStream
 from bloomery.core.text import did_you_mean
 
 # Exit codes: a run that stopped and can be resumed; Ctrl+C with nothing to resume.
@@ -137,6 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in streams:
         if stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="replace")
+    # Notes and errors that nobody can read (`2> /dev/full`, `2>&1 | true`) are no reason to end. What a command prints
+    # on stdout is its result.
+    sys.stderr = cast("TextIO", ClosableStream(sys.stderr))
 
     # Libraries expect a home folder, which a user ID that is not in /etc/passwd lacks, as in Docker.
     try:

@@ -1,14 +1,14 @@
 """The parent process writes the events of a run and shows them: terminal, log.txt, trackers. No torch."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import IO, Any, TextIO, cast, final
+from typing import IO, cast, final
 
 from rich.console import Console
 
+from bloomery.core.streams import ClosableStream
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.diagnosis import Diagnoser
@@ -20,35 +20,6 @@ from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan
 from bloomery.runs.consent import noted_commands
 from bloomery.runs.folder import RunFolder
-
-
-@final
-class ClosableStream:
-    """A terminal or pipe that may close while training continues: later output is dropped; log.txt also has it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return self._drop(len(text))
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop(0)
-
-    def _drop(self, count: int) -> int:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-        return count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @final

@@ -51,7 +51,8 @@ def build_kernels(plan: RunPlan) -> float:
         raise UserError(
             f"the C++ that this plan computes with cannot be compiled: {error}",
             where=f"attention: {plan.model.attention}, log-probabilities: {plan.model.scores}",
-            fix="install g++ (apt install g++); or set train.attention=per_document, which computes both in PyTorch",
+            fix=f"{error.fix or 'see the reason above'}; or set train.attention=per_document, which computes both in"
+            " PyTorch",
         ) from error
     return time.perf_counter() - began
 
