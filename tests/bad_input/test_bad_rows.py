@@ -64,7 +64,10 @@ CASES = {
         "sft",
         [{"number": "a", "remark": "b"}],
         [],
-        ["number, remark", "data.columns={messages: NAME}"],
+        [
+            "number, remark",
+            "data.format=alpaca data.columns='{instruction: number, output: remark}'",
+        ],
     ),
     "columns of other data": (
         "sft",

@@ -129,8 +129,8 @@ def test_columns_of_other_names(tmp_path):
     assert found.example and found.example.responses == (SAID,)
     (found,) = read(path, columns={"text": "text"})
     assert (found.text, found.example) == ("no", None)
-    with pytest.raises(UserError, match="unknown role: label; the roles are messages, tools"):
-        read(path, columns={"label": "x"}, format="messages")
+    with pytest.raises(UserError, match="unknown role: chosen; the roles are messages, system"):
+        read(path, columns={"chosen": "x"}, format="messages")
     with pytest.raises(UserError, match="unknown role: wat"):
         read(path, columns={"wat": "x"})
 
@@ -173,7 +173,7 @@ def test_text_stays_text(tmp_path):
             {"riddle": "a", "secret": "b"},
             "sft",
             "no column with a usual name for the messages or a response",
-            "data.columns={messages: NAME}",
+            "data.format=alpaca data.columns='{instruction: riddle, output: secret}'",
         ),
     ],
 )

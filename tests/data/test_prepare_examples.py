@@ -320,7 +320,10 @@ def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, 
     assert [stored(split, n) for n in range(20)] == [
         ((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)
     ]
-    assert prepare(recipe_of(objective="pretrain", **named), tmp_path / "q").kind == "text"
+    # Pretraining masks what labels mask, and no assistant's turns.
+    pretrained = prepare(recipe_of(objective="pretrain", **named), tmp_path / "q")
+    assert pretrained.kind == ("chat" if mask == "labels" else "text")
+    assert pretrained.unread_columns == (() if mask == "labels" else ("attention_mask", mask)[1:])
     write_rows(path, [{**rows[0], mask: flags[:3]}])
     with pytest.raises(UserError, match="has 3 entries where input_ids has 4 tokens"):
         prepare(recipe_of(objective="sft", **named), tmp_path / "r")

@@ -210,8 +210,13 @@ def test_the_prompt_may_have_another_name(recipe, tmp_path):
     assert {prompt.text for prompt in found} == set(sentences(9))
     assert {tuple(prompt.columns) for prompt in found} == {("prompt", "answer")}
     with_input = [{"instruction": text, "input": "4"} for text in sentences(9)]
-    with pytest.raises(UserError, match="no column with a usual name for the prompts") as told:
-        prepare(recipe(with_input), tmp_path / "r")
+    prepare(recipe(with_input), tmp_path / "r")
+    assert {prompt.text for prompt in read_all(tmp_path / "r")} == {
+        f"{text}\n4" for text in sentences(9)
+    }
+    nameless = [{"riddle": text, "level": 4} for text in sentences(9)]
+    with pytest.raises(UserError, match="plain text; the objective needs prompts") as told:
+        prepare(recipe(nameless), tmp_path / "s")
     assert "data.columns={prompt: NAME}" in told.value.fix
 
 
@@ -355,7 +360,7 @@ def read_all_of(loaded: LoadedRecipe, folder: Path) -> list:
 def test_rows_of_other_objectives_are_refused_in_one_sentence(recipe, recipe_of, tmp_path):
     conversations = [{"messages": [*TALKS["turns before"], {"role": "assistant", "content": "a"}]}]
     for rows, data, problem in (
-        (conversations, {}, "no column with a usual name for the prompts"),
+        (conversations, {}, "ends with a turn of the assistant, with nothing to answer"),
         (
             conversations,
             {"format": "messages"},

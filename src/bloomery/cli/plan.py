@@ -166,6 +166,7 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
+    from bloomery.plan.notes import plan_notes
     from bloomery.runs.devices import planned_report
 
     recipe = loaded_recipe.recipe
@@ -177,11 +178,12 @@ def show_plan(
     exit_code = 0 if plan.fits and (simulation is None or simulation.fits) else 1
     if as_json:
         extra = {"simulated": simulation.document()} if simulation else {}
-        print_json(document(report, machine) | extra)
+        notes = {"notes": list(plan_notes(recipe, plan, is_local=gpu is None))}
+        print_json(document(report, machine) | notes | extra)
         return exit_code
 
     from bloomery.cli import COMMANDS
-    from bloomery.plan.notes import is_dataset_assumed, missing_datasets, plan_notes
+    from bloomery.plan.notes import is_dataset_assumed, missing_datasets
     from bloomery.plan.page import page
 
     # The page suggests no command that would fail: `train` on a GPU of another machine, on more devices than there are

@@ -133,7 +133,7 @@ def _summarize(
     """Print what was prepared: units, sources, tokens, packing, and the warnings of the dataset's size."""
     from bloomery.data.prepare.split import MEASURABLE_ROWS, file_roles, size_warnings
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
-    from bloomery.plan.gather import unread_data_notes
+    from bloomery.plan.gather import unread_columns, unread_data_notes
 
     # A preference pair is one unit of two documents; users count pairs.
     train = manifest.train
@@ -170,6 +170,8 @@ def _summarize(
             echo(f"validation {100 * roles.share:g}% are too few to measure: {limit}")
     for remark in unread_data_notes(loaded_recipe.recipe):
         echo(f"not read   {remark}")
+    for columns in unread_columns(loaded_recipe.recipe, manifest):
+        echo(f"not read   {columns}")
     if manifest.skipped:
         first_reason = one_line(manifest.first_skipped)
         echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {first_reason}")
@@ -259,6 +261,7 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
 
     from bloomery.data.prepare.prepare import preparation
     from bloomery.data.prepare.stats import preview
+    from bloomery.plan.gather import unread_columns
 
     data = loaded_recipe.recipe.data
     length = data.sequence_length
@@ -267,6 +270,9 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
         documents = list(
             preview(preparing, num_documents, sequence_length=length, layout=data.layout)
         )
+
+    for columns in unread_columns(loaded_recipe.recipe):
+        echo(f"not read   {columns}")
 
     # Lines are not wrapped: a copied preview has the line breaks of the dataset.
     for document in documents:

@@ -136,6 +136,9 @@ class Manifest(ManifestRecord):
     held_files: tuple[tuple[str, int], ...] = ()
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of the rows of conversations and pairs
+    # Columns that hold something and are not read, and keys of turns.
+    unread_columns: tuple[str, ...] = ()
+    unread_turn_keys: tuple[str, ...] = ()
     # Padding left out of pre-tokenized documents; None: an older version kept it.
     padding: int | None = None
     turns: bool = False  # formatted with a chat template

@@ -22,12 +22,15 @@ from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.prompts import row_json
 from bloomery.data.shards import Manifest, Texts, open_split
+from bloomery.data.sources.columns import Unread
 from bloomery.data.sources.documents import (
     Dataset,
     Document,
     ReadStats,
+    open_dataset,
     open_datasets,
     read_documents,
+    sources_of,
 )
 from bloomery.data.sources.files import unread_files
 from bloomery.data.sources.formats import ROW_FORMATS
@@ -390,6 +393,30 @@ def unread_data_notes(recipe: Recipe) -> list[str]:
             unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows)
         )
     return [line for line in lines if line is not None]
+
+
+def unread_columns(recipe: Recipe, manifest: Manifest | None = None) -> list[str]:
+    """Columns that hold something, and keys of turns, that nothing reads: of all rows where `manifest` has them, else
+    of the first rows of each source. A source that is not here, or whose rows cannot be read, has none: reading it
+    reports that.
+    """
+    if manifest is not None:
+        columns = dict.fromkeys(manifest.unread_columns)
+        return Unread(columns, dict.fromkeys(manifest.unread_turn_keys)).notes()
+    kind = recipe.objective.spec.data_kind
+    notes = list[str]()
+    for source in sources_of(recipe.data):
+        if not data_place(source.path).exists():
+            continue
+        stats = _BadRowLimit()
+        try:
+            dataset = open_dataset(source, kind)
+            list(islice(read_documents(dataset, on_error="skip", stats=stats), ROWS))
+        except (UserError, _TooManyBadRows):
+            continue
+        name = Path(dataset.files[0].shown).name if len(dataset.files) == 1 else source.path
+        notes += [f"{name}: {note}" for note in stats.unread.notes()]
+    return notes
 
 
 def guessed(recipe: Recipe) -> DatasetFacts | None:

@@ -123,8 +123,8 @@ def made_recipe(
     kind = _typed_kind(typed, "objective")
     # Rows with a prompt and an answer are conversations, unless the model generates the completions.
     objective = OBJECTIVES.get(str(kind))
-    reads_prompts = objective is not None and objective.data_kind == "prompts"
-    format_found = ("auto", {}) if assumed else peek(source, "prompts" if reads_prompts else "sft")
+    data_kind = None if objective is None else objective.data_kind
+    format_found = ("auto", {}) if assumed else peek(source, data_kind)
     method = _OF_OBJECTIVES.get(str(kind)) or (
         _TEXT if format_found is None else _OF_ROWS.get(format_found[0], _SFT)
     )
@@ -142,7 +142,7 @@ def made_recipe(
             "validation": "auto" if not assumed and _own_validation(source, method) else "5%",
             **(
                 {"chat": {"template": "chatml"}}
-                if facts.get("bare") and method is not _TEXT
+                if facts.get("bare") and method is not _TEXT and format != "tokens"
                 else {}
             ),
         },

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bloomery.hub import cached_model, is_hub_id, local_model
 from bloomery.model.io.stored import is_bare
-from bloomery.plan.gather import absent, models_of, unread_data_notes
+from bloomery.plan.gather import absent, models_of, unread_columns, unread_data_notes
 from bloomery.plan.made import ASSUMED
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import untrained
@@ -33,6 +33,8 @@ def plan_notes(recipe: Recipe, plan: RunPlan, *, is_local: bool) -> Iterator[str
         if not is_hub_id(name) and is_bare(local_model(name)):
             yield f"no weights in {name}: `bloomery train` would fail"
     yield from unread_data_notes(recipe)
+    for columns in unread_columns(recipe):
+        yield f"not read: {columns}"
     if is_dataset_assumed(recipe):
         sequences = f"packed sequences of {recipe.data.sequence_length:,} tokens"
         yield f"no --data: conversations in {sequences} are assumed; --data adds steps"

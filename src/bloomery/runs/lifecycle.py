@@ -24,7 +24,7 @@ from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
 from bloomery.plan.advise import advise, checkpoint_bytes
-from bloomery.plan.gather import fetch, gather, unread_data_notes
+from bloomery.plan.gather import fetch, gather, unread_columns, unread_data_notes
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, read_sealed, require_identity, write_sealed
 from bloomery.plan.types import RunPlan
@@ -300,9 +300,11 @@ def _prepare_plan_train(
         warnings.append(
             f"may not fit: {estimated} estimated, {format_bytes(plan.memory.limit)} available"
         )
+    manifest = read_manifest(data)
     warnings += unread_data_notes(loaded_recipe.recipe)
+    warnings += [f"not read: {note}" for note in unread_columns(loaded_recipe.recipe, manifest)]
     sequence_length = loaded_recipe.recipe.data.sequence_length
-    warnings += size_warnings(read_manifest(data), sequence_length=sequence_length)
+    warnings += size_warnings(manifest, sequence_length=sequence_length)
     for warning in warnings:
         flow.hub.emit(Warned(reason=warning))
 

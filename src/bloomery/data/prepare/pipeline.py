@@ -672,6 +672,8 @@ class Preparation:
             held_files=tuple(journal.held_files.items()),
             kind=self.kind,
             formats=tuple(sorted(summary.formats)),
+            unread_columns=tuple(summary.unread.columns),
+            unread_turn_keys=tuple(summary.unread.turn_keys),
             padding=summary.padding,
             turns=formatted,
             template=find_template(template, tokenizer.config).origin if formatted else "",

@@ -12,6 +12,7 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
 from bloomery.data.sources import arithmetic, builtin
+from bloomery.data.sources.columns import COLUMN_NAMES, Unread, is_empty
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
     FORMATS,
@@ -25,6 +26,12 @@ from bloomery.data.sources.formats import (
     read_example,
     refuse_text,
     refuse_unknown_roles,
+)
+from bloomery.data.sources.questions import (
+    holds_turns,
+    refuse_columns,
+    refuse_known_rows,
+    two_texts_fix,
 )
 from bloomery.data.sources.readers import (
     CHARACTERS,
@@ -82,6 +89,7 @@ class ReadStats:
     file: str = ""  # that the last document came from
     bytes_read: int = 0  # sizes of the files that are read
     formats: set[str] = field(default_factory=set)  # of conversations and pairs
+    unread: Unread = field(default_factory=Unread)
     padding: int = 0  # padding tokens left out
 
     def skip(self, bad_row: BadRow) -> None:
@@ -219,12 +227,19 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 columns = list(types)
             elif dataset.required_format != "text":
                 columns = columns_of_examples(dataset.columns, types)
+            # Of plain text and tokens the columns that may be these, so that one of them can be chosen.
+            first_columns = columns or [name for name in types if _may_be_plain(types[name])]
             first_row = (
-                next(read_values(file.path, file.shown, file.format, columns), None)
-                if columns
+                next(read_values(file.path, file.shown, file.format, first_columns), None)
+                if first_columns
                 else None
             )
             reader, columns = _reader(first_row, types, dataset, stats, columns, file.shown)
+            stats.unread.columns |= {
+                name: None
+                for name, kind in types.items()
+                if columns is not None and name not in columns and kind != "null"
+            }
         for value in read_values(file.path, file.shown, file.format, columns):
             if isinstance(value, BadRow):
                 yield value
@@ -287,7 +302,11 @@ def _reader(
 
         def read(value: Value) -> list[Document]:
             example = read_example(
-                value.content, format=format, columns=columns_by_role, where=value.where
+                value.content,
+                format=format,
+                columns=columns_by_role,
+                where=value.where,
+                unread=stats.unread,
             )
             return [
                 Document(part.source, part)
@@ -295,25 +314,67 @@ def _reader(
             ]
 
         return read, columns
-    role, column = _choose(types, dataset, where)
-    flags = (
-        [name for name in types if types[name] == "tokens" or "bool" in types[name]]
-        if role == "tokens"
-        else []
-    )
-    mask = next(
-        (name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None
-    )
-    masks = [name for name in (ATTENTION, mask) if name is not None and name in flags]
+    content = first_row.content if isinstance(first_row, Value) else {}
+    role, column = _choose(types, dataset, where, content)
+    mask = _mask_column(types, dataset, content) if role == "tokens" else None
+    masks = [name for name in (ATTENTION, mask) if name is not None and _holds_flags(types, name)]
     if mask is not None:
         stats.formats.add(f"tokens with {mask}")
-    return lambda value: [_document(value, role, column, masks)], [column, *masks]
+    used = {column, *masks}
+
+    def read_plain(value: Value) -> list[Document]:
+        if isinstance(value.content, dict):
+            stats.unread.columns |= {
+                str(name): None
+                for name, item in value.content.items()
+                if name not in used and not is_empty(item)
+            }
+        return [_document(value, role, column, masks)]
+
+    return read_plain, [column, *masks]
+
+
+def _may_be_plain(kind: str) -> bool:
+    return kind in ("text", "tokens") or "bool" in kind
+
+
+def _holds_flags(types: Mapping[str, str], name: str) -> bool:
+    return types.get(name) == "tokens" or "bool" in types.get(name, "")
+
+
+def _mask_column(types: Mapping[str, str], dataset: Dataset, content: object) -> str | None:
+    """The column that masks tokens: labels, or another one of a usual name. Pretraining trains on every token but those
+    that labels mask; labels that mask none of the first row are a copy of the tokens.
+    """
+    names = [name for name in MASK_COLUMNS if _holds_flags(types, name)]
+    if dataset.required_format == "any":
+        names = [name for name in names if name == "labels" and _masks_any(content, name)]
+    elif dataset.required_format != "sft":
+        return None
+    return next(iter(names), None)
+
+
+def _masks_any(content: object, mask: str) -> bool:
+    flags = content.get(mask) if isinstance(content, dict) else None
+    ignored = _IGNORED if mask == "labels" else 0
+    return isinstance(flags, list) and any(flag == ignored for flag in flags)
 
 
 def _format_of(
-    first_row: Value | BadRow | None, dataset: Dataset, types: Mapping[str, str]
+    first_row: Value | BadRow | None,
+    dataset: Dataset,
+    types: Mapping[str, str],
+    *,
+    by_rows: bool = False,
 ) -> tuple[str, dict[str, str]] | None:
-    """The format of the examples in rows such as `first_row`, and their columns; None for text and tokens."""
+    """The format of the examples in rows such as `first_row`, and their columns; None for text and tokens. `by_rows`:
+    no objective is chosen yet, and these rows decide it.
+    """
+    content = first_row.content if isinstance(first_row, Value) else None
+    if isinstance(content, dict) and isinstance(first_row, Value):
+        error = refuse_columns(content, first_row.where)
+        if error is not None:
+            raise error
     if dataset.format in FORMATS:
         return dataset.format, dataset.columns
     if (
@@ -322,14 +383,28 @@ def _format_of(
         or {"text", "tokens"} & set(dataset.columns)
     ):
         return None
-    plain = any(types.get(name) == "text" for name in TEXT_COLUMNS)
     return format_of_row(
-        first_row.content, dataset.columns, required_format=dataset.required_format, plain=plain
+        first_row.content,
+        dataset.columns,
+        required_format=None if by_rows else dataset.required_format,
+        plain=_has_text(types),
     )
 
 
-def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str, str]:
-    """Role and name of the column to train on: the recipe's, else a usual name, else the only text."""
+def _has_text(types: Mapping[str, str]) -> bool:
+    """Whether a row has a text column of a usual name. A completion next to what it answers is none."""
+    usual = [name for name in TEXT_COLUMNS if types.get(name) == "text"]
+    answers = any(name.lower() in COLUMN_NAMES["instruction"] for name in types)
+    return any(name != "completion" or not answers for name in usual)
+
+
+def _choose(
+    types: Mapping[str, str], dataset: Dataset, where: str, row: object = None
+) -> tuple[str, str]:
+    """Role and name of the column to train on: the recipe's, else a usual name, else the only text. Raises UserError
+    where there is none, and where several may be meant: no column is chosen then. `row`: the first one, where it was
+    read.
+    """
 
     def refused(problem: str, role: str = "text") -> UserError:
         problem = f"the dataset {problem}; it has: {', '.join(list(types)[:12])}"
@@ -344,6 +419,10 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
     names = {
         role: [name for name, kind in types.items() if kind == role] for role in ("text", "tokens")
     }
+    cells = row if isinstance(row, dict) else {}
+    reads_answers = dataset.required_format == "sft" and dataset.format == "auto"
+    if reads_answers and (error := refuse_known_rows(cells, where)) is not None:
+        raise error
     usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
     usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
     tokens = dataset.format == "tokens"
@@ -351,7 +430,7 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
         return "text", usual_text[0]
     if usual_tokens or (tokens and len(names["tokens"]) == 1):
         return "tokens", (usual_tokens or names["tokens"])[0]
-    if len(names["text"]) == 1 and not tokens:
+    if len(names["text"]) == 1 and not tokens and not holds_turns(cells, names["text"][0]):
         return "text", names["text"][0]
     meant = {
         "text": "text",
@@ -368,6 +447,8 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
     )
     if any(name not in types for name in dataset.columns.values()):
         error.fix = "set data.columns={}: it maps another dataset"
+    elif len(names["text"]) > 1 and role in ("messages", "text") and not tokens:
+        error.fix = two_texts_fix(names["text"], cells, pretrains=role == "text")
     raise error
 
 
@@ -401,6 +482,11 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
         else:
             ignored = _IGNORED if mask == "labels" else 0
             document = replace(document, loss_mask=tuple(flag != ignored for flag in flags))
+            if mask == "labels" and any(
+                label not in (token, _IGNORED) for label, token in zip(flags, content, strict=True)
+            ):
+                fix = "write labels that are the tokens themselves, or -100 to mask one"
+                raise BadRow(where, f"holds other tokens than {column}", fix)
     return document if attended is None else _kept(document, attended)
 
 
@@ -439,23 +525,21 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
 
 
 def peek(
-    source: Source, required_format: RequiredFormat = "sft"
+    source: Source, required_format: RequiredFormat | None = None
 ) -> tuple[str, dict[str, str]] | None:
-    """The format and columns of a source's first row that can be read; None for text and tokens. Raises UserError
-    without files, without rows, and for files of which no row among the first can be read.
+    """The format and columns of a source's first row that can be read; None for text, and for tokens that are all
+    trained on. `required_format`: of the objective; without one, the rows decide it. Raises UserError without files,
+    without rows, for files of which no row among the first can be read, and for rows that may mean several things.
     """
-    dataset = open_dataset(source, required_format)
+    dataset = open_dataset(source, required_format or "sft")
     file = dataset.files[0]
     bad_row: BadRow | None = None
     try:
         for value in islice(read_values(file.path, file.shown, file.format), _PEEKED):
             if isinstance(value, Value):
-                content = value.content
-                return (
-                    _format_of(value, dataset, _types(content))
-                    if isinstance(content, dict)
-                    else None
-                )
+                if not isinstance(value.content, dict):
+                    return None
+                return _format_or_tokens(value, dataset, by_rows=required_format is None)
             bad_row = bad_row or value
     except (EOFError, OSError, zlib.error):  # which reading the dataset reports
         return None
@@ -464,6 +548,20 @@ def peek(
     if len(dataset.files) > 1:
         return None
     raise UserError("the dataset is empty", where=file.shown, fix="add rows, or set data.path")
+
+
+def _format_or_tokens(
+    value: Value, dataset: Dataset, *, by_rows: bool
+) -> tuple[str, dict[str, str]] | None:
+    """As `peek`, of one row. Tokens with a loss mask are of the format "tokens"."""
+    types = _types(value.content)
+    choice = _format_of(value, dataset, types, by_rows=by_rows)
+    if choice is not None or dataset.required_format not in ("sft", "any"):
+        return choice
+    role, _ = _choose(types, dataset, value.where, value.content)
+    masks = [name for name in MASK_COLUMNS if _holds_flags(types, name)]
+    is_masked = role == "tokens" and any(_masks_any(value.content, mask) for mask in masks[:1])
+    return ("tokens", {}) if is_masked else None
 
 
 def describe_rows(source: Source, required_format: RequiredFormat) -> str | None:
@@ -501,7 +599,7 @@ def _chosen_columns(first_row: Value, dataset: Dataset) -> list[str]:
         every = dataset.required_format in ("text", "any")
         return [*guessed, *(["every token of them is trained on"] if every and guessed else [])]
     try:
-        role, column = _choose(types, dataset, first_row.where)
+        role, column = _choose(types, dataset, first_row.where, first_row.content)
     except UserError:  # which reading the dataset raises
         return []
     other_columns = [name for name in first_row.content if name != column]

@@ -1,351 +1,125 @@
 """Rows in the formats of OpenAI, ShareGPT, Alpaca, TRL and KTO as examples, and the formats of each objective."""
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import did_you_mean
-from bloomery.core.units import MIB, format_bytes
+from bloomery.core.units import counted
 from bloomery.data.examples import (
     BadRow,
     Example,
     Message,
-    Role,
     Turns,
     check_turns,
     kind_of,
     num_equal,
     text_of,
 )
+from bloomery.data.sources.columns import (
+    COLUMN_NAMES,
+    LISTS,
+    MEDIA,
+    ROLE_KEYS,
+    SAME_ROLE,
+    Unread,
+    first_name,
+    is_boolean,
+    is_empty,
+    known_columns,
+    truth,
+)
+from bloomery.data.sources.rows import MEDIA_ROLES, Columns, Row, cells_of, list_column
+from bloomery.data.sources.turns import ROLES, parsed, plain_json, refuse_size
 from bloomery.recipe.schema import Source
 
-MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
-_CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
-_ROLE_KEYS = ("role", "from")
-_TEXT_KEYS = ("content", "value")
-_THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
-Columns = Mapping[str, str]  # roles to columns of other names
-
-
-def plain_json(value: object, where: str) -> Any:
-    """A value that JSON can encode: no NaN, no infinity, no half of a surrogate pair. Raises BadRow."""
-    try:
-        json_text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        json_text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(where, "holds half of a surrogate pair, which is no character") from error
-    except RecursionError as error:
-        raise BadRow(where, "is nested too deeply") from error
-    except TypeError as error:
-        raise BadRow(where, f"is not valid JSON: {error}") from error
-    except ValueError as error:
-        raise BadRow(where, "holds NaN or infinity") from error
-    return json.loads(json_text)
-
-
-def _parsed(value: object) -> Any:
-    """A text with a JSON object or list becomes that; datasets store nested values as text."""
-    if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):  # then it is a text
-        return value
-
-
-def refuse_size(size: int, where: str) -> None:
-    """Raises BadRow for a conversation above the size limit."""
-    if size > MAX_CONVERSATION:
-        raise BadRow(
-            where,
-            f"is a conversation of {format_bytes(size)}; the limit is {format_bytes(MAX_CONVERSATION)}",
-            "cut it into several conversations, or set data.on_error=skip",
-        )
-
-
-def _message(
-    turn: object, where: str, role_keys: Sequence[str], text_keys: Sequence[str]
-) -> Message:
-    if not isinstance(turn, dict):
-        raise BadRow(where, f"is {kind_of(turn)}, not a message with a role and a content")
-    role_name = _role_name(turn, where, role_keys)
-    role = ROLES[role_name]
-    # Other roles keep no calls: what a user writes there is not a call of the model.
-    calls: tuple[dict[str, Any], ...] = ()
-    if role == "assistant":
-        calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls")
-    # A turn that only calls may have no content, or null.
-    content = ""
-    text_key = next((key for key in text_keys if key in turn), text_keys[0])
-    location = f"{where}.{text_key}"
-    if turn.get(text_key) is not None or not calls:
-        if text_key not in turn:
-            raise BadRow(location, "is missing")
-        content = _content(turn[text_key], location)
-    # In ShareGPT the role says that the content itself is the call.
-    if role_name in _CALLING:
-        parsed = _parsed(content)
-        if not isinstance(parsed, dict | list):
-            raise BadRow(
-                location, "is not a call: a function_call is JSON with a name and arguments"
-            )
-        calls = _calls(parsed if isinstance(parsed, list) else [parsed], location)
-        content = ""
-    thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
-    return Message(
-        role,
-        content,
-        calls,
-        name=_optional_text(turn.get("name"), f"{where}.name"),
-        thinking=_optional_text(thinking, f"{where}.thinking"),
-        call_id=_optional_text(turn.get("tool_call_id"), f"{where}.tool_call_id"),
-        trained_on=_is_trained_on(turn.get("weight"), f"{where}.weight"),
-    )
-
-
-def _role_name(turn: dict[str, Any], where: str, role_keys: Sequence[str]) -> str:
-    """The key of ROLES that a message names. Raises BadRow."""
-    role_key = next((key for key in role_keys if turn.get(key) is not None), None)
-    if role_key is None:
-        present_keys = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
-        raise BadRow(where, f"has no {' or '.join(role_keys)}; it has: {present_keys}")
-    location = f"{where}.{role_key}"
-    role_name = text_of(turn[role_key], location).strip().lower()
-    if role_name not in ROLES:
-        suggestion = did_you_mean(role_name, ROLES, "known are system, user, assistant and tool")
-        raise BadRow(location, f"is an unknown role, {role_name[:40]!r}; {suggestion}")
-    return role_name
-
-
-def _optional_text(value: object, where: str) -> str | None:
-    return None if value is None else text_of(value, where)
-
-
-def _is_trained_on(weight: object, where: str) -> bool:
-    """OpenAI's weight of a message: 0 masks it. Raises BadRow for any other number."""
-    if weight is None:
-        return True
-    if type(weight) not in (int, float, bool) or weight not in (0, 1):
-        problem = "is neither 0 (masked) nor 1 (trained on)"
-        raise BadRow(where, problem, "write 0 or 1, or remove it")
-    return bool(weight)
-
-
-def _content(value: object, where: str) -> str:
-    """A text, or the texts of a list of parts."""
-    if not isinstance(value, list):
-        return text_of(value, where)
-    texts = list[str]()
-    for index, part in enumerate(value):
-        location = f"{where}[{index}]"
-        if not isinstance(part, str | dict):
-            raise BadRow(location, f"is {kind_of(part)}, not a part with a type and a text")
-        if isinstance(part, dict):
-            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                problem = (
-                    f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
-                )
-                raise BadRow(
-                    location, problem, "leave such conversations out, or set data.on_error=skip"
-                )
-            part = part["text"]
-        texts.append(text_of(part, location))
-    return "".join(texts)
-
-
-def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
-    """Calls with their arguments as objects, as templates expect; in the OpenAI format they are JSON text."""
-    if value is None or value == []:
-        return ()
-    if not isinstance(value, list):
-        raise BadRow(where, f"is {kind_of(value)}, not a list of calls")
-    calls = list[dict[str, Any]]()
-    for index, call in enumerate(value):
-        location = f"{where}[{index}]"
-        checked = plain_json(call, location)
-        function = checked.get("function", checked) if isinstance(checked, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(location, "is not a call: a call names a function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):  # JSON in JSON, not checked so far
-            arguments = plain_json(_parsed(arguments), f"{location}.arguments")
-        identity = {"id": checked["id"]} if isinstance(checked.get("id"), str) else {}
-        calls.append(
-            {
-                "type": "function",
-                **identity,
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
-    return tuple(calls)
-
-
-LISTS = ("messages", "conversations", "conversation")
-# Other usual names, in any case, of alpaca's instruction, output, input and system. The first present one counts.
-_USUAL: dict[str, tuple[str, ...]] = {
-    "instruction": (
-        "instruction",
-        "question",
-        "query",
-        "prompt",
-        "input",
-        "human",
-        "user",
-        "problem",
-        "task",
-    ),
-    "output": (
-        "output",
-        "response",
-        "answer",
-        "completion",
-        "assistant",
-        "target",
-        "reply",
-        "solution",
-        "bot",
-        "gpt",
-    ),
-    "input": ("input", "context", "passage"),
-    "system": ("system", "system_prompt"),
-}
 _PAIR_FIX = "remove the pair, or set data.on_error=skip"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row, its place, and `named`: the roles of data.columns, with the columns of other names. `unparsed`: its cells
-    as they were read, where JSON in texts stays text.
-    """
-
-    cells: Mapping[str, Any]
-    named: Columns
-    where: str
-    unparsed: Mapping[str, Any]
-
-    def cell(self, role: str, *, required: bool = True) -> tuple[Any, str]:
-        """The value for a role, and its place. Raises BadRow without that column, if it is `required` or in `named`."""
-        name = self.named.get(role, role)
-        if name in self.cells or not (required or role in self.named):
-            return self.cells.get(name), f"{self.where}, {name}"
-        present = ", ".join(str(key)[:40] for key in list(self.cells)[:12]) or "nothing"
-        mapped = "set data.columns={}: it maps another dataset"
-        fix = mapped if role in self.cells else f"name it: data.columns={{{role}: NAME}}"
-        raise BadRow(self.where, f"has no column {name!r}; it has: {present}", fix)
-
-    def turns(self, value: object, where: str) -> tuple[Message, ...]:
-        """Messages of a list of turns; `named` may rename their "role" and "content". Raises BadRow."""
-        if not isinstance(value, list):
-            raise BadRow(where, f"is {kind_of(value)}, not a list of messages")
-        if not value:
-            raise BadRow(where, "has no messages")
-        role_keys = (self.named["role"],) if "role" in self.named else _ROLE_KEYS
-        text_keys = (self.named["content"],) if "content" in self.named else _TEXT_KEYS
-        messages = tuple(
-            _message(turn, f"{where}[{index}]", role_keys, text_keys)
-            for index, turn in enumerate(value)
-        )
-        refuse_size(sum(len(message.content) for message in messages), where)
-        return messages
-
-    def side(self, role: str) -> tuple[Turns, str]:
-        """A text or messages, and their place."""
-        value, location = self.cell(role)
-        if isinstance(value, list):
-            return self.turns(value, location), location
-        text = text_of(value, location)
-        refuse_size(len(text), location)
-        return text, location
-
-    def tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools, which are a list or JSON text. Raises BadRow."""
-        value, location = self.cell("tools", required=False)
-        value = _parsed(value)
-        if value is None or value == "" or value == []:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            raise BadRow(location, "is not a list of tools, each an object")
-        return tuple(cast(list[dict[str, Any]], plain_json(value, location)))
 
 
 def _chat(row: Row) -> Example:
     """Lists of turns in the formats of OpenAI and ShareGPT; "system" may be a separate column."""
-    # data.columns comes first, then the first usual name; the error names the most usual one.
-    named_roles = [role for role in ("messages", "conversations") if role in row.named]
-    present_lists = [name for name in LISTS if name in row.cells]
-    value, location = row.cell([*named_roles, *present_lists, LISTS[0]][0])
-    messages = row.turns(value, location)
-    system, system_place = row.cell("system", required=False)
-    if system is not None and text_of(system, system_place).strip():
-        messages = (Message("system", system), *messages)
-    check_turns(messages, location, start=len(value) - len(messages))
+    turns, location = row.list_of_turns()
+    messages = row.with_system(turns)
+    _refuse_undesirable(row)
+    check_turns(messages, location, start=len(turns) - len(messages))
     return Example(row.where, "chat", (), (messages,), tools=row.tools())
+
+
+def _refuse_undesirable(row: Row) -> None:
+    """Raises BadRow for a response that its row labels as undesirable: only KTO trains on those.
+
+    A `label` that is the number 0 may be that of a class, and is noted as not read.
+    """
+    for column, value in row.cells.items():
+        name = str(column).lower()
+        if column != row.named.get("label") and name not in COLUMN_NAMES["label"]:
+            continue
+        is_false = value is False or (isinstance(value, str) and value.strip().lower() == "false")
+        is_zero = name != "label" and is_boolean(value) and not truth(value)
+        if is_false or is_zero:
+            raise BadRow(
+                f"{row.where}, {column}",
+                "is false: the response is labeled undesirable",
+                "set objective.kind=kto, remove the row, or set data.on_error=skip",
+            )
 
 
 def _alpaca(row: Row) -> Example:
     """One prompt and response: the input follows the instruction on a new line. Columns "system" and "history" (earlier
     prompts and responses) are from LLaMA-Factory.
     """
-    texts = {role: text_of(*row.cell(role)) for role in ("instruction", "output")}
-    for role in ("input", "system"):
-        is_instruction = row.named.get("instruction", "instruction") == role
-        value, location = (None, "") if is_instruction else row.cell(role, required=False)
-        texts[role] = "" if value is None else text_of(value, location)
-    turns = [Message("system", texts["system"])] if texts["system"].strip() else []
-    history, location = row.cell("history", required=False)
-    if history is not None:
-        if not isinstance(history, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in history
-        ):
-            raise BadRow(location, "is not a list of pairs of a prompt and its response")
-        parts = [
-            text_of(part, f"{location}[{index}]")
-            for index, pair in enumerate(history)
-            for part in pair
-        ]
-        earlier_turns = [
-            Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)
-        ]
-        check_turns(earlier_turns, location, responses=False)
-        turns += earlier_turns
-    prompt = "\n".join(part for part in (texts["instruction"], texts["input"]) if part.strip())
-    turns += [Message("user", prompt), Message("assistant", texts["output"])]
-    for role, value in (("instruction", prompt), ("output", texts["output"])):
+    instruction = text_of(*row.cell("instruction"))
+    calls = _answer_calls(row)
+    output = "" if calls else _answer(row)
+    _refuse_undesirable(row)
+    extra = row.text("input")
+    turns = [*row.with_system(()), *row.history()]
+    prompt = "\n".join(part for part in (instruction, extra) if part.strip())
+    turns += [Message("user", prompt), Message("assistant", output, calls)]
+    for role, value in (("instruction", prompt), ("output", output or str(calls or ""))):
         if not value.strip():
             raise BadRow(f"{row.where}, {row.named.get(role, role)}", "is empty")
     refuse_size(sum(len(turn.content) for turn in turns), row.where)
-    return Example(row.where, "chat", (), (tuple(turns),))
+    return Example(row.where, "chat", (), (tuple(turns),), tools=row.tools())
+
+
+def _answer(row: Row) -> str:
+    value, location = row.cell("output")
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        fix = "write one response, or the better one as `chosen` and the other one as `rejected`"
+        raise BadRow(location, f"is a list of {counted(len(value), 'texts')}, not one text", fix)
+    return text_of(value, location)
+
+
+def _answer_calls(row: Row) -> tuple[dict[str, Any], ...]:
+    """The calls of a column "answers" beside tools, as in xLAM's function calling."""
+    column = row.column("output")
+    if column is None or column.lower() != "answers" or column not in row.cells:
+        return ()
+    calls = parsed(row.cells[column])
+    if not isinstance(calls, list) or not calls:
+        return ()
+    row.taken["output"] = column
+    turn = {"role": "assistant", "tool_calls": calls}
+    (message,) = row.turns([turn], f"{row.where}, {column}")
+    return message.calls
 
 
 def _completion(row: Row) -> Example:
-    prompt, responses = _joined(row.side("prompt"), row.side("completion"))
+    example = _prompt_and_completion(row)
+    _refuse_undesirable(row)
+    return example
+
+
+def _prompt_and_completion(row: Row) -> Example:
+    prompt, responses = _joined(row.prompt(), row.side("completion"))
     return Example(row.where, "completion", prompt, responses, tools=row.tools())
 
 
 def _prompts(row: Row) -> Example:
     """A prompt for the model to complete; every other column is kept for the rewards."""
-    prompt, location = row.side("prompt")
+    prompt, location = row.prompt()
     if isinstance(prompt, str):
         if not prompt.strip():
             raise BadRow(location, "is empty")
@@ -357,59 +131,131 @@ def _prompts(row: Row) -> Example:
     columns = {
         name: plain_json(value, f"{row.where}, {name}")
         for name, value in row.unparsed.items()
-        if name != row.named.get("prompt", "prompt")
+        if name != row.column("prompt")
     }
     return Example(row.where, "prompt", prompt, (), tools=row.tools(), columns=columns)
 
 
 def _kto(row: Row) -> Example:
-    example = _completion(row)
-    label, location = row.cell("label")
-    if isinstance(label, str):  # tables have only text
-        label = {"true": True, "1": True, "false": False, "0": False}.get(
-            label.strip().lower(), label
-        )
+    """A prompt and a completion, or a conversation whose last response is labeled."""
+    value, location = row.cell("label")
+    has_sides = all(row.named.get(role, role) in row.cells for role in ("prompt", "completion"))
+    if has_sides or list_column(row.cells, row.named) is None:
+        example = _prompt_and_completion(row)
+    else:
+        turns, place = row.list_of_turns()
+        prompt, response = _last_response(row.with_system(turns), place)
+        example = Example(row.where, "completion", prompt, (response,), tools=row.tools())
+    label = truth(value)
     if isinstance(label, float) and math.isnan(label):
         raise BadRow(location, "is NaN, not true or false")
-    if label not in (0, 1) or type(label) not in (bool, int):
-        raise BadRow(location, f"is {kind_of(label)}, not true (desirable) or false")
+    if type(label) not in (bool, int, float) or label not in (0, 1):
+        fix = "correct it, set data.on_error=skip, or data.format where this column is no label of KTO"
+        raise BadRow(location, f"is {kind_of(label)}, not true (desirable) or false", fix)
     return replace(example, kind="kto", desirable=bool(label))
+
+
+def _last_response(
+    turns: tuple[Message, ...], where: str
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """A conversation up to the last turn of the user, and what follows it: the response. Raises BadRow."""
+    check_turns(turns, where)
+    length = max((index + 1 for index, turn in enumerate(turns) if turn.role == "user"), default=0)
+    if not length:
+        raise BadRow(where, "has no turn of the user before the response")
+    return turns[:length], turns[length:]
 
 
 def _preference(row: Row) -> Example:
     """Without a column for the prompt, and for whole conversations, both sides begin with it."""
-    (chosen_side, chosen_place) = row.side("chosen")
-    (rejected_side, rejected_place) = row.side("rejected")
+    if "chosen" in row.named or row.has("chosen") or not row.has("rejected"):
+        (chosen_side, chosen_place) = row.side("chosen")
+        (rejected_side, rejected_place) = row.side("rejected")
+    else:
+        (rejected_side, rejected_place) = row.side("rejected")
+        chosen_side, chosen_place, rejected_side = _chosen_of_conversation(row, rejected_side)
     if chosen_side == rejected_side:
         raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
-    prompt = cast(Turns, "")
-    prompt_place = f"{row.where}, prompt"
-    if "prompt" in row.named or row.cells.get("prompt") is not None:
-        prompt, prompt_place = row.side("prompt")
+    prompt, prompt_place = _prompt_of_pair(row, chosen_side)
     if isinstance(chosen_side, str) != isinstance(rejected_side, str):
         raise BadRow(
             row.where, "has one side as text and one as messages", "use one format for both sides"
         )
     # A prompt found in texts is not known to be a turn, so that no template may format it.
     implicit = isinstance(chosen_side, str) and not prompt
+    if implicit and row.text("system").strip():
+        problem = "has a system message and no prompt: its turns are not known"
+        raise BadRow(row.where, problem, "name the prompt's column: data.columns={prompt: NAME}")
     if not prompt or _begins_with_prompt(chosen_side, prompt):
+        stated_prompt = prompt
         prompt, chosen_side, rejected_side = _without_common(chosen_side, rejected_side, row.where)
+        if not isinstance(prompt, str):
+            prompt = _with_system_of(stated_prompt, row.with_system(prompt))
     prompt, responses = _joined(
         (prompt, prompt_place), (chosen_side, chosen_place), (rejected_side, rejected_place)
     )
     return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
 
 
+def _chosen_of_conversation(row: Row, rejected_side: Turns) -> tuple[Turns, str, Turns]:
+    """The chosen side of a row that has only a rejected one: the response next to it, or the conversation, whose last
+    response it replaces, as in ms-swift. With its place, and the rejected side in the same form.
+    """
+    if list_column(row.cells, row.named) is None:
+        row.taken["chosen"] = row.column("completion") or "chosen"
+        chosen_side, place = row.side("chosen")
+        return chosen_side, place, rejected_side
+    turns, place = row.list_of_turns()
+    prompt, _ = _last_response(turns, place)
+    rejected = (
+        (Message("assistant", rejected_side),) if isinstance(rejected_side, str) else rejected_side
+    )
+    begins_alike = rejected[0].role != "assistant" or len(turns) == len(rejected)
+    return turns, place, rejected if begins_alike else (*prompt, *rejected)
+
+
+def _prompt_of_pair(row: Row, chosen: Turns) -> tuple[Turns, str]:
+    """The prompt of its column, else the conversation before the responses, and its place; "" without any."""
+    column = row.column("prompt")
+    if "prompt" in row.named or (column is not None and row.cells.get(column) is not None):
+        return row.prompt()
+    listed = list_column(row.cells, row.named)
+    is_conversation = not isinstance(chosen, str) and chosen[0].role != "assistant"
+    if listed is None or listed in row.taken.values() or is_conversation:
+        return "", f"{row.where}, prompt"
+    turns, location = row.list_of_turns()
+    # Some sets repeat the chosen response at the end of the conversation.
+    answer = (Message("assistant", chosen),) if isinstance(chosen, str) else chosen
+    if turns[-len(answer) :] == answer:
+        turns = turns[: -len(answer)]
+    if turns[-1:] and turns[-1].role == "assistant":
+        fix = "remove that turn, or set data.on_error=skip"
+        raise BadRow(location, "ends with a turn of the assistant, and chosen answers it", fix)
+    return row.with_system((*turns,)), location
+
+
 def _begins_with_prompt(side: Turns, prompt: Turns) -> bool:
     """Whether a side of messages is a whole conversation, which repeats the prompt of its column."""
     if isinstance(side, str):
         return False
+    turns = _without_system(side)
     if not isinstance(prompt, str):
-        return len(side) > len(prompt) and side[: len(prompt)] == prompt
-    turns = [turn for turn in side if turn.role != "system"]
+        prompt_turns = _without_system(prompt)
+        return len(turns) > len(prompt_turns) and turns[: len(prompt_turns)] == prompt_turns
     if len(turns) < 2 or turns[0].role != "user":
         return False
     return turns[0].content.strip() == prompt.strip()
+
+
+def _without_system(turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(turn for turn in turns if turn.role != "system")
+
+
+def _with_system_of(stated: Turns, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The turns, after the system message of a prompt that has one where they have none."""
+    if isinstance(stated, str) or stated[0].role != "system" or turns[0].role == "system":
+        return turns
+    return (stated[0], *turns)
 
 
 def _without_common(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
@@ -471,22 +317,33 @@ class Format:
     roles: tuple[str, ...]
 
 
-_TURNS = ("tools", "role", "content")
+_AROUND = ("system", "input", "history")  # what belongs to a prompt next to its column
+_TURNS = ("tools", "role", "content", *MEDIA_ROLES)
 PROMPTS = "prompts"
-FORMATS = {  # `detect_format`: a row has the last format of which it has all columns
-    "messages": Format(_chat, ("messages",), ("messages", *_TURNS)),
-    "sharegpt": Format(_chat, ("conversations",), ("conversations", "system", *_TURNS)),
+FORMATS = {
+    "messages": Format(_chat, ("messages",), ("messages", "system", "label", *_TURNS)),
+    "sharegpt": Format(_chat, ("conversations",), ("conversations", "system", "label", *_TURNS)),
     "alpaca": Format(
-        _alpaca, ("instruction", "output"), ("instruction", "input", "output", "system", "history")
+        _alpaca,
+        ("instruction", "output"),
+        ("instruction", "input", "output", "system", "history", "label", "tools", *MEDIA_ROLES),
     ),
-    "completion": Format(_completion, ("prompt", "completion"), ("prompt", "completion", *_TURNS)),
+    "completion": Format(
+        _completion,
+        ("prompt", "completion"),
+        ("prompt", "completion", *_AROUND, "label", *_TURNS),
+    ),
     "kto": Format(
-        _kto, ("prompt", "completion", "label"), ("prompt", "completion", "label", *_TURNS)
+        _kto,
+        ("prompt", "completion", "label"),
+        ("prompt", "completion", "label", "messages", *_AROUND, *_TURNS),
     ),
     "preference": Format(
-        _preference, ("chosen", "rejected"), ("prompt", "chosen", "rejected", *_TURNS)
+        _preference,
+        ("chosen", "rejected"),
+        ("prompt", "chosen", "rejected", "messages", *_AROUND, *_TURNS),
     ),
-    PROMPTS: Format(_prompts, ("prompt",), ("prompt", *_TURNS)),
+    PROMPTS: Format(_prompts, ("prompt",), ("prompt", *_AROUND, *_TURNS)),
 }
 _ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in format.roles))
 
@@ -496,41 +353,149 @@ def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> s
 
     Never that of prompts, whose column other rows have too: only an objective that generates completions reads them.
     """
-    roles = columns or {}
-    for name, format in reversed(FORMATS.items()):
-        required_columns = [roles.get(role, role) for role in format.required_roles]
-        is_sought = format.reader not in (_chat, _prompts)
-        if is_sought and all(column in cells for column in required_columns):
-            return name
-    # A list of turns is known by its content, as both formats use the same columns.
-    for column in (roles.get("messages"), roles.get("conversations"), *LISTS):
-        value = cells.get(column) if column else None
-        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+    choice = _recognized(cells, columns or {}, reads_responses=False)
+    return None if choice is None else choice[0]
+
+
+def _recognized(
+    cells: Mapping[str, Any], named: Columns, *, reads_responses: bool
+) -> tuple[str, dict[str, str]] | None:
+    """The format of a row and the columns of its roles, where these have other names; None for text and tokens.
+
+    Columns that data.columns names come first, then those of the roles' names, then usual names. `reads_responses`: the
+    objective trains on responses, so that a conversation next to a rejected response is read as a conversation.
+    """
+    exact = {role: named.get(role, role) for role in _ALL_ROLES}
+    listed = list_column(cells, named)
+    conversation = None if listed is None else _conversation(cells, listed, named)
+
+    # Pairs: a rejected response next to a chosen one, to a response, or to a conversation that ends with it.
+    pair = {role: _find(role, cells, named) for role in ("chosen", "rejected")}
+    if pair["rejected"] is not None:
+        if pair["chosen"] is None and not reads_responses:
+            if conversation is not None and _ends_with_response(cells[listed or ""]):
+                return "preference", _other_names(cells, named, ("rejected",), conversation[1])
+            pair["chosen"] = _find("completion", cells, named)
+        if pair["chosen"] is not None:
+            roles = ("prompt", "chosen", "rejected")
+            taken = {role: column for role, column in pair.items() if column is not None}
+            return "preference", _other_names(cells, named, roles, taken, listed=listed)
+
+    # Labels of KTO, next to a prompt and its completion, or to a conversation.
+    has_completion = exact["prompt"] in cells and exact["completion"] in cells
+    if has_completion and exact["label"] in cells:
+        return "kto", dict(named) or _other_names(
+            cells, named, ("prompt", "completion", "label"), {}
+        )
+    label = _find("label", cells, named)
+    if label is not None and is_boolean(cells[label]):
+        if conversation is not None and _ends_with_response(cells[listed or ""]):
+            return "kto", _other_names(cells, named, ("label",), conversation[1])
+        if _find("prompt", cells, named) and _find("completion", cells, named):
+            return "kto", _other_names(cells, named, ("prompt", "completion", "label"), {})
+
+    if has_completion:
+        return "completion", _other_names(cells, named, ("prompt", "completion"), {})
+    if exact["instruction"] in cells and exact["output"] in cells:
+        return "alpaca", _other_names(cells, named, ("instruction", "output"), {})
+    return conversation
+
+
+def _conversation(
+    cells: Mapping[str, Any], column: str, named: Columns
+) -> tuple[str, dict[str, str]]:
+    """The format of a list of turns, by its content, as both formats use the same columns."""
+    is_sharegpt = "from" in cells[column][0] or named.get("conversations") == column
+    roles = {} if column in LISTS or column in named.values() else {"messages": column}
+    system = {} if named else _optional_names(cells, {column})
+    return ("sharegpt" if is_sharegpt and not roles else "messages"), dict(named) or {
+        **roles,
+        **system,
+    }
+
+
+def _ends_with_response(turns: Any) -> bool:
+    """Whether the last turn of a list is the assistant's; a turn of ms-swift may have both sides."""
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    if not isinstance(last, dict):
+        return False
+    role = next((last[key] for key in ROLE_KEYS if isinstance(last.get(key), str)), "assistant")
+    return ROLES.get(role.strip().lower()) == "assistant"
+
+
+def _find(role: str, cells: Mapping[str, Any], named: Columns) -> str | None:
+    """The column of a role that a row must have: texts, messages and true or false."""
+    if role in named or named:
+        column = named.get(role, role)
+        return column if column in cells else None
+    if role in cells and not is_empty(cells[role]):
+        return role
+    sides = {
+        name: value
+        for name, value in cells.items()
+        if isinstance(value, str | list | dict) or role == "label"
+    }
+    name = first_name(COLUMN_NAMES[SAME_ROLE.get(role, role)], sides)
+    return None if name is None or is_empty(cells[name]) else name
+
+
+def _other_names(
+    cells: Mapping[str, Any],
+    named: Columns,
+    roles: tuple[str, ...],
+    taken: Mapping[str, str],
+    *,
+    listed: str | None = None,
+) -> dict[str, str]:
+    """The columns of roles whose name is another one. data.columns is never added to. `taken`: roles already found;
+    `listed`: the conversation, which is the prompt where no column is called that.
+    """
+    if named:
+        return dict(named)
+    found = dict(taken)
+    for role in roles:
+        if role in found:
             continue
-        if "from" in value[0] or roles.get("conversations") == column:
-            return "sharegpt"
-        return "messages"
-    return None
+        others = {name: value for name, value in cells.items() if name not in found.values()}
+        column = _find(role, others, named)
+        if column is not None and not (role == "prompt" and column != role and listed is not None):
+            found[role] = column
+    found |= _optional_names(cells, set(found.values()))
+    return {role: column for role, column in found.items() if role != column}
 
 
-def read_example(row: object, *, format: str, columns: Columns, where: str) -> Example:
-    """The example in a row. `columns` maps roles to columns of other names (FORMATS). Raises BadRow."""
+def _optional_names(cells: Mapping[str, Any], taken: Collection[str]) -> dict[str, str]:
+    """The columns of roles that no row must have, of texts alone, where their name is another one."""
+    texts = {
+        name: value
+        for name, value in cells.items()
+        if isinstance(value, str) and not is_empty(value) and name not in taken
+    }
+    found = {role: first_name(COLUMN_NAMES[role], texts) for role in ("input", "system")}
+    return {role: column for role, column in found.items() if column is not None and column != role}
+
+
+def read_example(
+    row: object, *, format: str, columns: Columns, where: str, unread: Unread | None = None
+) -> Example:
+    """The example in a row. `columns` maps roles to columns of other names (FORMATS). What nothing reads is added to
+    `unread`. Raises BadRow.
+    """
     if not isinstance(row, dict):
         raise BadRow(where, f"is {kind_of(row)}, not an object with columns")
-    return FORMATS[format].reader(Row(_with_turns(row), columns, where, row))
-
-
-def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
-    """Parse text columns with a list of turns as JSON, as in CSV files."""
-    turns = {}
-    for name, value in cells.items():
-        parsed = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
-        roles = (
-            isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in parsed or ()
-        )
-        if isinstance(parsed, list) and parsed and all(roles):
-            turns[name] = parsed
-    return {**cells, **turns} if turns else cells
+    parts = Row(
+        cells_of(row),
+        columns,
+        where,
+        row,
+        Unread() if unread is None else unread,
+        format != PROMPTS,
+    )
+    parts.refuse_media()
+    example = FORMATS[format].reader(parts)
+    if format != PROMPTS:  # rewards are given every column
+        parts.note_unread()
+    return example
 
 
 # "text": plain text alone. "any": text, else examples. "sft": conversations and completions, or
@@ -586,46 +551,56 @@ def refuse_unknown_roles(source: Source) -> None:
 
 def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
     """The columns of a file that an example may use; None without any."""
-    used_columns = {*columns.values(), *LISTS, *_ALL_ROLES}
-    usual_names = {name for names in _USUAL.values() for name in names}
-    return [name for name in present if name in used_columns or name.lower() in usual_names] or None
+    used_columns = {*columns.values(), *_ALL_ROLES}
+    known = known_columns()
+    nested = [name for name, kind in present.items() if kind.startswith(_NESTED)]
+    used = [
+        name
+        for name in present
+        if name in used_columns or name.lower() in known or (name in nested and not columns)
+    ]
+    return used or None
+
+
+_NESTED = ("list<", "large_list<", "struct<")  # a conversation may be in a column of any name
 
 
 def like_examples(columns: Collection[str]) -> bool:
     """Whether names of columns are those of conversations, of prompts and responses, or of pairs."""
-    usual_names = {*LISTS, *_ALL_ROLES, *(name for names in _USUAL.values() for name in names)}
+    usual_names = {*known_columns(), *_ALL_ROLES} - set(MEDIA)
     return any(name.lower() in usual_names for name in columns)
 
 
 def format_of_row(
-    cells: dict[str, Any], columns: dict[str, str], *, required_format: RequiredFormat, plain: bool
+    row: dict[str, Any],
+    columns: dict[str, str],
+    *,
+    required_format: RequiredFormat | None,
+    plain: bool,
 ) -> tuple[str, dict[str, str]] | None:
     """The format of the examples in rows such as this one, and their columns; None when rows are read as text. `plain`:
-    it has a usual text column. Columns not in data.columns are found by their usual names.
+    it has a usual text column. Columns not in data.columns are found by their usual names. `required_format` None: the
+    rows decide the objective.
     """
     if required_format == "text" or (required_format == "any" and plain):
         return None
-    cells = _with_turns(cells)
+    cells = cells_of(row)
     if required_format == "prompts":
         return _prompts_of_row(cells, columns)
-    format = detect_format(cells, columns)
-    if format == "preference" and not columns and "prompt" not in cells:
-        sides = {
-            str(name).lower(): str(name)
-            for name, value in cells.items()
-            if isinstance(value, str | list)
-        }
-        prompt = next((sides[name] for name in _USUAL["instruction"] if name in sides), None)
-        return format, {} if prompt is None else {"prompt": prompt}
-    if format is not None:
-        return format, columns
+    choice = _recognized(cells, columns, reads_responses=required_format in ("sft", "any"))
+    if choice is not None:
+        return choice
     if columns or plain:
         return None
     texts = {
         str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str)
     }
+    answers = next((name for name in cells if str(name).lower() == "answers"), None)
+    if answers is not None and _are_calls(parsed(cells[answers])):
+        texts["output"] = texts.get("output", answers)
     roles: dict[str, str] = {}
-    for role, names in _USUAL.items():
+    for role in ("instruction", "output", "input", "system"):
+        names = COLUMN_NAMES[role]
         column = next(
             (texts[name] for name in names if name in texts and texts[name] not in roles.values()),
             None,
@@ -636,27 +611,30 @@ def format_of_row(
     return ("alpaca", guessed) if {"instruction", "output"} <= roles.keys() else None
 
 
+def _are_calls(value: Any) -> bool:
+    """xLAM's answers: a list of calls."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(call, dict) and "name" in call and "arguments" in call for call in value)
+    )
+
+
 def _prompts_of_row(
     cells: dict[str, Any], columns: dict[str, str]
 ) -> tuple[str, dict[str, str]] | None:
-    """The column of the prompt, else one of a usual name; None without any.
-
-    An instruction next to a column of its input is no whole prompt: which one is meant, data.columns says.
-    """
-    if columns.get("prompt", "prompt") in cells:
-        return PROMPTS, columns
+    """The column of the prompt, else one of a usual name, else a conversation; None without any."""
     if columns:
+        return (PROMPTS, columns) if columns.get("prompt", "prompt") in cells else None
+    column = _find("prompt", cells, {})
+    if column is None:
+        column = list_column(cells, {})
+    if column is None and "prompt" in cells:
+        column = "prompt"
+    if column is None:
         return None
-    sides = {
-        str(name).lower(): str(name)
-        for name, value in cells.items()
-        if isinstance(value, str | list)
-    }
-    usual_names = [name for name in _USUAL["instruction"] if name in sides]
-    has_input = any(name in sides for name in _USUAL["input"] if name not in usual_names[:1])
-    if not usual_names or has_input:
-        return None
-    return PROMPTS, {"prompt": sides[usual_names[0]]}
+    found = {"prompt": column, **_optional_names(cells, {column})}
+    return PROMPTS, {role: name for role, name in found.items() if role != name}
 
 
 def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[Example]:

@@ -18,6 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
+from bloomery.data.sources.columns import known_columns
 
 # Bytes of white space in one run: a compressed file of some kilobytes may expand to hours of it.
 BLANK = MIB
@@ -248,30 +249,44 @@ def read_json(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
 
     Rows of a list are parsed one by one. Raises BadRow for a row that cannot be parsed, as its end is unknown.
     """
-    for value in _json_values(stream, name):
+    for value, is_listed in _json_values(stream, name):
         if isinstance(value.content, dict) and any(turn <= value.content.keys() for turn in _TURNS):
             fix = 'write each conversation as a row: {"messages": [...]}'
             raise BadRow(
                 value.where, "is one message, not a row: the list is a conversation of its own", fix
             )
-        rows = _only_list(value.content)
+        rows = _only_list(value.content, is_listed=is_listed)
         yield from [value] if rows is None else (Value(value.where, row) for row in rows)
 
 
-def _only_list(content: object) -> list[Any] | None:
-    """The rows under some key. Turns of a conversation are not rows."""
-    if not isinstance(content, dict) or any(isinstance(value, str) for value in content.values()):
+# Names of columns of rows: an object with one of them is a row.
+_ROW_NAMES = known_columns() | {"text", "content"} - {"label"}
+
+
+def _only_list(content: object, *, is_listed: bool) -> list[Any] | None:
+    """The rows under some key of an object, such as {"version": "1", "data": [...]}. Turns of a conversation are not
+    rows, and what is a row of a list (`is_listed`) or names a column holds none next to a text.
+    """
+    if not isinstance(content, dict):
         return None
-    lists = [
-        value
-        for value in content.values()
+    lists = {
+        name: value
+        for name, value in content.items()
         if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
-    return lists[0] if len(lists) == 1 and not {"role", "from"} & set(lists[0][0]) else None
+    }
+    if len(lists) != 1 or {"role", "from"} & set(next(iter(lists.values()))[0]):
+        return None
+    has_text = any(isinstance(value, str) for value in content.values())
+    is_row = any(str(name).lower() in _ROW_NAMES for name in content)
+    if has_text and (is_listed or is_row):
+        return None
+    return next(iter(lists.values()))
 
 
-def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
-    """Values of a list or of a plain sequence. A value that does not parse may be incomplete: more is read, twice as
+def _json_values(stream: BinaryIO, name: str) -> Iterator[tuple[Value, bool]]:
+    """Values of a list or of a plain sequence, each with whether it is in a list.
+
+    A value that does not parse may be incomplete: more is read, twice as
     much each time.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -302,7 +317,7 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
             content = None
             end = 0
         if end and (at_end or end < len(buffer)):
-            yield Value(where, content)
+            yield Value(where, content), bool(brackets)
             line += buffer.count("\n", 0, end)
             buffer = buffer[end:]
         elif at_end:
