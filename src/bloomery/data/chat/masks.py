@@ -291,7 +291,9 @@ class RenderedConversation:
             marked_continuation = self._marked.after(self._marked.index_of(mark))
             template_text = marked_continuation
             if calls := self.turns[turn].get("tool_calls"):
-                arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
+                arguments = calls[-1]["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
                 template_text = marked_continuation.replace(arguments, "\0", 1)
             key = ("last" if is_last else "end", template_text) if self._both_edges else None
             if key in self.cuts:  # counted from the end, as the arguments of calls differ in length

@@ -4,7 +4,7 @@ import json
 import re
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn, final
@@ -95,6 +95,7 @@ class Template:
         self._environment = environment()
         self._compiled = self._environment.from_string(self.text)
         self.marks_itself = bool(_GENERATION.search(self.text))
+        self._takes_text: bool | None = None  # arguments of calls; None: not tried yet
 
     def render(
         self,
@@ -139,8 +140,8 @@ class Template:
 
     def read(self, job: Json) -> Json:
         """The text of a conversation, and the spans to train on unless all of it is."""
-        turns = job["messages"]
         tools = job.get("tools") or None
+        turns = self._with_arguments(job["messages"], tools)
         if job["train_on"] is None:
             variables = job.get("variables")
             text = self.render(turns, tools, prompt=job.get("prompt", False), variables=variables)
@@ -153,6 +154,36 @@ class Template:
 
         rendered = RenderedConversation(render, turns, tools, self.enders, self.cuts)
         return {"text": rendered.text, "spans": rendered.spans(job["train_on"])}
+
+    def _with_arguments(self, turns: list[Turn], tools: list[Json] | None) -> list[Turn]:
+        """The turns with the arguments of their calls in the form that this template takes: objects, or JSON text."""
+        if not any(turn.get("tool_calls") for turn in turns):
+            return turns
+        if self._takes_text is None:
+            self._takes_text = self._arguments_as_text(turns, tools)
+        return _with_calls(turns, _as_text) if self._takes_text else turns
+
+    def _arguments_as_text(self, turns: list[Turn], tools: list[Json] | None) -> bool | None:
+        """Whether this template takes arguments as JSON text. None when it writes no call of this conversation.
+
+        Both forms are tried: a template that adds arguments to a text fails on an object, one that writes them as they
+        are writes Python's form of it, and one with `tojson` writes a text in quotation marks.
+        """
+        key, value = "bloomery_key", "bloomery_value"
+
+        def written(arguments: Any) -> str:
+            try:
+                return self.render(_with_calls(turns, lambda _: arguments), tools)
+            except Refused:
+                return ""
+
+        of_object = written({key: value})
+        if key in of_object and f"'{key}'" not in of_object:
+            return False
+        of_text = written(json.dumps({key: value}))
+        if f'"{key}"' in of_text:
+            return True
+        return False if key in of_object else None
 
     def _read_marks(
         self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]
@@ -179,6 +210,30 @@ class Template:
         if not turns:
             return 0
         return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane)))
+
+
+def _with_calls(turns: Sequence[Turn], arguments: Callable[[Any], Any]) -> list[Turn]:
+    """Copies of the turns with other arguments in their calls."""
+    changed_turns = []
+    for turn in turns:
+        changed_turn = dict(turn)
+        if turn.get("tool_calls"):
+            changed_turn["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": arguments(call["function"]["arguments"]),
+                    },
+                }
+                for call in turn["tool_calls"]
+            ]
+        changed_turns.append(changed_turn)
+    return changed_turns
+
+
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _one_line(message: object) -> str:
