@@ -494,6 +494,121 @@ def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
     assert spoken == RIGHT[name]
 
 
+def turns_of(
+    assistant,
+    tool="<|im_start|>tool\n{{ m.content }}<|im_end|>\n",
+    prompt="<|im_start|>assistant\n",
+):
+    """A template in ChatML with its own way to write assistant turns, tool turns and the generation prompt."""
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + assistant
+        + "{% elif m.role == 'tool' %}"
+        + tool
+        + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}"
+        + prompt
+        + "{% endif %}"
+    )
+
+
+ANSWER = "<|im_start|>assistant\n{{ m.content }}"
+WRITTEN_CALL = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+PLAIN_ANSWERS = ["[add_up]<|im_end|>", "two<|im_end|>", "fine<|im_end|>"]
+# Templates whose generation prompt differs from the turns that they write, or whose last turn ends in another way.
+UNEVEN = {
+    "the prompt opens a thought": (
+        turns_of(ANSWER + WRITTEN_CALL + "<|im_end|>\n", prompt="<|im_start|>assistant\n<think>\n"),
+        PLAIN_ANSWERS,
+    ),
+    "the prompt closes a thought of another spelling": (
+        turns_of(
+            ANSWER + WRITTEN_CALL + "<|im_end|>\n",
+            prompt="<|im_start|>assistant\n<seed:think></seed:think>",
+        ),
+        PLAIN_ANSWERS,
+    ),
+    "the prompt begins a thought that turns with reasoning have": (
+        turns_of(
+            "<|im_start|>assistant\n<|START_ACT|>{{ m.content }}" + WRITTEN_CALL + "<|im_end|>\n",
+            prompt="<|im_start|>assistant\n<|START_THINKING|>",
+        ),
+        [f"<|START_ACT|>{answer}" for answer in PLAIN_ANSWERS],
+    ),
+    "a tool turn ends in another way before the prompt": (
+        turns_of(
+            ANSWER + WRITTEN_CALL + "<|im_end|>\n",
+            tool="<|im_start|>tool\n{{ m.content }}{{ '' if loop.last else '\n' }}<|im_end|>",
+        ),
+        PLAIN_ANSWERS,
+    ),
+    "a response follows a tool result without a header": (
+        turns_of(
+            "{% if loop.previtem.role != 'tool' %}<|im_start|>assistant\n{% endif %}{{ m.content }}"
+            + WRITTEN_CALL
+            + "{% if not m.tool_calls %}<|im_end|>\n{% endif %}",
+            tool="({{ m.content }})",
+        ),
+        ["[add_up]", "two<|im_end|>", "fine<|im_end|>"],
+    ),
+    "white space before the end of a turn that is not the last": (
+        turns_of(
+            ANSWER
+            + WRITTEN_CALL
+            + "{{ '' if loop.last else '\n' }}<|im_end|>{{ '\n\n' if loop.last }}"
+        ),
+        ["[add_up]\n<|im_end|>", "two\n<|im_end|>", "fine<|im_end|>"],
+    ),
+    "the id of a call where its result follows": (
+        turns_of(
+            ANSWER
+            + "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ '' if loop.last and false else '' }}"
+            + "{% if not m is sameas messages[-1] %} #{{ c.id }}{% endif %}]{% endfor %}<|im_end|>\n"
+        ),
+        ["[add_up #abcdefghi]<|im_end|>", "two<|im_end|>", "fine<|im_end|>"],
+    ),
+    "another token ends the last turn": (
+        turns_of(
+            ANSWER
+            + WRITTEN_CALL
+            + "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}",
+        ),
+        ["[add_up]<|im_end|>", "two<|im_end|>", "fine</s>"],
+    ),
+}
+REFUSED = {
+    "the role has another name in the prompt": turns_of(
+        "<|im_start|>model\n{{ m.content }}" + WRITTEN_CALL + "<|im_end|>\n"
+    ),
+    "every text ends with a prompt": turns_of(ANSWER + WRITTEN_CALL + "<|im_end|>\n", prompt="")
+    + "<|im_start|>assistant\n",
+    "every text ends with a prompt that opens a thought": turns_of(
+        ANSWER + WRITTEN_CALL + "<|im_end|>\n", prompt=""
+    )
+    + "<|im_start|>assistant\n<think></think>",
+    "another token ends the last turn, prompt or not": turns_of(
+        ANSWER + WRITTEN_CALL + "{{ '</s>' if loop.last else '<|im_end|>' }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_responses_are_found_where_the_prompt_differs_from_the_turns(name):
+    template, answers = UNEVEN[name]
+    assert trained_text(chat(*CALLING, tools=(TOOL,)), template) == [answers]
+    # A response that reads as the prompt goes on is found, too.
+    talk = (user("hi"), said("<think>"), user("assistant"), said("assistant\n"))
+    (found,) = trained_text(chat(*talk), template)
+    assert len(found) == 2 and "<think>" in found[0] and "assistant" in found[1]
+    assert "<|im_start|>" not in "".join(found)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_a_response_begins_or_ends_cannot_be_proved(name):
+    with pytest.raises(UserError, match="template"):
+        trained_text(chat(*CALLING, tools=(TOOL,)), REFUSED[name])
+
+
 def test_a_conversation_that_uses_the_characters_of_the_marks():
     talk = (
         user("\U00100000\U00100001"),

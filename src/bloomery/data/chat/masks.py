@@ -22,7 +22,15 @@ MAX_TURNS = 0xFFF0 // 3
 # The marks of `{% generation %}`, at the top of a plane.
 _BEGINS = 0xFFF8
 _ENDS = 0xFFF9
-_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
+# What generation prompts open a response with, and turns without reasoning leave out: a thought, empty or open. Tags of
+# Qwen, DeepSeek, Hunyuan, Seed and Cohere; Gemma 4; Apriel 1.6.
+_THOUGHT = re.compile(
+    r"(?:<[^<>\s/]*think[^<>\s]*>\s*(?:</?[^<>\s]*think[^<>\s]*>\s*)?"
+    r"|<\|channel>thought\s*(?:<channel\|>\s*)?"
+    r"|Here are my reasoning steps:\s*)$",
+    re.IGNORECASE,
+)
+_MARKUP_AT_END = re.compile(r"(?:<[^<>\s]{1,60}>|\[/?[A-Z_]{1,40}\])$")
 _MAX_CUTS = 4096  # pieces of template whose split is remembered
 _MAX_PIECE = 512  # characters of such a piece
 
@@ -182,6 +190,8 @@ class RenderedConversation:
         # Without a marked rendering, the renderings of the first turns alone must do.
         self._mark()
         try:
+            if self._marked and turns and self._prompts_unasked(turns[0]):
+                raise Unclear("the template writes a generation prompt where none is asked for")
             spans = [
                 self._marked_span(turn) if self._marked else self._plain_span(turn)
                 for turn in turns
@@ -210,9 +220,9 @@ class RenderedConversation:
                 self._both_edges = both_edges
                 return
 
-    def _prefix(self, count: int, *, prompt: bool) -> Marked:
-        """The rendering of the first turns alone. Raises Unclear where marks change it."""
-        turns = self.turns[:count]
+    def _prefix(self, count: int, *, prompt: bool, following: Turn | None = None) -> Marked:
+        """The rendering of the first turns alone, or with one behind them. Raises Unclear where marks change it."""
+        turns = [*self.turns[:count], *([] if following is None else [following])]
         marked = unmarked(
             self.render(_with_marks(turns, self.plane, self._both_edges), prompt=prompt), self.plane
         )
@@ -273,7 +283,13 @@ class RenderedConversation:
 
         # Both renderings have the last mark of the prompt: what follows it is compared.
         index = self._marked.last_of(prompt)
-        cut = _response_start(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
+        try:
+            cut = _response_start(prompt.after(len(prompt.marks) - 1), self._marked.after(index))
+        except Unclear:
+            written_start = self._written_start(turn, self._marked.after(index))
+            if written_start is None:
+                raise
+            cut = written_start
         if key is not None and prompt.marks[-1][0] == previous_mark:
             self._remember(key, cut)
         return self._marked.marks[index][1] + cut
@@ -308,10 +324,120 @@ class RenderedConversation:
         header_length = max(0, start - self._marked.marks[index][1])
         continuation = self._marked.after(index)
         last_turn_text = rendering.after(len(rendering.marks) - 1)
-        cut = self._turn_end(last_turn_text, continuation, header_length)
+        try:
+            cut = self._turn_end(last_turn_text, continuation, header_length)
+        except Unclear:
+            written_end = self._written_end(turn, last_turn_text, continuation, header_length)
+            if written_end is None:
+                raise
+            cut = written_end
         if key is not None and rendering.marks[-1][0] == mark:
             self._remember(key, len(continuation) - cut)
         return self._marked.marks[index][1] + cut
+
+    def _generation_prompt(self, turn: int) -> tuple[str, str]:
+        """What the template writes after the last content before a turn: where the conversation stops there, and what a
+        generation prompt adds. Raises Unclear.
+        """
+        bare = self._prefix(turn, prompt=False)
+        prompt = self._prefix(turn, prompt=True)
+        if not prompt.marks or [mark for mark, _ in bare.marks] != [
+            mark for mark, _ in prompt.marks
+        ]:
+            raise Unclear("the template's generation prompt changes the turns before it")
+        bare_text = bare.after(len(bare.marks) - 1)
+        prompt_text = prompt.after(len(prompt.marks) - 1)
+        if not prompt_text.startswith(bare_text):
+            raise Unclear("the template's generation prompt changes the turns before it")
+        return bare_text, prompt_text[len(bare_text) :]
+
+    def _prompts_unasked(self, turn: int) -> bool:
+        """Whether the template ends every conversation with a generation prompt, which would pass for the end of the
+        last response. Tried once per template.
+        """
+        key = ("prompts unasked",)
+        question = next((turn for turn in self.turns[:turn] if turn["role"] == "user"), None)
+        if question is None:
+            return False
+        if key not in self.cuts:
+            self.cuts[key] = int(self._is_followed_by_prompt(turn, question))
+        return bool(self.cuts[key])
+
+    def _is_followed_by_prompt(self, turn: int, question: Turn) -> bool:
+        """Whether text after this turn gives way to a user turn, in a template that knows no generation prompt."""
+        try:
+            bare_text, added_text = self._generation_prompt(turn)
+            alone = self._prefix(turn + 1, prompt=False)
+            continued = self._prefix(turn + 1, prompt=False, following=question)
+        except (Refused, Unclear):
+            return False
+        if added_text or not bare_text.strip() or not alone.marks:
+            return False
+        last_text = alone.after(len(alone.marks) - 1)
+        try:
+            return not continued.after(continued.last_of(alone)).startswith(last_text.rstrip())
+        except Unclear:
+            return False
+
+    def _written_start(self, turn: int, before_response: str) -> int | None:
+        """Where a response begins in the text between two marks, for a template that ends the turn before it in another
+        way when a generation prompt follows, or none when it cannot be proved.
+        """
+        assert self._marked is not None
+        try:
+            bare_text, added_text = self._generation_prompt(turn)
+        except (Refused, Unclear):
+            return None
+
+        # The turn before ends equally but for white space, and then the generation prompt stands there once.
+        for header in (added_text, _THOUGHT.sub("", added_text)):
+            if header.strip() and before_response.count(header) == 1:
+                position = before_response.index(header)
+                if _without_space(before_response[:position]) == _without_space(bare_text):
+                    return position + len(header)
+
+        # Some templates write a response right behind what a tool returned, without a header: the content begins there.
+        has_open_mark = self._both_edges and self._marked.has_once(3 * turn + _OPEN)
+        if has_open_mark and before_response == bare_text:
+            return len(before_response)
+        return None
+
+    def _written_end(
+        self, turn: int, last_turn_text: str, continuation: str, header_length: int
+    ) -> int | None:
+        """Where a turn ends in `continuation`, for a template that writes the last turn of a conversation in another
+        way; None when it cannot be proved. Arguments as of `_turn_end`.
+        """
+        # The same token ends the turn in both, and what is before it differs by white space and by what is inserted
+        # where the conversation goes on, such as the id of a call.
+        ends = list(self.enders.finditer(last_turn_text, header_length))
+        last_end = ends[-1] if ends else _MARKUP_AT_END.search(last_turn_text.rstrip())
+        if last_end is not None and continuation.count(last_end[0], header_length) == 1:
+            position = continuation.index(last_end[0], header_length)
+            text_before = _without_space(last_turn_text[: last_end.start()])
+            continued_before = _without_space(continuation[:position])
+            common_start = _common_length(text_before, continued_before)
+            common_end = _common_length(text_before[::-1], continued_before[::-1])
+            if common_start + common_end >= len(text_before):
+                return position + len(last_end[0])
+
+        # With a generation prompt behind the turn, the text before that prompt is the end of the turn.
+        try:
+            _, header = self._generation_prompt(turn)
+            followed = self._prefix(turn + 1, prompt=True)
+            if not followed.marks or not header.strip():
+                return None
+            followed_text = followed.after(len(followed.marks) - 1)
+        except (Refused, Unclear):
+            return None
+        turn_end = followed_text.removesuffix(header)
+        if (
+            turn_end == followed_text
+            or not turn_end.strip()
+            or not continuation.startswith(turn_end)
+        ):
+            return None
+        return max(header_length, len(turn_end.rstrip()))
 
     def _turn_end(self, last_turn_text: str, continuation: str, header_length: int = 0) -> int:
         """Where a turn ends in `continuation`, its text and all after it.
@@ -347,6 +473,10 @@ class RenderedConversation:
         if not all(name in self.enders.sub("", self.text[start:end]) for name in names):
             raise Unclear(f"the template does not write the call of turn {turn + 1}")
         return start, end
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 def _common_length(text: str, other_text: str) -> int:
