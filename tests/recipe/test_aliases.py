@@ -747,3 +747,57 @@ def test_every_key_of_the_pages_that_users_come_from_is_answered():
     answers = {name: aliases.look_up((name,), 0.1, {}) for name in OF_THE_GUIDES.split()}
     assert [name for name, answer in answers.items() if answer is None or answer.guess] == []
     assert answers["resid_pdrop"].edits == ("model.dropout=0.1",)
+
+
+def _values_of_other_tools():
+    """Every value that the libraries and tools name for a key of kinds."""
+    training_args = pytest.importorskip("transformers.training_args")
+    trainer_utils = pytest.importorskip("transformers.trainer_utils")
+    peft = pytest.importorskip("peft")
+    yield "optimizer.kind", [name.value for name in training_args.OptimizerNames]
+    # Axolotl's, utils/schemas/enums.py, and names of papers
+    axolotl = (
+        "optimi_adamw ao_adamw_4bit ao_adamw_8bit ao_adamw_fp8 adopt_adamw came_pytorch muon dion"
+    )
+    axolotl += " sinkgd flash_adamw flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit"
+    axolotl += " galore apollo badam adam_mini lisa sophia prodigy soap shampoo lamb adan"
+    yield "optimizer.kind", axolotl.split()
+    yield "optimizer.schedule", [name.value for name in trainer_utils.SchedulerType]
+    yield "adapter.kind", [name.value.lower() for name in peft.PeftType]
+    yield "quantize.kind", "qat hqq eetq aqlm gptq awq fp8 mxfp4 nvfp4 torchao bnb int4".split()
+    losses = "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired"
+    losses += " discopop apo_zero apo_down kto_pair orpo simpo cpo gkd nash_md xpo online_dpo"
+    losses += (
+        " dft eaft asft rm prm pt sft embedding seq_cls dapo dr_grpo bnpo cispo sapo vespo gspo"
+    )
+    yield "objective.kind", losses.split()
+    kinds = "pretrain sft dpo ipo simpo orpo kto reward distill grpo rloo ppo nll sigmoid hinge"
+    yield "objective.loss", kinds.split()
+
+
+def test_every_value_of_other_tools_is_answered():
+    text = BASE.replace("{preset: go-coder-tiny}", "{from: a/b}") + "objective: sft\n"
+    for key, names in _values_of_other_tools():
+        for name in names:
+            if aliases.accepted(
+                f"{key}={name}", *["objective.kind=sft"] * (key != "objective.kind")
+            ):
+                continue
+            error = message(f"{key}={name}", text=text)
+            edits, near, reason = answered(error)
+            assert edits or reason, (key, name, error.fix)
+            assert not near, (key, name)
+
+
+def test_methods_of_peft_that_are_answers_train_here():
+    methods = pytest.importorskip("bloomery.model.adapters.settings").METHODS
+    for _, name, text in every_row():
+        for method in re.findall(r"adapter\.method=(\w+)", text.partition("#")[0]):
+            assert method.upper() in methods, name
+
+
+@pytest.mark.parametrize("kind", ["dpo", "simpo", "kto", "grpo"])
+@pytest.mark.parametrize("objective", ["", "objective: sft\n", "objective: {kind: pretrain}\n"])
+def test_a_loss_that_is_an_objective_names_the_kind(kind, objective):
+    error = message(f"objective.loss={kind}", text=BASE + objective)
+    assert f"objective.kind={kind}" in error.fix or f"objective.kind={kind}" in error.problem

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -219,7 +220,11 @@ def _translated(edit: str) -> tuple[tuple[str, ...], str] | None:
     """The edits and the reason for a value that the table has under the key of an edit."""
     key, _, value = edit.partition("=")
     rows = {_value_name(name): row for name, row in _table()["values"].get(key, {}).items()}
-    if (text := rows.get(_value_name(value))) is None:
+    name = _value_name(value)
+    patterns = (pattern for pattern in rows if "*" in pattern and fnmatchcase(name, pattern))
+    is_ours = name in ("adamw", "muon", "adafactor")  # no pattern is for them
+    text = rows.get(name) or (None if is_ours else rows.get(next(patterns, "")))
+    if text is None:
         return None
     texts, reason = _split(text)
     edits = (part if re.match(r"[a-z_.]+=", part) else f"{key}={part}" for part in texts)

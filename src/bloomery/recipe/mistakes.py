@@ -232,6 +232,17 @@ def _kind(path: KeyPath, value: Any, origins: Mapping[KeyPath, Origin]) -> list[
 
     # The kind in another program's words, the only one that has these keys, or one of a similar name.
     alias = look_up_value(kind_path, section.get("kind"))
+    if alias is None and "kind" not in section:
+        answers = (look_up_value((*path, key), value) for key, value in section.items())
+        names_kind = f"{kind_key}="
+        alias = next(
+            (
+                answer
+                for answer in answers
+                if answer and any(edit.startswith(names_kind) for edit in answer.edits)
+            ),
+            None,
+        )
     fitting = [model for model in models if section.keys() & known_names <= fields(model).keys()]
     if alias:
         fix = str(alias)
