@@ -249,7 +249,7 @@ DEFAULTS = {
     "objective": {"kind": "pretrain"},
 }
 LENGTHS = {
-    "checkpoint.every": "1,000 steps",
+    "checkpoint.every": "15 min",
     "eval.every": "500 steps",
     "logging.every": "10 steps",
 }

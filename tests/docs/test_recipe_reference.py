@@ -42,7 +42,7 @@ def test_editors_accept_the_short_spellings() -> None:
     for section in ("adapter", "objective", "optimizer", "quantize"):
         first, *_ = schema["properties"][section]["anyOf"]
         assert "none" in first["enum"] or len(first["enum"]) > 2
-    assert schema["$defs"]["Checkpoint"]["properties"]["every"]["default"] == "1000 steps"
+    assert schema["$defs"]["Checkpoint"]["properties"]["every"]["default"] == "15m"
     assert any(
         one.get("type") == "array"
         for one in schema["$defs"]["Logging"]["properties"]["trackers"]["anyOf"]

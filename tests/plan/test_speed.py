@@ -150,7 +150,7 @@ def test_an_unknown_device_has_no_speed():
 def test_disk_and_energy():
     dataset = DatasetFacts(sequences_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
     report = reported(
-        load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), dataset=dataset
+        load_recipe("go-coder-125m", ["checkpoint.every=1000 steps"]), machine(), dataset=dataset
     )
     assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert report.disk["checkpoint"] == 12 * 124_242_432

@@ -128,6 +128,28 @@ def test_the_first_evaluation_of_a_run_that_overfits_is_kept(prepared, tmp_path,
     assert find_model(tmp_path / "run").tokenizer == weights
 
 
+def test_the_best_weights_of_a_step_whose_checkpoint_is_damaged(prepared, tmp_path, monkeypatch):
+    """The run goes back before it, and evaluates there where it saved before."""
+    losses = {step: 7.0 - step / 100 for step in range(1, 25)}
+    scripted(monkeypatch, losses)
+    plan = tiny_plan(
+        prepared,
+        config=CONFIG,
+        train={"steps": 12},
+        eval={"every_steps": 8},
+        checkpoint={"every_steps": 6, "keep": 5},
+    )
+    first = Run(plan, tmp_path / "run", stop_after=8)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (first.checkpoint(8) / "model.safetensors").write_bytes(b"damaged")
+    restored = newest_valid(checkpoints, on_damage=lambda _: None)
+    assert restored == first.checkpoint(6)
+    again = Run(plan, tmp_path / "run", stop_after=10, resume_from=restored)
+    assert again.outcome == "stopped"
+    assert (saved_steps(checkpoints), best_weight_steps(checkpoints)) == ([6, 10], [8])
+    assert_one_best(tmp_path / "run", 8, losses)
+
+
 def test_the_best_weights_are_those_of_their_step(prepared, tmp_path, monkeypatch):
     """Oracle: a run that ends at the best step."""
     plan = tiny_plan(

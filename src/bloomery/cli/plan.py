@@ -268,6 +268,11 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
             "stall_seconds": estimate(report.save.stall_seconds),
             "seconds": estimate(report.save.seconds),
         },
+        "kill": {
+            "seconds": report.kill.seconds,
+            "steps": report.kill.steps,
+            "whole_run": report.kill.whole_run,
+        },
         "energy_kwh": report.energy_kwh,
         "claims": report.claims,
         "warnings": report.warnings,

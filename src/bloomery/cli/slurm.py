@@ -87,7 +87,7 @@ def command(
              bloomery slurm recipe.yaml --site generic --gpu 8xMI300X --nodes 2 --time 12h
              bloomery slurm recipe.yaml --site skypilot --gpu 8xH100 --nodes 1 > task.yaml
     """
-    from bloomery.plan.advise import planned_save
+    from bloomery.plan.checkpoints import planned_save
     from bloomery.runs.consent import names_code
     from bloomery.runs.job_script import submit, write_job_script
 
@@ -212,7 +212,7 @@ def _print_cloud_job(
     as_json: bool,
 ) -> int:
     """A SkyPilot task or a PyTorchJob on stdout, and on stderr how to submit it. Raises UserError (code 2)."""
-    from bloomery.plan.advise import planned_save
+    from bloomery.plan.checkpoints import planned_save
     from bloomery.runs.cloud_jobs import (
         refuse_recipe_elsewhere,
         write_pytorch_job,

@@ -159,6 +159,7 @@ def shortened(plan: RunPlan) -> RunPlan:
         "sequences": min(plan.eval.sequences or max_sequences, max_sequences),
         "early_stopping_patience": None,
     }
+    checkpoint = {"every_steps": UNREACHED_STEPS, "every_seconds": None, "at_best": False}
     lengths = {
         "evaluation": Duration(STEPS - 1, "steps"),
         "checkpoint": Duration(UNREACHED_STEPS, "steps"),
@@ -166,7 +167,7 @@ def shortened(plan: RunPlan) -> RunPlan:
     sections = {
         "train": plan.train.model_copy(update={"steps": steps}),
         "eval": plan.eval.model_copy(update=evaluation),
-        "checkpoint": plan.checkpoint.model_copy(update={"every_steps": UNREACHED_STEPS}),
+        "checkpoint": plan.checkpoint.model_copy(update=checkpoint),
         "lengths": plan.lengths and plan.lengths.model_copy(update=lengths),
         "logging": plan.logging.model_copy(update={"trackers": (), "commands": ()}),
     }
@@ -266,10 +267,14 @@ def requirements(result: SmokeTest, folder: Path, *, free_bytes: int) -> Require
     evaluation_seconds += result.sample_seconds or 0.0
 
     # Training waits for a checkpoint unless it is written in the background.
-    save_seconds = 0.0
+    seconds = steps * result.step_seconds + num_evaluations * evaluation_seconds
     if not plan.checkpoint.async_save:
-        save_seconds = checkpoint.seconds * (steps // plan.checkpoint.every_steps + 1)
-    seconds = steps * result.step_seconds + num_evaluations * evaluation_seconds + save_seconds
+        num_saves = 1.0
+        if plan.checkpoint.every_steps is not None:
+            num_saves += steps // plan.checkpoint.every_steps
+        elif plan.checkpoint.every_seconds is not None:
+            num_saves += seconds / plan.checkpoint.every_seconds
+        seconds += checkpoint.seconds * num_saves
     bytes_per_step = (folder / "events.jsonl").stat().st_size / max(1, len(result.of(StepDone)))
     return Requirements(seconds, checkpoint_bytes, round(bytes_per_step * steps), free_bytes)
 

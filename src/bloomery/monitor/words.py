@@ -42,7 +42,7 @@ def incident_text(event: Event) -> str | None:
             return "loss or gradient not finite: step skipped"
         case Saved():
             if event.weights_only:
-                return "best weights"
+                return "best weights, no checkpoint"
             return BEST_CHECKPOINT if event.best else "checkpoint"
         case Resumed(path=""):
             return f"no checkpoint yet: restarted from step 0 in {format_seconds(event.seconds)}"

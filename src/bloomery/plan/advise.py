@@ -26,11 +26,11 @@ from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.plan import mesh, unsupported
 from bloomery.plan.batch import SMALL_CHUNK, Measure
+from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
-from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
@@ -45,13 +45,12 @@ from bloomery.plan.types import (
     MaxLength,
     PlanReport,
     RunPlan,
-    SaveEstimate,
     Suggestion,
     Verdict,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Claims, Lora, Recipe, Rollouts
-from bloomery.recipe.values import ClaimedRange
+from bloomery.recipe.schema import Checkpoint, Claims, Lora, Recipe, Rollouts
+from bloomery.recipe.values import ClaimedRange, write_duration
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
 Need = Callable[[int], float]  # bytes of a step, by micro-batch size
@@ -319,6 +318,7 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
         step_parts=(parts or {}) if plan.rollout is None else plan.rollout.seconds,
         disk=_disk_bytes(recipe, plan, step),
         save=planned_save(plan, step.model),
+        kill=kill_cost(plan),
         energy_kwh=energy_kwh(plan, profile),
     )
 
@@ -442,7 +442,10 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     }
     evaluates = plan.eval.every_steps
     saves = plan.checkpoint.every_steps
-    if evaluates is not None and evaluates % saves != 0:  # some evaluations have no checkpoint
+    # Some of the best evaluations have no checkpoint.
+    if evaluates is not None and not (
+        plan.checkpoint.at_best or (saves is not None and evaluates % saves == 0)
+    ):
         disk["best_weights"] = weights
         disk["checkpoints"] += weights * recipe.checkpoint.keep
     if (
@@ -451,25 +454,6 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     ):
         disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk
-
-
-def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
-    """Of one checkpoint: trainable parameters and optimizer states. `model`: that of the plan, if it is at hand."""
-    model = model or TrainedModel.of(plan, plan.model.config)
-    precision = plan.train.precision
-    return model.trainable_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
-
-
-def planned_save(plan: RunPlan, model: TrainedModel | None = None) -> SaveEstimate:
-    """Time and host memory of one checkpoint. `model`: that of the plan, if it is at hand."""
-    model = model or TrainedModel.of(plan, plan.model.config)
-    return estimate_save(
-        checkpoint_bytes(plan, model),
-        model.largest_bytes(plan.train.precision),
-        ranks=plan.train.ranks,
-        hosts=plan.parallel.nodes if plan.parallel else 1,
-        copies=plan.checkpoint.async_save,
-    )
 
 
 def edited(loaded_recipe: LoadedRecipe, edit: str) -> LoadedRecipe:
@@ -753,6 +737,7 @@ def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Itera
 
 def _lengths(plan: RunPlan) -> Iterator[str]:
     step = plan.step_seconds
+    yield from _costly_kill(plan)
     max_seconds = plan.train.seconds
     if step is not None and max_seconds is not None and max_seconds < step.value:
         step_text = format_seconds(step.value)
@@ -771,6 +756,21 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
         yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: evaluated only at the end"
+
+
+def _costly_kill(plan: RunPlan) -> Iterator[str]:
+    """Where a kill may lose a run of more than the default interval: the recipe sets another one."""
+    default = Checkpoint().every
+    kill = kill_cost(plan)
+    is_short = kill.seconds is not None and kill.seconds <= default.amount
+    if kill.whole_run and not is_short and not plan.checkpoint.at_best:
+        loss = "" if kill.seconds is None else f", {roughly(kill.seconds)}"
+        end = "" if kill.steps is None else f", the run ends after {kill.steps:,}"
+        every = interval_text(plan.checkpoint)
+        yield (
+            f"checkpoint.every is {every}{end}: a kill loses the whole run{loss};"
+            f" set checkpoint.every={write_duration(default)}"
+        )
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:

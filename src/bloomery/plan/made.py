@@ -64,7 +64,7 @@ class _Method:
             **({} if self is _TEXT else {"adapter": adapter}),
             "optimizer": optimizer,
             "train": {"epochs": self.epochs},
-            "checkpoint": {"every": "25%", "keep": 2},
+            "checkpoint": {"keep": 2},
             "eval": {"every": "12.5%"},
         }
 

@@ -31,6 +31,7 @@ from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, t
 from bloomery.model.counting import active_parameter_count, parameter_count
 from bloomery.model.families import architecture_of
 from bloomery.plan.advise import energy_kwh, fit_of, span
+from bloomery.plan.checkpoints import interval_text
 from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
@@ -122,7 +123,7 @@ def page(
     lines += _block("simulated", simulated)
     lines += _block("sequence", joined(_max_length(report)))
     lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
-    lines += [*_block("disk", disk_lines(report)), ""]
+    lines += [*_block("disk", disk_lines(report)), *_block("saves", save_lines(report)), ""]
     warnings = [
         line
         for text in report.warnings
@@ -533,6 +534,20 @@ def disk_lines(report: PlanReport) -> list[str]:
         f"{format_bytes(save.host_bytes)} of host memory per device",
     ]
     return [*joined(facts), *joined(facts_of_save)]
+
+
+def save_lines(report: PlanReport) -> list[str]:
+    """When checkpoints are saved, and what a kill between two of them loses."""
+    checkpoint = report.plan.checkpoint
+    kill = report.kill
+    if kill.whole_run:
+        length = "ends before" if kill.seconds is None else f"takes {about(kill.seconds)}"
+        loss = "what follows the last save" if checkpoint.at_best else "all of it"
+        cost = f"the run {length}: a kill loses {loss}"
+    else:
+        loss = counted(kill.steps or 0, "steps") if kill.seconds is None else about(kill.seconds)
+        cost = f"a kill loses at most {loss}"
+    return joined([f"every {interval_text(checkpoint)}", cost])
 
 
 def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:

@@ -21,6 +21,7 @@ from bloomery.hardware.specs import find_gpu
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer, dequantizer
 from bloomery.plan import batch, lengths, mesh, rollouts, unsupported
+from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
     ASKED,
     arithmetic_choices,
@@ -105,6 +106,15 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     timed = settings.length.unit == "seconds"
     steps = None if timed else scale.steps
     layout = None if step.parallel is None else step.parallel.layout  # None on one device
+    checkpoints = choose_checkpoints(
+        recipe,
+        facts.model,
+        scale,
+        precision=step.precision.value,
+        layout=layout,
+        nodes=nodes,
+        eval_steps=eval_steps,
+    )
     return RunPlan(
         name=loaded_recipe.name,
         model=ModelPlan(
@@ -160,15 +170,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             device=profile.device.value,
             offload_activations=settings.offload_activations,
         ),
-        checkpoint=CheckpointPlan(
-            every_steps=lengths.checkpoint_steps(
-                recipe.checkpoint.every, scale, evaluation=eval_steps
-            ).value,
-            keep=recipe.checkpoint.keep,
-            async_save=True
-            if recipe.checkpoint.async_save == "auto"
-            else recipe.checkpoint.async_save,
-        ),
+        checkpoint=checkpoints.value,
         eval=EvalPlan(
             every_steps=eval_steps,
             sequences=lengths.evaluation_sequences(
@@ -188,7 +190,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         memory=step.memory,
         step_seconds=step.seconds,
         total_tokens=None if steps is None else round(steps * step.trained_tokens),
-        choices=_decisions(recipe, facts, step, optimizer_choices),
+        choices=_decisions(recipe, facts, step, optimizer_choices, checkpoints),
         lengths=_lengths(recipe),
         dataset=facts.dataset,
         environment=profile.environment.value,
@@ -399,6 +401,7 @@ def _decisions(
     facts: Facts,
     step: _Step,
     optimizer_choices: Mapping[str, Choice[float | str]],
+    checkpoints: Choice[CheckpointPlan],
 ) -> tuple[Decision, ...]:
     """Every choice with its reason, in the order in which `bloomery plan` prints them."""
     profile = facts.profile
@@ -430,13 +433,8 @@ def _decisions(
     if partial_step and step.scale.steps is not None:
         reason = f"the last {partial_step:,} sequences of {recipe.train.length} fill no step and are left out"
         choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
-    interval = lengths.checkpoint_steps(
-        recipe.checkpoint.every,
-        step.scale,
-        evaluation=_steps_between_evaluations(recipe, step.scale),
-    )
-    if interval.reason != ASKED:
-        choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
+    if checkpoints.reason != ASKED:
+        choices["checkpoint.every"] = Choice(interval_text(checkpoints.value), checkpoints.reason)
 
     # What the machine decides.
     workers = recipe.data.num_proc

@@ -248,7 +248,14 @@ class TrainPlan(PlanPart):
 
 
 class CheckpointPlan(PlanPart):
-    every_steps: PositiveInt
+    """Between two checkpoints are `every_steps` steps, or `every_seconds` seconds of the run; the other is None.
+
+    `at_best`: an evaluation that is the best so far saves a checkpoint to resume from, not its weights alone.
+    """
+
+    every_steps: PositiveInt | None
+    every_seconds: float | None = None
+    at_best: bool = False
     keep: int
     async_save: bool
 
@@ -495,6 +502,14 @@ class SaveEstimate(PlanPart):
     seconds: Estimate
 
 
+class KillCost(PlanPart):
+    """What a kill at the worst moment loses: training since the last checkpoint. None where unknown."""
+
+    seconds: float | None
+    steps: int | None  # None where checkpoints are saved by time
+    whole_run: bool  # no checkpoint before the end is sure
+
+
 class PlanReport(PlanPart):
     """A plan with the other figures of its page; no training code reads it.
 
@@ -510,4 +525,5 @@ class PlanReport(PlanPart):
     step_parts: dict[str, Estimate]
     disk: dict[str, float]
     save: SaveEstimate
+    kill: KillCost
     energy_kwh: float | None

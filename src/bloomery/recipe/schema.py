@@ -941,8 +941,9 @@ class Parallel(Section):
 
 class Checkpoint(Section):
     every: Length = key(
-        Duration(1000.0, "steps"),
-        "Interval between checkpoints, moved to a multiple of eval.every.",
+        Duration(900.0, "seconds"),
+        "Interval between checkpoints. A time also saves at each best evaluation where that costs little;"
+        " steps, tokens, epochs or % are moved to a multiple of eval.every.",
     )
     keep: PositiveInt = key(3, "Newest checkpoints to keep. The best weights are always kept.")
     async_save: Auto | bool = key("auto", "Write checkpoints in the background.")

@@ -59,6 +59,11 @@ def _word(value: object, examples: str) -> str | float:
 
 
 def write_duration(value: Duration) -> str:
+    # A time in the largest unit of which it is a whole number: 15m, not 900s.
+    if value.unit == "seconds" and value.amount:
+        for seconds, unit in ((3600, "h"), (60, "m")):
+            if value.amount % seconds == 0:
+                return f"{value.amount / seconds:.0f}{unit}"
     amount = f"{value.amount:.0f}" if value.amount.is_integer() else repr(value.amount)
     return amount + {"percent": "%", "seconds": "s"}.get(value.unit, f" {value.unit}")
 

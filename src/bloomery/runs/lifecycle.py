@@ -23,7 +23,8 @@ from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
-from bloomery.plan.advise import advise, checkpoint_bytes
+from bloomery.plan.advise import advise
+from bloomery.plan.checkpoints import checkpoint_bytes
 from bloomery.plan.gather import fetch, gather, unread_columns, unread_data_notes
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, read_sealed, require_identity, write_sealed

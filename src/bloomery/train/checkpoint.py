@@ -382,6 +382,11 @@ class Saver:
             # The files are on the disk already (`seal`); now their folder's name is, too.
             flush_to_disk(self.folder)
 
+        # A checkpoint of this step that the run did not continue from is damaged: these weights are not to be deleted
+        # in favor of its own.
+        if snapshot.weights_only and step_folder(self.folder, snapshot.step).exists():
+            remove_folder(step_folder(self.folder, snapshot.step))
+
         # Only what is on the disk is noted as the best, and followed by the next checkpoint.
         if snapshot.best:
             note_best(self.folder, snapshot.step)

@@ -99,6 +99,10 @@ class RunContext:
     saved_step: int = 0
     restored_step: int | None = None  # of the checkpoint that training continued from
     saving_due: bool = False
+    # When training continued after the last save, on the run's clock, and the seconds since as of the last step: those
+    # of the first rank, so that all ranks save after the same steps.
+    saved_at_seconds: float = 0.0
+    seconds_since_save: float = 0.0
     stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
     requests: StepRequests = field(default_factory=StepRequests)
     stragglers: Stragglers = field(default_factory=Stragglers)
@@ -147,6 +151,11 @@ class RunContext:
             return self.fraction
         return fraction_done(self.plan.train, step=self.step, seconds=self.timer.elapsed)
 
+    def note_save(self) -> None:
+        """The interval of checkpoints by time begins: nothing of the run would be lost now."""
+        self.saved_at_seconds = self.timer.elapsed
+        self.seconds_since_save = 0.0
+
     def emit_step(
         self,
         result: StepResult,
@@ -156,7 +165,9 @@ class RunContext:
         seconds: float,
         data_wait_seconds: float,
     ) -> None:
-        """Emit StepDone, and the health of the step where it was measured. Takes `fraction` as `read_clock`."""
+        """Emit StepDone, and the health of the step where it was measured. Takes `fraction` as `read_clock`, and
+        `seconds_since_save`.
+        """
         plan = self.plan.train
         clock = self.mesh.clock
         tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
@@ -177,6 +188,7 @@ class RunContext:
         gathered = self.mesh.all_gather_floats(
             *own_request,
             self._own_fraction(),
+            self.timer.elapsed - self.saved_at_seconds,
             peak_memory_gib(plan.device),
             compute_seconds,
             device_wait_seconds,
@@ -186,6 +198,7 @@ class RunContext:
             self.requests.note([numbers[: len(own_request)] for numbers in gathered])
         (
             (self.fraction, *_),
+            (self.seconds_since_save, *_),
             memory_by_rank,
             compute_seconds_by_rank,
             device_wait_seconds_by_rank,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from bloomery.plan.lengths import on_evaluations
-from bloomery.plan.types import RunPlan, TrainPlan
+from bloomery.plan.types import CheckpointPlan, RunPlan, TrainPlan
 from bloomery.train.optim.schedules import fraction_of_run
 
 # Ten thirds of a run are not exactly ten times a third of it in floating point.
@@ -76,6 +76,11 @@ def due(
     if isinstance(interval, int):
         return step % interval == 0
     return passed(interval, fraction_before, fraction)
+
+
+def is_save_due(checkpoint: CheckpointPlan, seconds_since_save: float) -> bool:
+    """Whether checkpoints are saved by time, and it is time for one."""
+    return checkpoint.every_seconds is not None and seconds_since_save >= checkpoint.every_seconds
 
 
 def passed(interval: float, start: float, end: float) -> bool:

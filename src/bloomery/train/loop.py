@@ -15,7 +15,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.context import RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample
-from bloomery.train.length import Timer, due, estimated_steps, fraction_done, passed
+from bloomery.train.length import Timer, due, estimated_steps, fraction_done, is_save_due, passed
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
     Action,
@@ -76,6 +76,7 @@ def run(
     context.before_save = before_save
     context.requests = requests or StepRequests()
     timer.restored = context.state.progress.seconds
+    context.note_save()
     if plan.train.seconds is not None:
         # The time of opening counts as training time. What becomes due in it is due after the first step: due is what
         # lies between this fraction, of the checkpoint, and the one after that step.
@@ -201,14 +202,21 @@ def after_step(context: RunContext, action: Action) -> None:
     )
     if context.state.progress.eval_due or is_due("evaluation"):
         evaluate_and_sample(context)
-    context.saving_due |= context.requests.take_save() or is_due("checkpoint")
+    context.saving_due |= (
+        context.requests.take_save()
+        or is_due("checkpoint")
+        or is_save_due(context.plan.checkpoint, context.seconds_since_save)
+    )
 
-    # These weights are the best so far, and this step has a checkpoint already: one that a stop saved before the
-    # evaluation was done. It is saved again, to be marked as the best.
-    saves_again = context.best_due and context.step in (context.saved_step, context.restored_step)
+    # The best weights so far are a checkpoint where that costs little more, and where this step has one already, which
+    # a stop saved before the evaluation was done: it is saved again, to be marked as the best.
+    saves_best_whole = context.best_due and (
+        context.plan.checkpoint.at_best
+        or context.step in (context.saved_step, context.restored_step)
+    )
     # No checkpoint between non-finite steps: a rewind takes the newest, which must be one before them. It never takes
     # the best weights alone. A run that is finished saves in `run`.
-    if (context.saving_due or saves_again) and action == "step" and not context.finished:
+    if (context.saving_due or saves_best_whole) and action == "step" and not context.finished:
         save(context)
         context.requests.forget()
     elif context.best_due and not context.finished:

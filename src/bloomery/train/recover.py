@@ -342,6 +342,7 @@ def return_to_checkpoint(context: RunContext, *, non_finite_counts: bool = False
     follow(context, folder)
     # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
     context.saved_step = context.step
+    context.note_save()
     context.last_eval_step = None
     context.best_due = False
     context.state.progress.eval_due = False
@@ -393,6 +394,8 @@ def _write(
             weights_only=weights_only,
             began=began,
         )
+    if not weights_only:
+        context.note_save()
 
 
 @torch.no_grad()

@@ -1,0 +1,124 @@
+"""How often a run saves, what a checkpoint takes, and what a kill between two of them loses."""
+
+from bloomery.core import Choice
+from bloomery.core.units import counted, format_bytes, format_seconds
+from bloomery.plan import lengths
+from bloomery.plan.choices import ASKED
+from bloomery.plan.estimate.saves import estimate_save
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.types import CheckpointPlan, KillCost, LayoutPlan, RunPlan, SaveEstimate
+from bloomery.recipe.schema import Recipe
+
+# A save is cheap that takes at most this share of the time until the next: an adapter's always is.
+CHEAP = 0.02
+
+
+def choose_checkpoints(
+    recipe: Recipe,
+    model: TrainedModel,
+    scale: lengths.Scale,
+    *,
+    precision: str,
+    layout: LayoutPlan | None,
+    nodes: int,
+    eval_steps: int | None,
+) -> Choice[CheckpointPlan]:
+    """When the run saves. `eval_steps`: between two evaluations, None without any. Raises as `lengths.steps_of`.
+
+    A time is one of the clock since the last save: no speed has to be known for it.
+    """
+    section = recipe.checkpoint
+    async_save = section.async_save == "auto" or section.async_save
+    if section.every.unit != "seconds":
+        steps = lengths.checkpoint_steps(section.every, scale, evaluation=eval_steps)
+        return Choice(
+            CheckpointPlan(every_steps=steps.value, keep=section.keep, async_save=async_save),
+            steps.reason,
+        )
+
+    # An evaluation that is the best so far saves its weights in any case. A whole checkpoint has optimizer states in
+    # addition, and a kill then loses nothing before it: worth it where it takes little of the time to the next.
+    size = checkpoint_bytes_of(model, recipe.optimizer.kind, precision)
+    ranks = layout.replicate * layout.shard * layout.pipeline if layout else 1
+    save = estimate_save(
+        size, model.largest_bytes(precision), ranks=ranks, hosts=nodes, copies=async_save
+    ).seconds.value
+    interval = section.every.amount
+    evaluates = eval_steps is not None and recipe.data.validation != 0
+    if eval_steps is not None and scale.step_seconds is not None:
+        interval = min(interval, eval_steps * scale.step_seconds)
+    at_best = evaluates and save <= CHEAP * interval
+    reason = ASKED
+    if "every" not in section.model_fields_set:
+        reason = "by time, so that a kill costs no more than that"
+    if evaluates:
+        kind = "a checkpoint" if at_best else "the weights alone"
+        time = format_seconds(save) if save >= 0.1 else "less than 0.1 s"
+        reason += f"; the best evaluations save {kind}: {format_bytes(size)} take {time}"
+    return Choice(
+        CheckpointPlan(
+            every_steps=None,
+            every_seconds=section.every.amount,
+            at_best=at_best,
+            keep=section.keep,
+            async_save=async_save,
+        ),
+        reason,
+    )
+
+
+def interval_text(checkpoint: CheckpointPlan) -> str:
+    """ "1,000 steps", "15 min", "15 min and at each best evaluation"."""
+    if checkpoint.every_steps is not None:
+        return counted(checkpoint.every_steps, "steps")
+    assert checkpoint.every_seconds is not None
+    best = " and at each best evaluation" if checkpoint.at_best else ""
+    return format_seconds(checkpoint.every_seconds) + best
+
+
+def checkpoint_bytes_of(model: TrainedModel, optimizer: str, precision: str) -> float:
+    """Of one checkpoint: trainable parameters and optimizer states."""
+    return model.trainable_bytes(precision) + model.optimizer_bytes(optimizer, precision)
+
+
+def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
+    """Of one checkpoint of a plan. `model`: that of the plan, if it is at hand."""
+    model = model or TrainedModel.of(plan, plan.model.config)
+    return checkpoint_bytes_of(model, plan.optimizer.kind, plan.train.precision)
+
+
+def planned_save(plan: RunPlan, model: TrainedModel | None = None) -> SaveEstimate:
+    """Time and host memory of one checkpoint. `model`: that of the plan, if it is at hand."""
+    model = model or TrainedModel.of(plan, plan.model.config)
+    return estimate_save(
+        checkpoint_bytes(plan, model),
+        model.largest_bytes(plan.train.precision),
+        ranks=plan.train.ranks,
+        hosts=plan.parallel.nodes if plan.parallel else 1,
+        copies=plan.checkpoint.async_save,
+    )
+
+
+def kill_cost(plan: RunPlan) -> KillCost:
+    """What a kill just before a checkpoint loses: the interval, or the run where none comes before its end."""
+    steps = plan.checkpoint.every_steps
+    seconds = plan.checkpoint.every_seconds
+    asked = None if plan.lengths is None else plan.lengths.checkpoint
+    by_share = plan.train.seconds is not None and asked is not None and asked.unit == "percent"
+    if seconds is None and by_share:  # of a wall-time run: by the clock
+        assert plan.train.seconds is not None and asked is not None
+        seconds = asked.amount / 100 * plan.train.seconds
+        steps = None
+    if seconds is None and steps is not None and plan.step_seconds is not None:
+        seconds = steps * plan.step_seconds.value
+
+    # The whole run, where its end comes first.
+    run_steps = plan.train.steps
+    run_seconds = None if plan.seconds is None else plan.seconds.value
+    if steps is not None and run_steps is not None:
+        whole_run = steps >= run_steps
+    else:
+        whole_run = seconds is not None and run_seconds is not None and seconds >= run_seconds
+    if whole_run:
+        return KillCost(seconds=run_seconds, steps=run_steps, whole_run=True)
+    return KillCost(seconds=seconds, steps=steps, whole_run=False)
