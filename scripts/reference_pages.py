@@ -19,13 +19,8 @@ import recipe_page
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example
-from bloomery.data.sources.formats import (
-    FORMATS,
-    PROMPTS,
-    detect_format,
-    documents_of,
-    read_example,
-)
+from bloomery.data.sources.detection import detect_format
+from bloomery.data.sources.formats import FORMATS, PROMPTS, documents_of, read_example
 from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema

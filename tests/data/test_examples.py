@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.examples import BadRow, Example, Message
-from bloomery.data.sources.formats import FORMATS, detect_format, read_example
+from bloomery.data.sources.detection import detect_format
+from bloomery.data.sources.formats import FORMATS, read_example
 
 USER, ANSWER, OTHER = (
     {"role": role, "content": text}

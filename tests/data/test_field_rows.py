@@ -39,7 +39,7 @@ def read(path, required_format, **source):
     stats = ReadStats()
     dataset = open_dataset(Source(path=str(path), **source), required_format)
     examples = [d.example or d for d in read_documents(dataset, on_error="stop", stats=stats)]
-    return examples, stats.unread
+    return examples, stats.use
 
 
 def pair(row, prompt, chosen=(NINE,), rejected=(NO,), unread=()):
@@ -219,7 +219,7 @@ def test_a_row_means_what_it_means_there(name, suffix, tmp_path):
     row, required_format, kind, prompt, responses, unread = ROWS[name]
     (example,), noted = read(write(tmp_path / f"rows{suffix}", [row]), required_format)
     assert (example.kind, example.prompt, example.responses) == (kind, prompt, responses)
-    assert tuple(noted.columns) == unread and not noted.turn_keys
+    assert tuple(noted.unread_columns) == unread and not noted.unread_turn_keys
 
 
 MADE = {
@@ -261,7 +261,7 @@ def masked(**keys):
 def test_a_turn_is_masked_by_the_keys_of_every_tool(keys, tmp_path):
     (example,), noted = read(write(tmp_path / "rows.jsonl", [masked(**keys)]), "sft")
     assert [turn.trained_on for turn in example.responses[0]] == [True, False, True, True]
-    assert not noted.turn_keys
+    assert not noted.unread_turn_keys
 
 
 def test_keys_of_turns_that_nothing_reads_are_noted(tmp_path):
@@ -273,8 +273,8 @@ def test_keys_of_turns_that_nothing_reads_are_noted(tmp_path):
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]},
     ]
     _, noted = read(write(tmp_path / "rows.jsonl", rows), "sft")
-    assert list(noted.columns) == ["split"]
-    assert set(noted.turn_keys) == {
+    assert list(noted.unread_columns) == ["split"]
+    assert set(noted.unread_turn_keys) == {
         "content.cache_control",
         "tool_plan",
         "value",
@@ -354,7 +354,9 @@ def test_markup_is_no_picture(text, tmp_path):
 def test_an_explicit_sft_reads_a_conversation_beside_a_rejected_response(tmp_path):
     row = {"messages": TALK, "rejected_response": "No."}
     (example,), noted = read(write(tmp_path / "rows.jsonl", [row]), "sft")
-    assert example.responses == ((ASK, NINE),) and list(noted.columns) == ["rejected_response"]
+    assert example.responses == ((ASK, NINE),) and list(noted.unread_columns) == [
+        "rejected_response"
+    ]
 
 
 def test_nulls_of_united_schemas_are_left_out(tmp_path):
@@ -387,7 +389,7 @@ def test_nulls_of_united_schemas_are_left_out(tmp_path):
     united, noted = read(write(tmp_path / "rows.parquet", rows), "sft", format="messages")
     assert [e.responses for e in plain] == [e.responses for e in united]
     assert [e.tools for e in plain] == [e.tools for e in united]
-    assert plain[0].responses[0][1].calls == (CALL,) and not noted.turn_keys
+    assert plain[0].responses[0][1].calls == (CALL,) and not noted.unread_turn_keys
 
 
 def test_the_older_call_of_openai(tmp_path):
@@ -404,7 +406,7 @@ def test_the_older_call_of_openai(tmp_path):
     (example,), noted = read(write(tmp_path / "rows.jsonl", [row]), "sft")
     calling, result = example.responses[0][1:3]
     assert calling.calls == (CALL,) and (result.role, result.name) == ("tool", "weather")
-    assert example.tools == (TOOL,) and not noted.columns and not noted.turn_keys
+    assert example.tools == (TOOL,) and not noted.unread_columns and not noted.unread_turn_keys
 
 
 def test_answers_that_are_calls(tmp_path):
@@ -415,7 +417,7 @@ def test_answers_that_are_calls(tmp_path):
     assert peek(Source(path=str(path))) == ("alpaca", {"instruction": "query", "output": "answers"})
     (example,), noted = read(path, "sft")
     assert example.responses == ((ASK, Message("assistant", "", (CALL,))),)
-    assert example.tools == (TOOL,) and list(noted.columns) == ["id"]
+    assert example.tools == (TOOL,) and list(noted.unread_columns) == ["id"]
 
 
 @pytest.mark.parametrize("version", ["1", 1])
@@ -432,7 +434,7 @@ def test_an_object_with_one_list_of_rows(version, tmp_path):
 def test_rows_of_a_list_keep_their_lists(tmp_path):
     rows = [{"title": "a", "steps": [{"do": "b"}], "prompt": "When?", "completion": "At nine."}]
     (example,), noted = read(write(tmp_path / "rows.json", rows), "sft")
-    assert example.kind == "completion" and list(noted.columns) == ["title", "steps"]
+    assert example.kind == "completion" and list(noted.unread_columns) == ["title", "steps"]
 
 
 ASKED = {

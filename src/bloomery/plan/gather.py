@@ -22,12 +22,12 @@ from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.prompts import row_json
 from bloomery.data.shards import Manifest, Texts, open_split
-from bloomery.data.sources.columns import Unread
+from bloomery.data.sources.columns import ColumnUse
 from bloomery.data.sources.documents import (
     Dataset,
     Document,
     ReadStats,
-    open_dataset,
+    column_use,
     open_datasets,
     read_documents,
     sources_of,
@@ -402,20 +402,16 @@ def unread_columns(recipe: Recipe, manifest: Manifest | None = None) -> list[str
     """
     if manifest is not None:
         columns = dict.fromkeys(manifest.unread_columns)
-        return Unread(columns, dict.fromkeys(manifest.unread_turn_keys)).notes()
+        return ColumnUse({}, columns, dict.fromkeys(manifest.unread_turn_keys)).notes()
     kind = recipe.objective.spec.data_kind
     notes = list[str]()
     for source in sources_of(recipe.data):
         if not data_place(source.path).exists():
             continue
-        stats = _BadRowLimit()
-        try:
-            dataset = open_dataset(source, kind)
-            list(islice(read_documents(dataset, on_error="skip", stats=stats), ROWS))
-        except (UserError, _TooManyBadRows):
-            continue
-        name = Path(dataset.files[0].shown).name if len(dataset.files) == 1 else source.path
-        notes += [f"{name}: {note}" for note in stats.unread.notes()]
+        notes += [
+            f"{Path(source.path).name}: {note}"
+            for note in column_use(source, kind, rows=ROWS).notes()
+        ]
     return notes
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.sources.documents import describe_columns, describe_rows, peek, sources_of
+from bloomery.data.sources.documents import column_use, describe_rows, peek, sources_of
 from bloomery.data.sources.files import (
     CODE,
     DATA,
@@ -83,7 +83,17 @@ _KTO = _Method(
     "each response is labeled desirable or undesirable",
     1,
 )
-_OF_ROWS = {"preference": _PAIRS, "kto": _KTO}
+_TOKENS = replace(_SFT, reason="trains on the tokens that the labels do not mask")
+_OF_ROWS = {"preference": _PAIRS, "kto": _KTO, "tokens": _TOKENS}
+# Other objectives that train on rows of a format.
+_ALSO = {
+    "preference": "ipo, simpo, orpo, reward, kto",
+    "messages": "pretrain, on every token",
+    "sharegpt": "pretrain, on every token",
+    "alpaca": "pretrain, on every token; grpo, on the prompts",
+    "completion": "pretrain, on every token; grpo, on the prompts",
+    "tokens": "pretrain",
+}
 _OF_OBJECTIVES = {
     "pretrain": _TEXT,
     "sft": _SFT,
@@ -151,10 +161,13 @@ def made_recipe(
         else {"kind": kind},
         **method.sections(str(kind or method.objective["kind"]), typed),
     }
+    objective_text = method.reason
+    if format in _ALSO and kind is None:
+        objective_text += f"; also possible: {_ALSO[format]}"
     comments = {
-        ("data", "columns"): describe_columns(columns) if columns else "",
+        ("data", "path"): "" if assumed else _reading(source, format_found, method),
         ("data", "chat"): "the model has no chat template",
-        ("objective",): method.reason
+        ("objective",): objective_text
         if is_shown and sections["objective"] == method.objective
         else "",
     }
@@ -167,6 +180,39 @@ def made_recipe(
     }
     name = f"{Path(model.partition('@')[0]).name or 'model'}-{method.name}".lower()
     return MadeRecipe(name, text, _written(merged, unchanged))
+
+
+_ROWS = 16  # rows whose columns a comment describes
+# What a column is called in a comment, where its role is not a noun.
+_NOUNS = {
+    "messages": "conversation",
+    "conversations": "conversation",
+    "chosen": "chosen response",
+    "rejected": "rejected response",
+    "system": "system message",
+    "output": "response",
+    "completion": "response",
+    "input": "input after it",
+}
+
+
+def _reading(
+    source: Source, format_found: tuple[str, dict[str, str]] | None, method: _Method
+) -> str:
+    """What the first rows' columns were taken for, and which are not read: "question is the prompt, answer the
+    response; not read: id". "" for a dataset of texts alone.
+    """
+    format, columns = format_found or ("auto", {})
+    if columns:
+        source = source.model_copy(update={"format": format, "columns": columns})
+    data_kind = OBJECTIVES[method.objective["kind"]].data_kind
+    use = column_use(source, data_kind, rows=_ROWS)
+    first, *others = [
+        f"{name} is the {_NOUNS.get(role, role)}" for role, name in use.roles.items()
+    ] or [""]
+    read = ", ".join([first, *(text.replace(" is the ", " the ", 1) for text in others)])
+    unread = [f"not read: {note}" for note in use.notes()]
+    return "; ".join(part for part in [read, *unread] if part)
 
 
 def _typed_kind(typed: Mapping[str, Any], section: str) -> str | None:

@@ -167,25 +167,25 @@ _MOST_NAMED = 12  # columns in a note
 
 
 @dataclass
-class Unread:
-    """The columns that hold something and that nothing reads, and the keys of turns, in the order of their rows."""
+class ColumnUse:
+    """What became of the columns of some rows. `roles`: the column of each role that was read; `unread_columns`: those
+    that hold something and that nothing reads; `unread_turn_keys`: such keys of turns. All in the order of the rows.
+    """
 
-    columns: dict[str, None] = field(default_factory=dict)
-    turn_keys: dict[str, None] = field(default_factory=dict)
-
-    def add(self, other: "Unread") -> None:
-        self.columns |= other.columns
-        self.turn_keys |= other.turn_keys
+    roles: dict[str, str] = field(default_factory=dict)
+    unread_columns: dict[str, None] = field(default_factory=dict)
+    unread_turn_keys: dict[str, None] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """ "id, margin (the margin of a pair)", and "in turns: tool_plan"."""
         columns = [
             f"{one_line(name)} ({UNUSED[name]})" if name in UNUSED else one_line(name)
-            for name in self.columns
+            for name in self.unread_columns
         ]
         notes = [_listed(columns)] if columns else []
-        if self.turn_keys:
-            notes.append(f"in turns: {_listed([one_line(key) for key in self.turn_keys])}")
+        if self.unread_turn_keys:
+            keys = [one_line(key) for key in self.unread_turn_keys]
+            notes.append(f"in turns: {_listed(keys)}")
         return notes
 
 

@@ -12,17 +12,15 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
 from bloomery.data.sources import arithmetic, builtin
-from bloomery.data.sources.columns import COLUMN_NAMES, Unread, is_empty
+from bloomery.data.sources.columns import COLUMN_NAMES, ColumnUse, is_empty
+from bloomery.data.sources.detection import columns_of_examples, format_of_row, like_examples
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
     FORMATS,
     ROW_FORMATS,
     ROWS_ALONE,
     RequiredFormat,
-    columns_of_examples,
     documents_of,
-    format_of_row,
-    like_examples,
     read_example,
     refuse_text,
     refuse_unknown_roles,
@@ -89,7 +87,7 @@ class ReadStats:
     file: str = ""  # that the last document came from
     bytes_read: int = 0  # sizes of the files that are read
     formats: set[str] = field(default_factory=set)  # of conversations and pairs
-    unread: Unread = field(default_factory=Unread)
+    use: ColumnUse = field(default_factory=ColumnUse)
     padding: int = 0  # padding tokens left out
 
     def skip(self, bad_row: BadRow) -> None:
@@ -235,7 +233,7 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 else None
             )
             reader, columns = _reader(first_row, types, dataset, stats, columns, file.shown)
-            stats.unread.columns |= {
+            stats.use.unread_columns |= {
                 name: None
                 for name, kind in types.items()
                 if columns is not None and name not in columns and kind != "null"
@@ -306,7 +304,7 @@ def _reader(
                 format=format,
                 columns=columns_by_role,
                 where=value.where,
-                unread=stats.unread,
+                use=stats.use,
             )
             return [
                 Document(part.source, part)
@@ -321,10 +319,11 @@ def _reader(
     if mask is not None:
         stats.formats.add(f"tokens with {mask}")
     used = {column, *masks}
+    stats.use.roles |= {role: column, **({} if mask is None else {"loss mask": mask})}
 
     def read_plain(value: Value) -> list[Document]:
         if isinstance(value.content, dict):
-            stats.unread.columns |= {
+            stats.use.unread_columns |= {
                 str(name): None
                 for name, item in value.content.items()
                 if name not in used and not is_empty(item)
@@ -562,6 +561,20 @@ def _format_or_tokens(
     masks = [name for name in MASK_COLUMNS if _holds_flags(types, name)]
     is_masked = role == "tokens" and any(_masks_any(value.content, mask) for mask in masks[:1])
     return ("tokens", {}) if is_masked else None
+
+
+def column_use(source: Source, required_format: RequiredFormat, *, rows: int) -> ColumnUse:
+    """What becomes of the columns of the first rows of a source: nothing where it has no files here. Invalid rows say
+    nothing: reading the dataset reports them.
+    """
+    stats = ReadStats()
+    try:
+        dataset = open_dataset(source, required_format)
+        for _ in islice(_read_file(dataset.files[0], dataset, stats), rows):
+            pass
+    except UserError:
+        return stats.use
+    return stats.use
 
 
 def describe_rows(source: Source, required_format: RequiredFormat) -> str | None:

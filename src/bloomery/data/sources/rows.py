@@ -12,7 +12,7 @@ from bloomery.data.sources.columns import (
     ROLE_KEYS,
     SAME_ROLE,
     TEXT_KEYS,
-    Unread,
+    ColumnUse,
     first_name,
     is_empty,
 )
@@ -97,15 +97,15 @@ _SIDES = ("chosen", "rejected", "history")
 @dataclass(frozen=True)
 class Row:
     """A row, its place, and `named`: the roles of data.columns, with the columns of other names. `unparsed`: its cells
-    as they were read, where JSON in texts stays text. `taken`: the columns that a reader took, by role; `unread`: the
-    keys of turns that none took.
+    as they were read, where JSON in texts stays text. `taken`: the columns that a reader took, by role; `use`: what
+    the readers of several rows took.
     """
 
     cells: Mapping[str, Any]
     named: Columns
     where: str
     unparsed: Mapping[str, Any]
-    unread: Unread = field(default_factory=Unread)
+    use: ColumnUse = field(default_factory=ColumnUse)
     strict: bool = True  # a column of a role's own name must hold what the role needs
     taken: dict[str, str] = field(default_factory=dict)
 
@@ -158,7 +158,7 @@ class Row:
 
     def turns(self, value: object, where: str) -> tuple[Message, ...]:
         """Messages of a list of turns, or of one; `named` may rename their "role" and "content". Raises BadRow."""
-        return read_turns(value, where, self.named, self.unread)
+        return read_turns(value, where, self.named, self.use)
 
     def list_of_turns(self) -> tuple[tuple[Message, ...], str]:
         """The conversation of the row, and its place. Raises BadRow without any."""
@@ -267,9 +267,14 @@ class Row:
             if column is not None and not is_empty(self.cells.get(column)):
                 refuse_media({role: self.cells[column]}, f"{self.where}, {column}")
 
-    def note_unread(self) -> None:
-        """Adds the columns that hold something and were not taken to `unread`."""
+    def note_use(self, *, keeps_columns: bool = False) -> None:
+        """Adds the columns that were taken, and those that hold something and were not, to `use`. `keeps_columns`: the
+        example has all of them.
+        """
+        self.use.roles |= {role: name for role, name in self.taken.items() if name in self.cells}
+        if keeps_columns:
+            return
         taken_columns = set(self.taken.values())
         for name, value in self.cells.items():
             if name not in taken_columns and not is_empty(value):
-                self.unread.columns[str(name)] = None
+                self.use.unread_columns[str(name)] = None

@@ -18,7 +18,7 @@ from bloomery.data.sources.columns import (
     TEXT_KEYS,
     THINKING_KEYS,
     TRAINED_KEYS,
-    Unread,
+    ColumnUse,
     is_empty,
 )
 
@@ -122,10 +122,10 @@ def refuse_markers(text: str, where: str) -> None:
 
 
 def read_turns(
-    value: object, where: str, named: Mapping[str, str], unread: Unread
+    value: object, where: str, named: Mapping[str, str], use: ColumnUse
 ) -> tuple[Message, ...]:
     """Messages of a list of turns, or of one turn; `named` may rename their "role" and "content". Keys that are not
-    read go to `unread`. Raises BadRow.
+    read go to `use`. Raises BadRow.
     """
     if isinstance(value, dict):
         value = [value]
@@ -140,7 +140,7 @@ def read_turns(
         location = f"{where}[{index}]"
         if not isinstance(turn, dict):
             raise BadRow(location, f"is {kind_of(turn)}, not a message with a role and a content")
-        messages.append(_message(turn, location, role_keys, text_keys, unread))
+        messages.append(_message(turn, location, role_keys, text_keys, use))
     refuse_size(sum(len(message.content) for message in messages), where)
     return tuple(messages)
 
@@ -170,7 +170,7 @@ def _message(
     where: str,
     role_keys: Sequence[str],
     text_keys: Sequence[str],
-    unread: Unread,
+    use: ColumnUse,
 ) -> Message:
     refuse_media(turn, where)
     role_name = _role_name(turn, where, role_keys)
@@ -180,10 +180,10 @@ def _message(
     calls: tuple[dict[str, Any], ...] = ()
     if role == "assistant":
         read_keys |= {"tool_calls", "function_call"}
-        calls = _calls(parsed(turn.get("tool_calls")), f"{where}.tool_calls", unread)
+        calls = _calls(parsed(turn.get("tool_calls")), f"{where}.tool_calls", use)
         # OpenAI's older form has one call, whose arguments are JSON text.
         if not calls and not is_empty(older_call := parsed(turn.get("function_call"))):
-            calls = _calls([older_call], f"{where}.function_call", unread)
+            calls = _calls([older_call], f"{where}.function_call", use)
     # A turn that only calls may have no content, or null. Arrow gives turns the keys of both forms: the filled one
     # counts.
     content = ""
@@ -198,7 +198,7 @@ def _message(
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
             raise BadRow(location, "is missing")
-        content = _content(turn[text_key], location, unread)
+        content = _content(turn[text_key], location, use)
     # In ShareGPT the role says that the content itself is the call.
     if role_name in _CALLING and not calls:
         call = parsed(content)
@@ -206,13 +206,13 @@ def _message(
             raise BadRow(
                 location, "is not a call: a function_call is JSON with a name and arguments"
             )
-        calls = _calls(call if isinstance(call, list) else [call], location, unread)
+        calls = _calls(call if isinstance(call, list) else [call], location, use)
         content = ""
     elif role == "user":
         refuse_markers(content, location)
     thinking_key = next((key for key in THINKING_KEYS if turn.get(key)), None)
     thinking = None if thinking_key is None else turn[thinking_key]
-    _note_unread(turn, read_keys, role_keys, text_key, thinking_key, unread)
+    _note_unread(turn, read_keys, role_keys, text_key, thinking_key, use)
     return Message(
         role,
         content,
@@ -230,7 +230,7 @@ def _note_unread(
     role_keys: Sequence[str],
     text_key: str,
     thinking_key: str | None,
-    unread: Unread,
+    use: ColumnUse,
 ) -> None:
     """Adds the keys that hold something else than what was read."""
     read_keys |= {"name", "tool_call_id"}
@@ -247,7 +247,7 @@ def _note_unread(
             continue
         if key in THINKING_KEYS and thinking_key is not None and value == turn[thinking_key]:
             continue
-        unread.turn_keys[str(key)] = None
+        use.unread_turn_keys[str(key)] = None
 
 
 def _role_name(turn: dict[str, Any], where: str, role_keys: Sequence[str]) -> str:
@@ -296,7 +296,7 @@ def _is_trained_on(turn: dict[str, Any], role: Role, where: str) -> bool:
     return is_trained_on
 
 
-def _content(value: object, where: str, unread: Unread) -> str:
+def _content(value: object, where: str, use: ColumnUse) -> str:
     """A text, or the texts of a list of parts."""
     if not isinstance(value, list):
         return text_of(value, where)
@@ -315,13 +315,13 @@ def _content(value: object, where: str, unread: Unread) -> str:
                 )
             for key, item in part.items():
                 if key not in ("type", "text") and not is_empty(item):
-                    unread.turn_keys[f"content.{key}"] = None
+                    use.unread_turn_keys[f"content.{key}"] = None
             part = part["text"]
         texts.append(text_of(part, location))
     return "".join(texts)
 
 
-def _calls(value: object, where: str, unread: Unread) -> tuple[dict[str, Any], ...]:
+def _calls(value: object, where: str, use: ColumnUse) -> tuple[dict[str, Any], ...]:
     """Calls with their arguments as objects, as templates expect; in the OpenAI format they are JSON text."""
     if value is None or value == []:
         return ()
@@ -350,5 +350,5 @@ def _calls(value: object, where: str, unread: Unread) -> tuple[dict[str, Any], .
         read_keys = {"name", arguments_key, "id", "type"}
         outer_keys = {"id", "type", "function"} if function is not checked else read_keys
         for key in [*(checked.keys() - outer_keys), *(function.keys() - read_keys)]:
-            unread.turn_keys[f"tool_calls.{key}"] = None
+            use.unread_turn_keys[f"tool_calls.{key}"] = None
     return tuple(calls)
