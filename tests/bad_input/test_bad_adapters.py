@@ -8,6 +8,8 @@ import torch
 from command_line import assert_clear, here
 from safetensors.torch import save_file
 
+from bloomery.model.adapters import patterns
+
 GENERATE = ("--prompt", "the", "--max-new-tokens", "3")
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "model"}
@@ -97,12 +99,11 @@ SETTINGS = {
     "alpha null": ({"lora_alpha": None}, "lora_alpha"),
     "another rank": ({"r": 3}, "[3, 16]"),
     "dora without magnitudes": ({"use_dora": True}, "magnitude"),
-    "biases": ({"bias": "all"}, "bias"),
     "what nobody knows": ({"use_qalora": True}, "use_qalora"),
-    "a residual": ({"init_lora_weights": "olora"}, "olora"),
+    "a residual": ({"init_lora_weights": "corda"}, "corda"),
     "a base of LoftQ": ({"init_lora_weights": "loftq"}, "loftq"),
-    "a pattern that never ends": ({"alpha_pattern": {"(.*)*x": 2}}, "too wide"),
-    "a pattern that is none": ({"rank_pattern": {"[": 2}}, "too wide"),
+    "a pattern that never ends": ({"alpha_pattern": {r"(\w*\.*)*!": 2}}, "take longer"),
+    "a pattern that is none": ({"rank_pattern": {"[": 2}}, "no regular expression"),
     "patterns that are a list": ({"rank_pattern": [1]}, "no object"),
     "a base of control characters": (
         {"base_model_name_or_path": "\x1b[2Jmodel"},
@@ -115,8 +116,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_of_an_adapter(adapter, case):
+def test_settings_of_an_adapter(adapter, case, monkeypatch):
     changes, told = SETTINGS[case]
+    monkeypatch.setattr(patterns, "PATTERN_SECONDS", 1.0)
     said(adapter, **changes)
     assert_clear(here("generate", "adapter", *GENERATE), mentions=[told])
 

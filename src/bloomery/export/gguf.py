@@ -47,7 +47,8 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
-from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
+from bloomery.model.adapters.base_changes import changes_of_base
+from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
@@ -212,6 +213,7 @@ def open_source(files: ModelFiles, use: Use) -> Iterator[Source]:
             _refuse(read_config(files.base), files.base)
             merged = open_merged(files.weights, files.base, torch.float32, use.device)
             read_parameter, config = stack.enter_context(merged)
+            _refuse(config, files.weights)
             yield Source(config, lambda name: iter((read_parameter(name).cpu(),)))
         else:
             decoder = load_decoder(files.weights, base=files.base, dtype=torch.float32)
@@ -416,12 +418,19 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             where=str(files.weights),
             fix=merge,
         )
-    adaptation, config = read_adaptation(files.weights, base)
-    if adaptation.dora or adaptation.modules_to_save or config.vocab_size != base.vocab_size:
-        problem = "llama.cpp's adapters hold LoRA matrices alone; this one has DoRA, whole modules or new tokens"
+    adaptation, config = read_adaptation(files.weights, base, base=files.base)
+    features = ["DoRA"] if adaptation.dora else []
+    features += ["whole modules"] if adaptation.modules_to_save else []
+    features += ["new tokens"] if config.vocab_size != base.vocab_size else []
+    features += changes_of_base(adaptation)
+    if features:
+        problem = (
+            "llama.cpp's adapters hold LoRA matrices of linear layers alone; this one has "
+            + ", ".join(features)
+        )
         raise UserError(problem, where=str(files.weights), fix=merge)
     library = gguf_library()
-    stored = adapter_tensors(files.weights)
+    stored = base_tensors(files.weights, config).by_name
     locations = tensor_locations(config)
     pairs_by_stored_name = {
         locations[f"{module}.weight"].name.removesuffix(".weight"): pair
@@ -437,10 +446,10 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         tensors = []
         for piece in layout(config):
             target = locations[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
-            A_name = f"{PREFIX}{target}.lora_A.weight"
+            A_name = f"{target}.lora_A.weight"
             if not piece.name.endswith(".weight") or A_name not in stored:
                 continue
-            stored_pair = stored[A_name], stored[f"{PREFIX}{target}.lora_B.weight"]
+            stored_pair = stored[A_name], stored[f"{target}.lora_B.weight"]
             A, B = (reader.read(matrix).float() for matrix in stored_pair)
             # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair.
             B = B * (pairs_by_stored_name[target].scale * A.shape[0])

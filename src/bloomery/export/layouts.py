@@ -23,9 +23,11 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
+from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added
-from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.peft_files import read_trained
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
+from bloomery.model.adapters.peft_reading import read_adaptation
 from bloomery.model.adapters.settings import (
     CONFIG,
     TENSORS,
@@ -181,7 +183,7 @@ def export_adapter(
         load_tokenizer(model_files.tokenizer).save(draft)
         config = read_config(model_files.base)
         if settings["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
-            config = read_adaptation(draft, config)[1]
+            config = read_adaptation(draft, config, base=model_files.base)[1]
         sources = [model_files.weights, model_files.base]
         write_card(draft, out.name, config, sources, base=base_name)
         if verify:
@@ -511,7 +513,9 @@ def open_merged(
     Raises UserError as `load_decoder` does.
     """
     refuse_other_base(folder, base)
-    settings, config = read_adaptation(folder, read_config(base))
+    settings, config = read_adaptation(folder, read_config(base), base=base)
+    refuse_unmergeable_biases(settings, config, folder)
+    changes = BaseChanges(settings, config, folder)
 
     # The base stays on the meta device; what the adapter's file holds gets memory and is read.
     with torch.device("meta"):
@@ -535,12 +539,16 @@ def open_merged(
         def read_parameter(name: str) -> Tensor:
             parameter = model.get_parameter(name)
             if not parameter.is_meta:  # one of modules_to_save
-                return parameter.detach().to(dtype)
+                return refuse_overflow(
+                    changes.applied(name, parameter.detach()).to(dtype), name, where=folder
+                )
             weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             stored.fill(name, weight)
+            weight = changes.applied(name, weight)
             module = model.get_submodule(name.rpartition(".")[0])
             if isinstance(module, LoraLinear) and name.endswith(".weight"):
                 module.weight = nn.Parameter(weight)
+                module.note_residual()
                 weight = module.merged_weight()
                 module.weight = parameter
             return refuse_overflow(weight.to(dtype), name, where=folder)

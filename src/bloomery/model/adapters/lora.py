@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bloomery.core.errors import UserError
 from bloomery.model.adapters.settings import Adaptation, Pair, adaptation
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.parameters import put, stream
@@ -48,7 +49,8 @@ class LoraLinear(nn.Linear):
         self.scale = pair.scale
         self.dropout = settings.dropout
         self.dora = settings.dora
-        self.pissa = settings.pissa
+        self.residual = settings.residual
+        self.pissa = settings.pissa or bool(settings.residual)
         self.enabled = True
         like = torch.empty(0, dtype=DTYPES[settings.dtype], device=base.weight.device)
         self.lora_A = nn.Parameter(like.new_empty(pair.rank, base.in_features))
@@ -111,9 +113,33 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def note_base(self) -> None:
-        """Must run whenever W was read: what DoRA needs of it."""
+        """Must run whenever W was read: what DoRA and a residual base need of it."""
+        self.note_residual()
         if self.dora:
             self.base_squares.copy_(_norms(self.base_weight()).square())
+
+    @torch.no_grad()
+    def note_residual(self) -> None:
+        """The pair that PEFT subtracts from W when it loads an adapter with this initialization."""
+        if not self.residual:
+            return
+        if self.stored is not None:
+            raise UserError(
+                f"init_lora_weights {self.residual} changes the base, which is quantized here",
+                where="--quantize",
+                fix="leave out --quantize, or merge the adapter first: bloomery export --to merged",
+            )
+        W = self.base_weight().float()
+        if self.residual == "olora":
+            Q, R = torch.linalg.qr(W)
+            self.first_A.copy_(R[: self.rank])
+            self.first_B.copy_(Q[:, : self.rank])
+            return
+        # All singular values, as PEFT: an approximation would be another base.
+        U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+        root = (S[: self.rank] / self.scale).sqrt()
+        self.first_A.copy_(root[:, None] * Vh[: self.rank])
+        self.first_B.copy_(U[:, : self.rank] * root)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:

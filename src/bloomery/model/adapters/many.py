@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as
-from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.peft_files import read_trained
+from bloomery.model.adapters.peft_reading import read_adaptation
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
 
@@ -84,6 +86,7 @@ class Adapters:
         settings, config = read_adaptation(folder, decoder.config)
         features = ["DoRA"] if settings.dora else []
         features += ["modules_to_save"] if settings.modules_to_save else []
+        features += changes_of_base(settings)
         if features or config.vocab_size != decoder.config.vocab_size:
             problem = (
                 f"an adapter with {' and '.join(features) or 'new tokens'} does not share its base"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
-from bloomery.model.adapters.peft_files import adapter_tensors
+from bloomery.model.adapters.peft_reading import adapter_tensors
 from bloomery.model.adapters.settings import (
     method_name,
     method_settings,

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -46,13 +46,29 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VocabularyChange:
+    """What an adapter of PEFT does to the embedding or the head: LoRA matrices, or new numbers for some tokens."""
+
+    pair: Pair | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adaptation:
     """`pairs` by the module that they adapt; `modules_to_save` are trained in full, a tied head as the embedding.
 
     `pissa`: each pair starts as its matrix's largest singular values, which a frozen copy subtracts again.
+
+    Only adapters of PEFT have the rest, which `base_changes` merges into the weights of the base: `vocabulary` by
+    module, `biases` that replace the base's, `lora_biases` of the modules whose B has a bias, and `residual`, the
+    initialization ("pissa", "olora") that PEFT takes out of the base whenever it loads the adapter.
     """
 
     pairs: Mapping[str, Pair]
+    vocabulary: Mapping[str, VocabularyChange] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    lora_biases: tuple[str, ...] = ()
+    residual: str = ""
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
     pissa: bool = False
@@ -471,6 +487,11 @@ class Base:
             )
 
 
+def base_of_name(folder: Path) -> str:
+    """The name that the base in a folder has on the Hub, else the folder."""
+    return Base(str(folder.resolve()), "").name
+
+
 def base_of(folder: Path) -> Base:
     return Base(str(folder.resolve()), digest(folder))
 
@@ -532,9 +553,20 @@ def base_folder(folder: Path) -> Path:
     return fetch_model(name)
 
 
-def right_base(folder: Path) -> str:
-    """The fix for an adapter on another base: the arguments with the base that it was trained on."""
+MERGE = "merge it with PEFT (merge_and_unload) where it was trained, and use the merged model"
+
+
+def right_base(folder: Path, used_base: Path | None = None) -> str:
+    """The fix for an adapter that does not fit `used_base`: the arguments with the base that it was trained on.
+
+    Where that base is the one that was used, naming it again would change nothing.
+    """
     name = _base_name(folder)
+    if name is not None and used_base is not None and len(name) < LONGEST_PATH:
+        candidates = [Path(name), folder / name]
+        same_folder = any(candidate.resolve() == used_base.resolve() for candidate in candidates)
+        if same_folder or name == base_of_name(used_base):
+            return MERGE
     if name is None or len(name) >= LONGEST_PATH:
         return "name the base that it was trained on: BASE+ADAPTER"
     return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}')}"

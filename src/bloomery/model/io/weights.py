@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bloomery.model.adapters.base_changes import merge_into_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
-from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.peft_files import read_trained
 from bloomery.model.adapters.peft_methods import open_method
+from bloomery.model.adapters.peft_reading import read_adaptation
 from bloomery.model.adapters.settings import (
     base_folder,
     is_adapter_folder,
@@ -142,7 +144,7 @@ def load_decoder(
     settings = None
     is_other_method = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"
     if is_adapter_folder(folder) and not is_other_method:
-        settings, config = read_adaptation(folder, config)
+        settings, config = read_adaptation(folder, config, base=source)
     config = grown(config, vocab_size)
 
     # The caller arranges the decoder while it is on the meta device, where nothing has a cost yet.
@@ -160,6 +162,7 @@ def load_decoder(
     read_model(decoder, source, seed=0 if settings is not None else None)
     if settings is not None:
         read_trained(decoder, settings, config, folder, shared=True)
+        merge_into_base(decoder, settings, config, folder)
         note_base(decoder)
     if is_other_method:
         open_method(decoder, folder)
