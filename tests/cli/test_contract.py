@@ -201,10 +201,11 @@ FLAGS = {
 DEFAULTS = {
     "optimizer": {
         "kind": "adamw",
-        "learning_rate": 5e-4,
+        "learning_rate": "auto",
         "betas": (0.9, 0.95),
         "eps": 1e-8,
-        "weight_decay": 0.1,
+        "weight_decay": "auto",
+        "warmup": "auto",
         "state_dtype": "float32",
         "paged": False,
         "offload": False,
@@ -250,7 +251,7 @@ DEFAULTS = {
 }
 LENGTHS = {
     "checkpoint.every": "15 min",
-    "eval.every": "500 steps",
+    "eval.every": "12.5%",
     "logging.every": "10 steps",
 }
 EVENTS = {

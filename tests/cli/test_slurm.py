@@ -338,3 +338,29 @@ def test_a_run_on_another_machine_without_slurm_is_stopped_there(folder, monkeyp
     monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: True)
     with pytest.raises(UserError, match="on another machine"):
         runner_of(run)
+
+
+KINDS = {  # the site with what it needs, and the GPUs of a node
+    "slurm": (("--site", "frontier", "--account", "A"), "8xMI250X"),
+    "another cluster": (("--site", "generic", "--gpu", "8xMI300X"), "8xMI300X"),
+    "skypilot": (("--site", "skypilot", "--gpu", "8xH200", "--volume", "shared"), "8xH200"),
+    "kubernetes": (
+        ("--site", "kubernetes", "--gpu", "8xMI300X", "--volume", "v", "--image", "i"),
+        "8xMI300X",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_warnings_of_the_plan_are_shown_with_the_job(folder, kind) -> None:
+    """Four sequences for sixteen devices: three quarters of what is paid for computes padding."""
+    site, gpus = KINDS[kind]
+    recipe = ("train.micro_batch_size=1", "train.tokens_per_step=32768", "train.max_tokens=1B")
+    job = json.loads(slurm(*recipe, *site, "--nodes", "2", "--json").stdout)
+    assert any("do not divide among 16 devices" in warning for warning in job["warnings"])
+    words = ["plan", "large.yaml", *recipe, "--gpu", gpus, "--nodes", "2", "--json"]
+    assert job["warnings"] == json.loads(CliRunner().invoke(cli, words).stdout)["warnings"]
+
+    result = slurm(*recipe, *site, "--nodes", "2")
+    assert "do not divide among 16 devices" in " ".join(result.stderr.split())
+    assert "do not divide" not in result.stdout  # the script alone

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +14,7 @@ from bloomery.core.units import GIB, format_count, format_seconds, parse_duratio
 
 if TYPE_CHECKING:
     from bloomery.hardware.sites import Site
-    from bloomery.plan.types import RunPlan
+    from bloomery.plan.types import PlanReport, RunPlan
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.runs.cloud_jobs import CloudJob
     from bloomery.runs.job_script import JobScript
@@ -97,7 +98,8 @@ def command(
     given = {name: value for name, value in options.items() if value is not None}
     chosen_site = _chosen_site(given)
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data)
-    plan = _fitting_plan(loaded_recipe, source, chosen_site, nodes)
+    report = _fitting_report(loaded_recipe, source, chosen_site, nodes)
+    plan = report.plan
     words = [word for option in given.items() for word in option]
     written_by = f"bloomery slurm {source} {shlex.join(words)}"
     ranks = nodes * chosen_site.gpus_per_node
@@ -105,7 +107,7 @@ def command(
         return _print_cloud_job(
             chosen_site,
             given,
-            plan,
+            report,
             name=loaded_recipe.name,
             source=source,
             written_by=written_by,
@@ -129,9 +131,12 @@ def command(
         run_seconds=None if plan.seconds is None else plan.seconds.value,
         names_code=names_code(plan),
     )
+    # The warnings come first: what follows costs hours of many devices.
+    if not as_json:
+        _print_warnings(report)
     job = None if dry_run else submit(script.text)
     if as_json:
-        print_json(_document(script, plan, nodes=nodes, ranks=ranks, job=job))
+        print_json(_document(script, report, nodes=nodes, ranks=ranks, job=job))
         return 0
     echo(script.text)
     name = loaded_recipe.name
@@ -169,16 +174,26 @@ def _lasting_name(site: str) -> str:
     return str(path.absolute()) if path.is_file() else site
 
 
-def _fitting_plan(
+def _print_warnings(report: "PlanReport") -> None:
+    """Those of `bloomery plan`, on stderr."""
+    for warning in report.warnings:
+        for line in textwrap.wrap(
+            warning, 100, initial_indent=f"{'warning':<10}", subsequent_indent=" " * 10
+        ):
+            echo(line, err=True)
+
+
+def _fitting_report(
     loaded_recipe: "LoadedRecipe", source: str, site: "Site", nodes: int
-) -> "RunPlan":
-    """The plan for the nodes of the site. Raises UserError where it does not fit."""
+) -> "PlanReport":
+    """The plan for the nodes of the site, with its warnings. Raises UserError where it does not fit."""
     from bloomery.hardware.sites import CPU
+    from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
 
     # Several nodes without GPUs have no plan: that of one of them has its memory, and more time.
     without_gpus = site.gpu == CPU
-    plan, _ = local_plan(
+    plan, facts = local_plan(
         loaded_recipe,
         gpu=None if without_gpus else site.gpu,
         gpus=site.gpus_per_node,
@@ -192,7 +207,7 @@ def _fitting_plan(
             fix = f"add {plan.suggestions[0]}; more: {fix}"
         needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
         raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
-    return plan
+    return advise(loaded_recipe, plan, facts)
 
 
 def _step_seconds(plan: "RunPlan") -> float:
@@ -203,7 +218,7 @@ def _step_seconds(plan: "RunPlan") -> float:
 def _print_cloud_job(
     site: "Site",
     given: dict[str, str],
-    plan: "RunPlan",
+    report: "PlanReport",
     *,
     name: str,
     source: str,
@@ -222,6 +237,7 @@ def _print_cloud_job(
     from bloomery.runs.job_script import seconds_to_save
 
     refuse_recipe_elsewhere(source)
+    plan = report.plan
     signal_seconds = seconds_to_save(_step_seconds(plan), planned_save(plan).seconds.high)
     if site.kind == "skypilot":
         job = write_skypilot_task(
@@ -248,8 +264,9 @@ def _print_cloud_job(
         saves = f"when a pod is asked to end, which has {signal_seconds} s for it; then the pods start again"
     ranks = nodes * site.gpus_per_node
     if as_json:
-        print_json(_cloud_document(job, plan, nodes=nodes, ranks=ranks))
+        print_json(_cloud_document(job, report, nodes=nodes, ranks=ranks))
         return 0
+    _print_warnings(report)
     echo(job.text)
     for line in [
         *_plan_notes(plan, nodes=nodes, ranks=ranks),
@@ -264,14 +281,15 @@ def _print_cloud_job(
 
 
 def _cloud_document(
-    job: "CloudJob", plan: "RunPlan", *, nodes: int, ranks: int
+    job: "CloudJob", report: "PlanReport", *, nodes: int, ranks: int
 ) -> dict[str, object]:
     from bloomery.cli.plan import estimate
 
     return {
         "nodes": nodes,
         "ranks": ranks,
-        "run_seconds": estimate(plan.seconds),
+        "run_seconds": estimate(report.plan.seconds),
+        "warnings": list(report.warnings),
         "file": job.file,
         "submit": job.submit.partition("  ")[0],
         "script": job.text,
@@ -354,7 +372,7 @@ def _notes(
 
 
 def _document(
-    script: "JobScript", plan: "RunPlan", *, nodes: int, ranks: int, job: str | None
+    script: "JobScript", report: "PlanReport", *, nodes: int, ranks: int, job: str | None
 ) -> dict[str, object]:
     from bloomery.cli.plan import estimate
 
@@ -365,6 +383,7 @@ def _document(
         "queue": script.queue.name if script.queue else None,
         "time_seconds": script.seconds,
         "signal_seconds": script.signal_seconds,
-        "run_seconds": estimate(plan.seconds),
+        "run_seconds": estimate(report.plan.seconds),
+        "warnings": list(report.warnings),
         "script": script.text,
     }
