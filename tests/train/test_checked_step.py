@@ -1,6 +1,7 @@
 """The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,9 @@ from bloomery.core.files import cache_folder
 from bloomery.hardware.machine import Probe, read_machine
 from bloomery.hardware.probes import ProbeSpec, probe
 from bloomery.monitor.events import Phase, StepChecked, Warned
+from bloomery.monitor.words import checked_text
 from bloomery.parallel.process_group import join
+from bloomery.plan.estimate.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle
@@ -48,6 +51,7 @@ from bloomery.train.diagnostics.checked_step import (
 from bloomery.train.diagnostics.exact_numbers import exact_optimizer
 from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
 from bloomery.train.diagnostics.small_model import small_plan
+from bloomery.train.optim.build import BUILDERS
 from bloomery.train.optim.muon import iteration_dtype
 from bloomery.train.run import Unsound
 from ranks import on_ranks, ranks
@@ -200,6 +204,76 @@ def test_methods_of_peft_are_not_blamed(method, fields):
     examination = examine(plan_of(adapter=adapter))
     assert examination.findings == ()
     assert examination.unrepeatable == ()
+
+
+class Lion(torch.optim.Optimizer):
+    """arXiv:2302.06675: an update of the size of the learning rate, from the sign of a momentum."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        del closure
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                p.sub_(group["lr"] * (0.9 * momentum + 0.1 * p.grad).sign())
+                momentum.lerp_(p.grad, 0.01)
+
+
+@pytest.fixture
+def plan_of_lion(monkeypatch):
+    """A plan with an optimizer that was added as docs/contributing/growing-it.md says: a spec and a builder."""
+
+    def build_lion(named_parameters, *, plan, **_settings):
+        return [Lion(list(named_parameters.values()), plan.learning_rate)]
+
+    spec = OptimizerSpec(
+        name="Lion",
+        state_values=lambda _, shape: math.prod(shape),
+        update_bytes=lambda _update: 0.0,
+    )
+    monkeypatch.setitem(OPTIMIZERS, "lion", spec)
+    monkeypatch.setitem(BUILDERS, "lion", build_lion)
+
+    def plan_with(**sections):
+        plan = plan_of(**sections)
+        return plan.model_copy(
+            update={"optimizer": plan.optimizer.model_copy(update={"kind": "lion"})}
+        )
+
+    return plan_with
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the name is not in the schema
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure"])
+def test_an_optimizer_without_a_formula_is_not_compared(plan_of_lion, precision):
+    examination = examine(plan_of_lion(train={"precision": precision}))
+    assert examination.findings == ()
+    assert examination.unrepeatable == ()
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.usefixtures("checks_the_cpu")
+def test_what_is_not_compared_is_said(plan_of_lion, tmp_path):
+    events = []
+    check_step(plan_of_lion(), tmp_path, events.append)
+    (checked,) = [event for event in events if isinstance(event, StepChecked)]
+    assert checked.problem == "" and checked.not_compared == "the updates of optimizer.kind=lion"
+    assert checked_text(checked).endswith("; not compared: the updates of optimizer.kind=lion")
+
+    # Everything else is compared: the gradients, and the parts of the model.
+    events.clear()
+    check_step(plan_of(), tmp_path, events.append)
+    (checked,) = [event for event in events if isinstance(event, StepChecked)]
+    assert checked.not_compared == ""
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_wrong_gradients_are_found_with_any_optimizer(plan_of_lion, sides):
+    FAULTS["swapped heads"][0](sides)
+    assert examine(plan_of_lion()).findings[0].part == "attention"
 
 
 @soak  # compiles for a minute or more

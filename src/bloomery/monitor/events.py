@@ -223,6 +223,7 @@ class StepChecked(Event):
     fix: str = ""  # a setting under which the GPU is right
     # A part that gives different bits when it is computed twice.
     unrepeatable: str = ""
+    not_compared: str = ""  # such as the updates of an optimizer without a formula
     seconds: float = 0.0  # that the check took
     from_cache: bool = (
         False  # of an earlier run on this GPU, with this PyTorch, driver and settings

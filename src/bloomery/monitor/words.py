@@ -83,7 +83,8 @@ def checked_text(event: StepChecked) -> str:
     if event.problem:
         return f"{event.problem} ({event.detail})"
     seconds = "known" if event.from_cache else format_seconds(event.seconds)
-    return f"one step on {event.device} equals the CPU's in {event.precision} ({seconds})"
+    text = f"one step on {event.device} equals the CPU's in {event.precision} ({seconds})"
+    return f"{text}; not compared: {event.not_compared}" if event.not_compared else text
 
 
 def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None) -> str:

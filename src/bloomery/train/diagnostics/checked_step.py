@@ -30,6 +30,7 @@ from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize
+from bloomery.train.diagnostics.exact_numbers import has_formula
 from bloomery.train.diagnostics.parts import (
     RESULT,
     Kind,
@@ -491,6 +492,7 @@ def check_step(
             detail=worst.detail,
             fix=worst.fix,
             unrepeatable=next(filter(None, (verdict.unrepeatable for verdict in verdicts)), ""),
+            not_compared=not_compared(plan),
             seconds=max(verdict.seconds for verdict in verdicts),
             from_cache=all(verdict.from_cache for verdict in verdicts),
         )
@@ -510,6 +512,12 @@ def check_step(
         error = Unsound if worst.in_attention else WrongNumbers
         raise error(worst.problem, where=where, fix=fix, host=host)
     warn_of_bits(plan, verdicts, emit)
+
+
+def not_compared(plan: RunPlan) -> str:
+    """What of a step the check does not compare; "" where it compares everything."""
+    kind = plan.optimizer.kind
+    return "" if has_formula(plan.optimizer) else f"the updates of optimizer.kind={kind}"
 
 
 def warn_of_bits(plan: RunPlan, verdicts: list[Verdict], emit: Emit) -> None:

@@ -4,6 +4,7 @@ Written from the papers, number by number, and sharing no code with those that t
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Protocol, final
 
 import torch
@@ -42,14 +43,15 @@ class ExactOptimizer(Protocol):
         """The weight after the update."""
 
 
+def has_formula(plan: OptimizerPlan) -> bool:
+    """Whether the updates of this optimizer can be compared: one without a formula here cannot."""
+    return plan.kind in FORMULAS
+
+
 def exact_optimizer(plan: OptimizerPlan, name: str, num_dims: int) -> ExactOptimizer:
-    """That of the parameter of this name: Muon takes the matrices inside layers, AdamW what Muon leaves."""
+    """That of the parameter of this name, for an optimizer with a formula."""
     decay = plan.weight_decay if num_dims >= 2 else 0.0
-    if plan.kind == "muon" and num_dims == 2 and ".layers." in name:
-        return ExactMuon(plan)
-    if plan.kind == "adafactor":
-        return ExactAdafactor(plan.learning_rate, decay)
-    return ExactAdamW(plan, decay)
+    return FORMULAS[plan.kind](plan, decay, num_dims == 2 and ".layers." in name)
 
 
 @final
@@ -128,3 +130,12 @@ class ExactMuon:
         decayed = weight * (1 - plan.muon_learning_rate * plan.weight_decay)
         update: Tensor = size * (x.mT if is_tall else x)
         return decayed - plan.muon_learning_rate * update
+
+
+# By kind: of the plan, the decay of the parameter, and whether it is a matrix inside a layer. Muon takes those, AdamW
+# what Muon leaves. Another optimizer's updates are not compared.
+FORMULAS: Mapping[str, Callable[[OptimizerPlan, float, bool], ExactOptimizer]] = {
+    "adamw": lambda plan, decay, _: ExactAdamW(plan, decay),
+    "muon": lambda plan, decay, in_layer: ExactMuon(plan) if in_layer else ExactAdamW(plan, decay),
+    "adafactor": lambda plan, decay, _: ExactAdafactor(plan.learning_rate, decay),
+}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bloomery.model.io.weights import LOGIT_DEVIATION
-from bloomery.train.diagnostics.exact_numbers import exact_optimizer
+from bloomery.train.diagnostics.exact_numbers import exact_optimizer, has_formula
 from bloomery.train.diagnostics.rounding import (
     SAFETY,
     UNIT_ROUNDOFF,
@@ -212,9 +212,11 @@ def update_differences(
     """The update of each weight against the optimizer's formula in float64, applied to the device's own gradients.
 
     So wrong gradients and a wrong optimizer are told apart, and the signs that a first step of AdamW takes of small
-    gradients cannot differ.
+    gradients cannot differ. Nothing for an optimizer without a formula.
     """
     plan = side.plan.optimizer
+    if not has_formula(plan):
+        return []
     update_errors = []
     checked_shapes = set[tuple[int, ...]]()
     for name, gradient in numbers.gradients.items():
