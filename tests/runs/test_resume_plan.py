@@ -18,6 +18,7 @@ from bloomery.runs.resume_inputs import find_devices_now
 from bloomery.runs.resume_plan import (
     differences,
     refuse_overrides,
+    rising_rate,
     with_machine_choices,
     with_overrides,
 )
@@ -254,3 +255,53 @@ def test_as_many_devices_as_possible_go_on_to_share_sequences(
     now = find_devices_now(flow, loaded, before, CPU, (), devices)
     assert now.count == len(devices.split(","))
     assert now.loaded_recipe.recipe.parallel.context == context
+
+
+COSINE = ("optimizer.schedule=cosine", "optimizer.learning_rate=1e-4", "optimizer.warmup=2 steps")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "old", "new", "step", "expected"),
+    [
+        # 0.5 (1 + cos(pi 10 / 10)) of the last of 12 steps, then the half of 22 steps.
+        (
+            "cosine",
+            "max_steps=12",
+            "max_steps=22",
+            12,
+            "the cosine schedule is stretched to 22 steps",
+        ),
+        ("linear", "max_steps=12", "max_steps=22", 12, "the linear schedule is stretched"),
+        (
+            "{kind: wsd, decay: 20%}",
+            "max_steps=20",
+            "max_steps=40",
+            20,
+            "the decay moves to the end",
+        ),
+        ("cosine", "max_steps=12", "max_steps=22", 7, "rises"),
+        ("cosine", "max_time=1h", "max_time=2h", 12, "stretched to 2.0 h"),
+        ("cosine", "max_steps=12", "max_time=2h", 12, "stretched to 2.0 h"),
+        # A constant rate stays, a shorter run falls faster, and a warmup rises by itself.
+        ("constant", "max_steps=12", "max_steps=22", 12, None),
+        ("cosine", "max_steps=22", "max_steps=14", 12, None),
+        ("cosine", "max_steps=12", "max_steps=22", 1, None),
+        ("cosine", "max_steps=12", "max_steps=22", 0, None),
+        ("{kind: wsd, decay: 20%}", "max_steps=20", "max_steps=40", 10, None),
+    ],
+)
+def test_a_rate_that_rises_again_is_named(plan, schedule, old, new, step, expected):
+    old_plan, new_plan = (
+        plan(CPU, *COSINE, f"optimizer.schedule={schedule}", f"train.{length}")
+        for length in (old, new)
+    )
+    sentence = rising_rate(old_plan, new_plan, step=step, seconds=3600.0)
+    assert (sentence is None) == (expected is None)
+    assert expected is None or expected in sentence
+
+
+def test_the_two_rates_are_those_of_the_steps(plan):
+    """Step 12 of 12 after 2 of warmup: (1 + cos(9 pi / 10)) / 2 = 0.0245; step 13 of 22: (1 + cos(pi / 2)) / 2."""
+    old_plan, new_plan = (plan(CPU, *COSINE, f"train.max_steps={steps}") for steps in (12, 22))
+    sentence = rising_rate(old_plan, new_plan, step=12, seconds=0.0)
+    assert "rises from 2.4e-06 at step 12 to 5e-05 at step 13" in sentence

@@ -23,6 +23,7 @@ SMALL_CHUNK = 1024  # tokens of a chunk of logits: matmuls are not faster in lar
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 
 Measure = Callable[[StepShape], MemoryEstimate]
+StepSeconds = Callable[[StepShape], float | None]
 
 
 def choose_tokens_per_step(
@@ -131,65 +132,94 @@ def choose_micro_batching(
     *,
     sequences_per_step: int,
     measure: Measure,
+    seconds: StepSeconds,
     any_divisor: bool = False,
 ) -> MicroBatching:
-    """The largest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
+    """The fastest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
-    `any_divisor`: not powers of two alone, for a device's share of a step. When nothing fits, the smallest is planned,
-    and the plan does not fit. Raises UserError for a micro-batch that does not divide the step.
+    `seconds`: of a whole step, None where the device's speed is unknown; then the largest micro-batch is taken, and of
+    equally fast ones, too. `any_divisor`: not powers of two alone, for a device's share of a step. When nothing fits,
+    the smallest is planned, and the plan does not fit. Raises UserError for a size that does not divide the step.
     """
     modes = (
         ["none", "full"]
         if train.activation_checkpointing == "auto"
         else [train.activation_checkpointing]
     )
-    several = not step.mode.fused_backward
-    for mode, sequences in (
-        (mode, sequences)
-        for mode in modes
-        for sequences in _sizes(train, step, sequences_per_step, any_divisor)
-    ):
+    sizes = _sizes(train, step, sequences_per_step, any_divisor)
+
+    def planned(mode: str, sequences: int) -> StepShape:
+        """In chunks of logits, which need the least memory."""
         tokens = sequences * step.sequence_length // step.context
-        planned_step = replace(
+        return replace(
             step,
-            accumulating=several and sequences < sequences_per_step,
+            accumulating=not step.mode.fused_backward and sequences < sequences_per_step,
             micro_batch_size=sequences,
             checkpointing=mode,
             score_chunk=min(SMALL_CHUNK, tokens),
         )
-        if measure(planned_step).fits:
+
+    # The first kind of checkpointing under which anything fits, with its sizes that do, largest first.
+    fitting_steps: list[StepShape] = []
+    for mode in modes:
+        for size in sizes:
+            planned_step = planned(mode, size)
+            if measure(planned_step).fits:
+                fitting_steps.append(planned_step)
+        if fitting_steps:
             break
-    one_chunk_step = replace(planned_step, score_chunk=tokens)
-    memory = measure(one_chunk_step)
-    if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        reason = "all logits of a micro-batch fit, and are kept for backward"
-        if not keeps_logits(one_chunk_step):
-            reason = (
-                f"all tokens by {CPU_TILE:,} entries of the vocabulary, which a CPU's caches hold"
-            )
-        chunk = Choice(tokens, reason)
-        planned_step = one_chunk_step
-    else:
-        reason = "all logits together would take too much memory; larger chunks are not faster"
-        chunk = Choice(planned_step.score_chunk, reason)
-    if not step.on_gpu:
-        largest = "a larger one exceeds the CPU caches"
+    candidates = [
+        _with_logits(fitting_step, measure) for fitting_step in fitting_steps or [planned_step]
+    ]
+    planned_step, chunk = candidates[0]
+    largest_size = planned_step.micro_batch_size
+
+    # Larger micro-batches are mostly faster. One whose logits are computed again may not be. An optimizer inside
+    # backward updates once per micro-batch: its steps cannot be compared.
+    step_seconds = [seconds(candidate) for candidate, _ in candidates]
+    known_seconds = [value for value in step_seconds if value is not None]
+    slower = 0.0
+    if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
+        fastest = min(range(len(candidates)), key=lambda index: known_seconds[index])
+        planned_step, chunk = candidates[fastest]
+        slower = known_seconds[0] / known_seconds[fastest] - 1
+
+    if planned_step.micro_batch_size < largest_size:
+        reason = f"the fastest that fits: a step with {largest_size:,} takes {slower:.1%} longer"
+    elif not step.on_gpu:
+        reason = "a larger one exceeds the CPU caches"
     elif any_divisor:
-        largest = f"the largest that divides the {counted(sequences_per_step, 'sequences')} of a device and fits"
+        reason = f"the largest that divides the {counted(sequences_per_step, 'sequences')} of a device and fits"
     else:
-        largest = "the largest power of two that divides the step and fits"
+        reason = "the largest power of two that divides the step and fits"
+    mode = planned_step.checkpointing
     fit = (
         "all activations fit in memory"
         if mode == "none"
         else "activations do not fit in memory without recomputation"
     )
+    size = planned_step.micro_batch_size
     return MicroBatching(
-        micro_batch_size=Choice(sequences, largest if train.micro_batch_size == "auto" else ASKED),
+        micro_batch_size=Choice(size, reason if train.micro_batch_size == "auto" else ASKED),
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
         score_chunk=chunk,
         step=planned_step,
         memory=measure(planned_step),
     )
+
+
+def _with_logits(step: StepShape, measure: Measure) -> tuple[StepShape, Choice[int]]:
+    """The step with all logits of a micro-batch at once where they fit, and why."""
+    tokens = step.tokens_per_micro_batch
+    one_chunk_step = replace(step, score_chunk=tokens)
+    memory = measure(one_chunk_step)
+    if tokens > SMALL_CHUNK and memory.total > ONE_CHUNK_SHARE * memory.limit:
+        reason = "all logits together would take too much memory; larger chunks are not faster"
+        return step, Choice(step.score_chunk, reason)
+    reason = "all logits of a micro-batch fit, and are kept for backward"
+    if not keeps_logits(one_chunk_step):
+        reason = f"all tokens by {CPU_TILE:,} entries of the vocabulary, which a CPU's caches hold"
+    return one_chunk_step, Choice(tokens, reason)
 
 
 def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: bool) -> list[int]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from bloomery.core.errors import UserError
@@ -299,6 +300,7 @@ def _plan_layout(
             workload.step,
             sequences_per_step=sequences,
             measure=workload.memory(split),
+            seconds=partial(_step_seconds, workload, split, sequences),
             any_divisor=uneven,
         )
         # The size of a pipeline's micro-batches follows from their number, which the reason names.
@@ -327,6 +329,14 @@ def _plan_layout(
     return best
 
 
+def _step_seconds(
+    workload: MeshWorkload, split: MeshSplit, sequences: int, step: StepShape
+) -> float | None:
+    """Of a step in these micro-batches; None where the device's speed is unknown."""
+    parts = layout_parts(workload, workload.cut(split, step), step, sequences)
+    return None if parts is None else total(parts).value
+
+
 def undivided(sequences: int, readers: str) -> str:
     verb = "does" if sequences == 1 else "do"
     return f"{counted(sequences, 'sequences')} per step {verb} not divide among {readers}"
@@ -352,7 +362,7 @@ def _micro_batches(
 ) -> Iterator[tuple[Train, int]]:
     """Settings of `train` with a micro-batch size to try, each with the sequences that every rank computes in a step.
 
-    A pipeline wants many small micro-batches, everything else the largest that fits. Where the sequences of a step do
+    A pipeline wants many small micro-batches, everything else the fastest that fits. Where the sequences of a step do
     not divide among the ranks, a few more empty ones may allow a larger micro-batch (20 = 4 x 5 instead of 19).
     """
     train = recipe.train
@@ -384,7 +394,7 @@ def _micro_batches(
         yield train.model_copy(update={"micro_batch_size": size}), sequences
         return
 
-    # A free size: `choose_micro_batching` searches the largest, except for pipelines, whose sizes are tried here.
+    # A free size: `choose_micro_batching` searches the fastest, except for pipelines, whose sizes are tried here.
     if split.pipeline == 1:
         yield train, sequences
         return

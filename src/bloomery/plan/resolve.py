@@ -291,11 +291,21 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
             best, plan = mesh.plan_mesh(workload, recipe)
             return best.micro_batching, best.seconds, plan
         unsupported.refuse_context(recipe, config, 1)
+
+        def estimated(step: StepShape) -> Estimate | None:
+            parts = estimator.step_parts(step, sequences * length)
+            return speed.total(parts) if parts else None
+
         micro_batching = batch.choose_micro_batching(
-            train, shape, sequences_per_step=sequences, measure=estimator.memory
+            train,
+            shape,
+            sequences_per_step=sequences,
+            measure=estimator.memory,
+            seconds=lambda step: (
+                estimate.value if (estimate := estimated(step)) is not None else None
+            ),
         )
-        parts = estimator.step_parts(micro_batching.step, sequences * length)
-        return micro_batching, speed.total(parts) if parts else None, None
+        return micro_batching, estimated(micro_batching.step), None
 
     micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
 

@@ -1,9 +1,11 @@
 """What a resumed run continues from: a checkpoint, its dataset, the devices of today and the plan for them."""
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
@@ -22,7 +24,12 @@ from bloomery.runs.flow import Flow
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.follow import rank_machine
 from bloomery.runs.launchers import current_launch
-from bloomery.runs.resume_plan import ROUNDING_WARNING, with_machine_choices, with_overrides
+from bloomery.runs.resume_plan import (
+    ROUNDING_WARNING,
+    rising_rate,
+    with_machine_choices,
+    with_overrides,
+)
 from bloomery.train.model_folder import (
     TOKENIZERS,
     best_weight_steps,
@@ -181,7 +188,21 @@ def replan(
             where=f"train.{devices_now.loaded_recipe.recipe.train.length_key}",
             fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
         )
+    if trained_steps:
+        seconds = _seconds_of(step_folder(flow.folder.checkpoints, trained_steps))
+        rises = rising_rate(stored_plan, plan, step=trained_steps, seconds=seconds)
+        if rises is not None:
+            flow.hub.emit(Warned(step=trained_steps, reason=rises))
     return plan
+
+
+def _seconds_of(checkpoint: Path) -> float:
+    """Seconds of the run up to a checkpoint; 0 where it is damaged, which the resume reports."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        return float(state["progress"]["seconds"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0.0
 
 
 def go_back(flow: Flow, step: int) -> None:

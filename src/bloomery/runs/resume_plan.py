@@ -10,6 +10,7 @@ from typing import final
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted, format_seconds
 from bloomery.hardware.machine import Machine
 from bloomery.plan.fallback import (
     Fallback,
@@ -33,6 +34,8 @@ from bloomery.runs.worker import (
     OUT_OF_MEMORY,
     UNSOUND,
 )
+from bloomery.train.length import fraction_done
+from bloomery.train.optim.schedules import planned_lr_scale
 
 ALLOWED = (
     *(f"train.{key}" for key in LENGTHS),
@@ -238,6 +241,38 @@ def with_overrides(stored_plan: RunPlan, fresh_plan: RunPlan, overrides: Sequenc
     return stored_plan.model_copy(update=update)
 
 
+def rising_rate(old_plan: RunPlan, new_plan: RunPlan, *, step: int, seconds: float) -> str | None:
+    """That the learning rate rises again after `step` steps and `seconds`, as the schedule follows another length.
+
+    None where it falls on as before, and in a warmup, which rises by itself.
+    """
+    if step == 0:
+        return None
+
+    def rate(plan: RunPlan, at_step: int) -> float:
+        fraction = fraction_done(plan.train, step=at_step, seconds=seconds)
+        scale = planned_lr_scale(at_step, plan, fraction_done=fraction)
+        return scale * plan.optimizer.learning_rate
+
+    last_rate = rate(old_plan, step - 1)
+    next_rate = rate(new_plan, step)
+    warms_up = rate(old_plan, step) > last_rate
+    if warms_up or next_rate <= last_rate * (1 + SAME_RATE):
+        return None
+    train = new_plan.train
+    length = counted(train.steps, "steps") if train.steps else format_seconds(train.seconds or 0.0)
+    schedule = new_plan.optimizer.schedule
+    shape = schedule if isinstance(schedule, str) else schedule.kind
+    follows = f"the {shape} schedule is stretched to {length}"
+    if shape == "wsd":
+        follows = f"the decay moves to the end of {length}"
+    return (
+        f"the learning rate rises from {last_rate:.2g} at step {step:,} to {next_rate:.2g} at step"
+        f" {step + 1:,}: {follows}"
+    )
+
+
+SAME_RATE = 0.01  # a rise by less than this share is none
 FALLBACK_CODES = (OUT_OF_MEMORY, UNSOUND, DIVERGED, LINK_FAILED, KERNEL_FAILED)
 # Without --recover, where the fallback only costs time.
 UNASKED_CODES = (OUT_OF_MEMORY, LINK_FAILED, KERNEL_FAILED)
