@@ -16,8 +16,9 @@ from bloomery.data.examples import Example, Message, texts_of
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished_manifest, identity, prepare
 from bloomery.data.shards import Split, open_split, read_manifest
-from bloomery.data.sources.documents import ReadStats, read_documents
+from bloomery.data.sources.documents import ReadStats, open_datasets, read_documents
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.plan import dataset_size
 from bloomery.plan.choices import objective_choices
 from bloomery.plan.gather import guessed, prepared_facts
 from bloomery.recipe.load import LoadedRecipe
@@ -402,8 +403,70 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
         update={"from_": str(tmp_path / "p"), "train": None}
     )
     before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
-    # truncated conversations
-    assert before.sequences_per_epoch * 40 < 0.95 * before.tokens and before.spread > 0.3
+    assert (before.left_out, before.cut_short) == (facts.left_out, facts.cut_short)
+    assert before.sequences_per_epoch == facts.sequences_per_epoch
+
+
+@pytest.mark.parametrize("validation", ["auto", "20%", 0])
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("sft", "packed"),
+        ("sft", "padded"),
+        ("sft", "fixed"),
+        ("pretrain", "packed"),
+        ("pretrain", "padded"),
+        ("dpo", "packed"),
+        ("dpo", "padded"),
+        ("kto", "packed"),
+    ],
+)
+def test_a_plan_of_small_files_counts_what_prepare_writes(
+    recipe, tmp_path, objective, layout, validation
+):
+    """Rows, tokens, the validation set and the packing are those of `prepare`, with the same tokenizer."""
+    texts = [{"text": sentence} for sentence in sentences(60)]
+    loaded = recipe(
+        objective,
+        rows=texts if objective == "pretrain" else None,
+        packing=layout != "padded",
+        document_masking=layout != "fixed",
+        validation=validation,
+    )
+    manifest = prepare(loaded, tmp_path / "p")
+    facts = prepared_facts(manifest, loaded.recipe, tmp_path / "p")
+    tokenizer = loaded.recipe.tokenizer.model_copy(
+        update={"from_": str(tmp_path / "p"), "train": None}
+    )
+    before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
+    # The second response of a KTO row is another row's.
+    slack = 0.15 if objective == "kto" else 0.0
+    assert before.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=slack)
+    assert before.tokens == pytest.approx(facts.tokens, rel=slack)
+    assert before.loss_share == pytest.approx(facts.loss_share, rel=slack or 1e-6)
+    assert 0 < before.spread < 0.02  # a plan still says "about"
+
+
+def test_a_plan_of_large_files_samples_them(recipe, tmp_path, monkeypatch):
+    """Every n-th row gives the tokens per byte of the others; the first rows stand for rows that are not read."""
+    loaded = recipe("sft")
+    manifest = prepare(loaded, tmp_path / "p")
+    facts = prepared_facts(manifest, loaded.recipe, tmp_path / "p")
+    tokenizer = loaded.recipe.tokenizer.model_copy(
+        update={"from_": str(tmp_path / "p"), "train": None}
+    )
+    sampled = loaded.recipe.model_copy(update={"tokenizer": tokenizer})
+    size = dataset_size.sample_rows(
+        open_datasets(sampled.data, "sft")[0], files=1, on_error="stop", stats=ReadStats()
+    )
+    monkeypatch.setattr(dataset_size, "ENCODED_BYTES", sum(size.sizes) // 4)
+    some_rows = guessed(sampled)
+    assert some_rows.spread == dataset_size.OF_SOME_ROWS
+    assert some_rows.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=0.1)
+    monkeypatch.setattr(dataset_size, "READ_BYTES", sum(size.sizes) // 2)
+    first_rows = guessed(sampled)
+    assert first_rows.spread == dataset_size.OF_FIRST_ROWS
+    assert first_rows.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=0.15)
 
 
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):

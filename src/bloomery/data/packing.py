@@ -303,6 +303,21 @@ def pack_source(
         first_by_text = split.first_loss_tokens[first_document:last_document]
         first_loss_tokens = np.asarray(first_by_text, np.int64).reshape(-1, texts_per_unit)
 
+    return pack_units(
+        full_lengths, first_loss_tokens, sequence_length=sequence_length, layout=layout
+    )
+
+
+def pack_units(
+    full_lengths: Ids,
+    first_loss_tokens: Ids,
+    *,
+    sequence_length: int,
+    layout: Literal["packed", "padded"],
+) -> PackedSource:
+    """The sequences of units, by the tokens of their texts and the index of the first loss token of each, which is its
+    length where it has none: both [units, texts per unit].
+    """
     # A unit is packed when every text of it has a loss token in the part that fits: a pair with one
     # masked side has no margin to train on.
     lengths = truncated_lengths(full_lengths, sequence_length)

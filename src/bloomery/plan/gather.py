@@ -4,32 +4,26 @@ A prepared dataset is counted. Before, its size is estimated from its files, and
 `prepare` checks them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bloomery import hub
 from bloomery.core.errors import UserError
-from bloomery.data.chat.render import Renderer
+from bloomery.data.chat.render import EncodedExample, Renderer
 from bloomery.data.examples import BadRow, Example
 from bloomery.data.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
-from bloomery.data.prompts import row_json
 from bloomery.data.shards import Manifest, Texts, open_split
 from bloomery.data.sources.columns import ColumnUse
 from bloomery.data.sources.documents import (
-    Dataset,
-    Document,
     ReadStats,
     column_use,
-    open_datasets,
-    read_documents,
     sources_of,
 )
 from bloomery.data.sources.files import unread_files
@@ -59,6 +53,7 @@ from bloomery.model.presets import (
     stated_config,
 )
 from bloomery.model.published import published_config, similar_names
+from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import DatasetFacts
@@ -322,9 +317,7 @@ def fetch_text(recipe: Recipe) -> None:
             hub.fetch_dataset(path, glob=glob)
 
 
-BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and English: 2.6 to 4.4
-SPREAD = 0.3
-ROWS = 16  # of each source, read for a plan
+ROWS = 16  # of each source, checked for a plan
 SKIPPED = 1000  # invalid rows after which a plan stops reading, with data.on_error=skip
 FILES = 20  # of a built-in dataset
 
@@ -416,65 +409,33 @@ def unread_columns(recipe: Recipe, manifest: Manifest | None = None) -> list[str
 
 
 def guessed(recipe: Recipe) -> DatasetFacts | None:
-    """From the bytes of the files, 30% to each side; None where they are not here. Raises UserError, also for what
-    `prepare` would refuse of the first rows.
+    """From the files, as far as a plan reads them (`dataset_size`); None where they are not here.
+
+    Raises UserError, also for what `prepare` would refuse of the first rows.
     """
     data = recipe.data
     refuse_layout(recipe)
     if absent(recipe):
         return None
-    template, texts, kept_share = _checked_rows(recipe)
-    size = sum(
-        corpus.text_bytes * corpus.weight
-        for corpus in open_datasets(data, recipe.objective.spec.data_kind)
-    )
-    tokens = round(size / BYTES_PER_TOKEN)
-    rows = max(1, int(tokens * kept_share) // data.sequence_length)
+    template, texts, size = _checked_rows(recipe)
+    rows = max(1, size.sequences)
     longest_prompt = 0
-    if recipe.objective.spec.data_kind == "prompts":
-        rows, tokens, longest_prompt = _guessed_prompts(recipe)
+    if isinstance(recipe.objective, Rollouts):
+        room = data.sequence_length - recipe.objective.max_completion_length
+        longest_prompt = max(1, min(size.longest, room))
     return DatasetFacts(
         sequences_per_epoch=rows * sequences_per_row(recipe),
-        tokens=tokens,
+        tokens=max(1, size.tokens),
         prompts=rows if longest_prompt else 0,
         longest_prompt=longest_prompt,
         vocab_size=planned_vocabulary(recipe),
-        spread=SPREAD + (1 - kept_share) / 2,  # the first rows are a small sample
+        spread=size.spread,
+        loss_share=size.loss_share if recipe.objective.spec.data_kind != "prompts" else 1.0,
+        left_out=sum(source.left_out for source in size.sources),
+        cut_short=sum(source.cut_short for source in size.sources),
         template=template,
         texts=texts,
     )
-
-
-def _guessed_prompts(recipe: Recipe) -> tuple[int, int, int]:
-    """How many prompts the files have, their tokens, and those of the longest one among the first rows."""
-    objective = recipe.objective
-    assert isinstance(objective, Rollouts)
-    num_prompts = 0.0
-    tokens = 0.0
-    longest = 0.0
-    for corpus in open_datasets(recipe.data, "prompts"):
-        documents = _first_documents(corpus, recipe.data.on_error, ROWS)
-        examples = [document.example for document in documents if document.example is not None]
-        if not examples:
-            continue
-        # A file has as many rows as rows of the first ones' size.
-        row_bytes = sum(
-            len(row_json(prompt_text(example), example.columns)) for example in examples
-        )
-        lengths = [len(prompt_text(example).encode()) / BYTES_PER_TOKEN for example in examples]
-        rows = corpus.text_bytes * corpus.weight * len(examples) / row_bytes
-        num_prompts += rows
-        tokens += rows * sum(lengths) / len(lengths)
-        longest = max(longest, *lengths)
-    longest = min(longest, recipe.data.sequence_length - objective.max_completion_length)
-    return max(1, round(num_prompts)), max(1, round(tokens)), max(1, round(longest))
-
-
-def prompt_text(example: Example) -> str:
-    """Of messages, their contents one after the other."""
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return "\n".join(message.content for message in example.prompt)
 
 
 class _TooManyBadRows(Exception):
@@ -489,8 +450,8 @@ class _BadRowLimit(ReadStats):
             raise _TooManyBadRows
 
 
-def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
-    """By the first rows of each source: the chat template, the kind of texts, the share of tokens not truncated.
+def _checked_rows(recipe: Recipe) -> tuple[str, Texts, DatasetSize]:
+    """By the first rows of each source: the chat template, the kind of texts, the size of the training split.
 
     Raises the UserError that `prepare` would raise for them.
     """
@@ -499,17 +460,19 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
 
     # The first rows, as documents. A source has one kind.
     try:
-        firsts = [_first_documents(corpus, data.on_error, 1) for corpus in corpora]
-        kinds = kinds_among([rows[0] if rows else None for rows in firsts])
-        first_documents = [_first_documents(corpus, data.on_error, ROWS) for corpus in corpora]
+        samples = [
+            sample_rows(corpus, files=FILES, on_error=data.on_error, stats=_BadRowLimit())
+            for corpus in corpora
+        ]
     except _TooManyBadRows:
-        return "", "none", 1.0
+        return "", "none", DatasetSize((), (), OF_BYTES)
+    first_documents = [sample.documents[:ROWS] for sample in samples]
+    kinds = kinds_among([rows[0] if rows else None for rows in first_documents])
     for kind, rows in zip(kinds.sources, first_documents, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
-    trained = first_documents[
-        : len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))
-    ]
+    num_trained = len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))
+    trained = first_documents[:num_trained]
     if all(
         len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained
     ):
@@ -546,44 +509,60 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
 
     # The chat template must format the conversations among them.
     examples = [row.example for row in documents if row.example is not None]
-    template, kept_share = _template(recipe, kinds, examples, tokenizer)
-    return template, kinds.texts, kept_share
-
-
-def _first_documents(source: Dataset, on_error: str, count: int) -> list[Document]:
-    sample = replace(source, files=source.files[:FILES]) if source.builtin else source
-    return list(islice(read_documents(sample, on_error=on_error, stats=_BadRowLimit()), count))
+    measured = [
+        {
+            number: example
+            for number in sample.encoded_rows
+            if (example := sample.documents[number].example) is not None
+        }
+        for sample in samples[:num_trained]
+    ]
+    template, encoded = _template(recipe, kinds, examples, measured, tokenizer)
+    size = dataset_size(
+        recipe,
+        samples[:num_trained],
+        kinds.sources[:num_trained],
+        kinds.shard_kind,
+        tokenizer,
+        encoded,
+    )
+    return template, kinds.texts, size
 
 
 def _template(
-    recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None
-) -> tuple[str, float]:
-    """The origin of the chat template, "" where unknown, and the share of tokens within data.sequence_length.
+    recipe: Recipe,
+    kinds: Kinds,
+    examples: list[Example],
+    measured: Sequence[Mapping[int, Example]],
+    tokenizer: Tokenizer | None,
+) -> tuple[str, list[dict[int, EncodedExample]]]:
+    """The origin of the chat template, "" where unknown, and the tokens of the `measured` examples, by their number.
 
-    Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
-    refuses. With a tokenizer that is not trained yet nothing is rendered.
+    Raises UserError for conversations without a template, for a template that cannot be used, and for those of
+    `examples` that it refuses. With a tokenizer that is not trained yet nothing is rendered.
     """
     template = recipe.data.chat.template
     stays = recipe.objective.spec.reads_text
     config = {} if tokenizer is None else tokenizer.config
     unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
-    if unknown or not kinds.formatted(template, config, verbatim=stays):
-        return "", 1.0
-    lengths = list[int]()
-    longest = recipe.data.sequence_length
-    if tokenizer is not None:
+    is_formatted = not unknown and kinds.formatted(template, config, verbatim=stays)
+    encoded: list[dict[int, EncodedExample]] = [{} for _ in measured]
+    if tokenizer is not None and examples:
         with Renderer(
             tokenizer, template=template, train_on=train_on(recipe), verbatim=stays
         ) as renderer:
-            for encoded in renderer.encode_batch(examples):
-                if not isinstance(encoded, BadRow):
-                    lengths += [len(text.ids) for text in encoded]
-                elif recipe.data.on_error == "stop":
-                    raise encoded
-    kept_share = (
-        sum(min(length, longest) for length in lengths) / (sum(lengths) or 1) if lengths else 1.0
-    )
-    return find_template(template, config).origin, kept_share
+            for checked in renderer.encode_batch(examples):
+                if isinstance(checked, BadRow) and recipe.data.on_error == "stop":
+                    raise checked
+            # A row that `prepare` refuses later is not measured.
+            for of_source, rows in zip(encoded, measured, strict=True):
+                for number, result in zip(
+                    rows, renderer.encode_batch([*rows.values()]), strict=True
+                ):
+                    if not isinstance(result, BadRow):
+                        of_source[number] = result
+    origin = find_template(template, config).origin if is_formatted else ""
+    return origin, encoded
 
 
 def local_tokenizer(recipe: Recipe) -> Tokenizer | None:

@@ -83,6 +83,7 @@ SETTINGS = (  # shown where a plan has them
     "optimizer.offload",
     "train.offload_activations",
 )
+WIDE_SPREAD = 0.1  # from which on a number of steps is printed with its range
 USUAL_VALUES = {  # of the method, where the recipe sets none
     "optimizer.learning_rate": "learning rate",
     "optimizer.weight_decay": "weight decay",
@@ -309,7 +310,12 @@ def _steps(plan: RunPlan) -> str:
         return "steps unknown until a dataset is here"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
     if in_epochs and plan.dataset is not None and plan.dataset.spread > 0:
-        return f"about {two_digits(plan.train.steps)} step{'s' if plan.train.steps > 1 else ''}"
+        steps = f"about {two_digits(plan.train.steps)} step{'s' if plan.train.steps > 1 else ''}"
+        spread = plan.dataset.spread
+        if spread < WIDE_SPREAD:
+            return steps
+        low, high = (plan.train.steps * factor for factor in (1 - spread, 1 + spread))
+        return f"{steps} ({two_digits(low)} to {two_digits(high)})"
     length = next((choice for choice in plan.choices if choice.key == "train.epochs"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.reason}"
 
