@@ -21,7 +21,7 @@ def test_the_guide_trains_on_a_third_of_what_it_says(guide):
     assert guide.plan.total_tokens == 195_000 * 16 * 1024 == 3_194_880_000
     verdict, reason = verdicts(guide)["10 B tokens"]
     assert verdict == "wrong"
-    assert reason.startswith("195,000 x 16 x 1,024 = 3.19 B; 10 B are 610,352 steps, 15.")
+    assert reason.startswith("195,000 x 16 x 1,024 = 3.19 B; 10 B are 610,352 steps, 14.")
 
 
 def test_five_tokens_a_second_would_take_twenty_years(guide):
@@ -31,8 +31,8 @@ def test_five_tokens_a_second_would_take_twenty_years(guide):
 
 
 def test_five_to_seven_days_are_right(guide):
-    assert guide.plan.seconds.value / 86400 == pytest.approx(5.0, abs=0.1)
-    assert verdicts(guide)["5 to 7 days"] == ("ok", "within 3.4 to 7.1 days")
+    assert guide.plan.seconds.value / 86400 == pytest.approx(4.6, abs=0.1)
+    assert verdicts(guide)["5 to 7 days"] == ("ok", "overlaps 3.1 to 6.6 days")
 
 
 def test_epochs_wait_for_the_text(guide):
@@ -45,7 +45,7 @@ def test_ten_gigabytes_are_judged_by_the_plans_own_total(guide):
     verdict, reason = verdicts(guide)["10 to 11 GB"]
     total = guide.plan.memory.total / 2**30
     assert verdict == ("high" if total < 8.85 else "ok")
-    assert reason.startswith(f"{total:.1f} GiB at micro-batch 16")
+    assert reason.startswith(f"{total:.1f} GiB at micro-batch 4")
 
 
 def test_perplexities_wait_for_the_run(guide):
