@@ -247,6 +247,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "max_length",
         "mesh",
         "rollout",
+        "notes",
     }
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}
