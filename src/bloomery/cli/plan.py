@@ -424,16 +424,15 @@ def by_release(name: str) -> int:
 @recipes_command.command("list")
 def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
-    from bloomery.recipe.load import packaged
+    from bloomery.recipe.load import packaged, twins
 
     # The first line of a packaged recipe is a comment `# METHOD: MODEL, DATASET, GPU.`; the demos have another.
     rows = [("recipe", "method", "model", "GPU", "dataset")]
-    unlisted = []
+    small_twins = twins()
     for name, path in sorted(packaged().items(), key=lambda item: (by_release(item[0]), item[0])):
         comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
         method, colon, description = comment.partition(": ")
-        if not colon or name.endswith("-tiny"):
-            unlisted.append(name)
+        if not colon or name in small_twins:
             continue
         model, dataset, gpu_phrase = description.split(", ")
         gpu = gpu_phrase.removesuffix(" GPU").replace("one ", "").replace("no", "none")
@@ -450,9 +449,10 @@ def list_() -> None:
         padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)]
         line = "  ".join(padded).rstrip()
         echo(line if len(line) <= num_columns else line[: num_columns - 1] + "…")
-    num_tiny = sum(name.endswith("-tiny") for name in unlisted)
     echo("\nGPU         the smallest one that fits, estimated")
-    echo(f"NAME-tiny   {num_tiny} of them with a small random model: test your setup on a CPU")
+    echo(
+        f"NAME-tiny   {len(small_twins)} of them with a small random model: test your setup on a CPU"
+    )
     echo("everything  every key with its default: bloomery recipes show everything")
 
 

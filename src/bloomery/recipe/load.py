@@ -76,6 +76,14 @@ def packaged() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def twins() -> list[str]:
+    """The packaged recipes NAME-tiny that are another one, NAME, with a small random model and data of this machine."""
+    names = packaged()
+    return [
+        name for name in names if name.endswith("-tiny") and name.removesuffix("-tiny") in names
+    ]
+
+
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe file or a packaged recipe. Raises UserError (code 2) that lists everything wrong in it.
 
