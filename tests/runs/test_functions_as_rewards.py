@@ -189,3 +189,17 @@ def test_nothing_is_left():
         assert folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()
     assert reward_functions.FOLDER not in os.environ
+
+
+@pytest.mark.parametrize("length", [60, 74, 120, 200])
+def test_a_long_folder_for_temporary_files_is_no_obstacle(tmp_path, monkeypatch, length):
+    """Batch systems set such ones; a socket's path ends at 108 bytes."""
+    folder = tmp_path / ("t" * max(1, length - len(str(tmp_path))))
+    folder.mkdir()
+    monkeypatch.setattr(reward_functions.tempfile, "tempdir", str(folder))
+
+    def lengths(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    with served({"lengths": lengths}, pytest.fail), Rewards([source("lengths")]) as rewards:
+        assert ask(rewards).totals == (2.0, 3.0)

@@ -99,6 +99,137 @@ def test_a_sum_that_is_no_number_is_refused_and_is_no_abstention(source):
     assert "lengths" in refused.value.problem and "weight" in refused.value.fix
 
 
+ODD = """
+import json, os, socket, struct, sys
+
+def empties(completions, prompts, **_):
+    answer = [float(len(text)) for text in completions]
+    completions.clear()
+    prompts.clear()
+    return answer
+
+def counts_after_emptying(completions, **_):
+    completions.clear()
+    return [1.0 for _ in completions]
+
+def huge(completions, **_):
+    return [10**400] * len(completions)
+
+def some_huge(completions, **_):
+    return [10**400, *[1.0] * (len(completions) - 1)]
+
+class Raising:
+    def tolist(self):
+        raise RuntimeError("no list")
+    def item(self):
+        raise RuntimeError("no item")
+
+def no_list(**_):
+    return Raising()
+
+def no_item(completions, **_):
+    return [Raising()] * len(completions)
+
+def arrays(completions, **_):
+    import numpy
+    return [numpy.ones(2)] * len(completions)
+
+def unprintable(**_):
+    class Odd(Exception):
+        def __str__(self):
+            raise ValueError
+    raise Odd
+
+def as_bytes(completions, **_):
+    return b"\\x01" * len(completions)
+
+def answer(entry):
+    text = entry if isinstance(entry, bytes) else json.dumps(entry).encode()
+    os.write(int(sys.argv[1]), struct.pack("<IQ", len(text), 0) + text)
+
+def forges(completions, **_):
+    answer({"rewards": [1.0, 2.0], "skipped": []})
+    return [0.0] * len(completions)
+
+def forges_texts(completions, **_):
+    answer({"rewards": ["a"] * len(completions), "skipped": []})
+    return [0.0] * len(completions)
+
+def forges_a_list(completions, **_):
+    answer([1.0])
+    return [0.0] * len(completions)
+
+def forges_no_json(completions, **_):
+    answer(b"no json")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    return lambda name: RewardSource(
+        name=name, job={"file": str(tmp_path / "odd.py"), "function": name}
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("counts_after_emptying", "returned 0 numbers for 3 completions"),
+        ("huge", "an integer beyond 1e308 for completion 0"),
+        ("no_list", "whose tolist() failed: RuntimeError: no list"),
+        ("no_item", "whose item() failed (RuntimeError: no item"),
+        ("arrays", "ndarray, whose item() failed"),
+        ("unprintable", "Odd: its text cannot be read"),
+        ("as_bytes", "returned bytes, not a list"),
+        ("forges", "answered with something else than its rewards"),
+        ("forges_texts", "answered with something else than its rewards"),
+        ("forges_a_list", "answered with something else than its rewards"),
+        ("forges_no_json", "answered with something else than its rewards"),
+    ],
+)
+def test_an_odd_answer_is_told_and_is_no_end_of_the_process(odd, function, words):
+    with pytest.raises(UserError) as refused:
+        score(odd(function))
+    assert words in refused.value.problem
+    assert "ended its process" not in refused.value.problem
+    assert "memory" not in refused.value.fix
+
+
+def test_a_function_may_spoil_the_lists_that_it_is_given(odd):
+    assert score(odd("empties")).totals == (1.0, 1.0, 1.0)
+
+
+def test_a_number_that_is_too_large_is_skipped_where_rows_are(odd):
+    with Rewards([odd("some_huge")], on_error="skip") as rewards:
+        scored = rewards.score(["a", "b"], ["1", "2"], [[1], [2]], {})
+    assert scored.by_name["some_huge"] == [None, 1.0]
+    assert "beyond 1e308" in scored.skipped[0]
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
+def test_a_column_named_like_an_argument_is_to_be_renamed_before_anything_is_drawn(source, column):
+    with (
+        pytest.raises(UserError, match=f"column {column}") as refused,
+        Rewards([source("lengths")], columns=["answer", column]) as rewards,
+    ):
+        rewards.start()
+    assert "rename the column" in refused.value.fix
+
+
+def test_a_file_beside_a_reward_that_hides_a_package_is_named(tmp_path):
+    (tmp_path / "safetensors_helper.py").write_text("")
+    (tmp_path / "pluggy.py").write_text("")
+    (tmp_path / "mine.py").write_text(
+        "import safetensors_helper\nfrom pluggy import HookspecMarker\n"
+    )
+    job = {"file": str(tmp_path / "mine.py"), "function": "score"}
+    with pytest.raises(UserError, match="ImportError") as refused:
+        score(RewardSource(name="mine", job=job))
+    assert "pluggy.py, which hides the package pluggy" in refused.value.fix
+
+
 def test_a_worker_serves_many_calls_and_ends_with_the_block(source):
     with Rewards([source("lengths")]) as rewards:
         for count in (1, 3, 2):

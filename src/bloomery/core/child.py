@@ -83,6 +83,8 @@ def _packed(message: Mapping[str, Any], content: bytes | memoryview) -> bytes:
 
 def _unpacked(text: bytes | bytearray, content: bytes) -> Message:
     message: Message = json.loads(text)
+    if not isinstance(message, dict):
+        raise ValueError("a message is an object")
     return message | {"content": content} if content else message
 
 
@@ -119,7 +121,10 @@ class Channel:
         return self.next(deadline - time.monotonic())
 
     def next(self, seconds: float) -> Message | Silence:
-        """The next message; "ended" if the other side ended without one, "silent" if none arrives within `seconds`."""
+        """The next message; "ended" if the other side ended without one, "silent" if none arrives within `seconds`.
+
+        Raises ValueError for bytes that are no message: code of the user's wrote them.
+        """
         silence = self._converse(time.monotonic() + seconds, self._has_message)
         if silence is not None:
             return silence

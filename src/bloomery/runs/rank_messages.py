@@ -30,6 +30,7 @@ from typing import Any, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, private_folder, read_whole, replace_atomically
+from bloomery.core.sockets import short_path
 
 CONNECT_SECONDS = 1.0  # between two looks for rank 0's server
 AGAIN_SECONDS = 0.1  # until the next connection to a process of this host that has said nothing
@@ -43,7 +44,6 @@ PROBES = (3, 2, 2)
 # take (`supervisor.PEER_WORDS_SECONDS`), all have ended 15 seconds after a host is gone.
 LOST_SECONDS = 2.0
 LINE_BYTES = 2**22
-SOCKET_PATH_BYTES = 100  # a Unix socket has a path of at most 104 bytes on macOS, 108 on Linux
 
 Entry = dict[str, Any]
 
@@ -316,7 +316,7 @@ class MessageClient:
             other: socket.socket | None = None
             listener: socket.socket | None = None
             # A full disk, or one that cannot be written: this process connects to rank 0 by itself.
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 path = self._socket_path()
                 if path is not None:
                     other, listener = _joined_host(path)
@@ -332,9 +332,7 @@ class MessageClient:
         key = f"{self._server_file}\n{self._own.launch}"
         folder = Path(tempfile.gettempdir()) / f"bloomery-launches-{os.getuid()}"
         path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock"
-        if len(os.fsencode(path)) > SOCKET_PATH_BYTES or not private_folder(folder):
-            return None
-        return path
+        return path if private_folder(folder) else None
 
     async def _hear(
         self, reader: StreamReader, writer: StreamWriter, first_seconds: float | None = None
@@ -442,14 +440,16 @@ def _joined_host(path: Path) -> tuple[socket.socket | None, socket.socket | None
         fcntl.flock(lock, fcntl.LOCK_EX)
         other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            other.connect(os.fspath(path))
+            with short_path(path) as address:
+                other.connect(address)
             return other, None
         except OSError:
             other.close()
         path.unlink(missing_ok=True)  # of a process that was killed
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(os.fspath(path))
+            with short_path(path) as address:
+                listener.bind(address)
             listener.listen(socket.SOMAXCONN)
         except OSError:
             listener.close()

@@ -19,6 +19,7 @@ from typing import Any
 
 from bloomery.core.child import Channel, die_with_parent, kill_group, requests
 from bloomery.core.errors import UserError
+from bloomery.core.sockets import short_path
 from bloomery.recipe.schema import FunctionReward, ModelReward, PythonReward, VerifierReward
 from bloomery.train.rewards_worker import Reward, limit_memory, serve
 
@@ -39,7 +40,8 @@ def served(functions: Mapping[str, Reward], on_note: Callable[[str], None]) -> I
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rewards-"))
         for name, function in functions.items():
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(_address(folder, name)))
+            with short_path(_address(folder, name)) as address:
+                listener.bind(address)
             listener.listen()
             stack.enter_context(listener)
             stack.enter_context(
@@ -72,7 +74,8 @@ def connect(name: str) -> Channel:
     try:
         if folder is None:
             raise FileNotFoundError
-        connection.connect(str(_address(folder, name)))
+        with short_path(_address(folder, name)) as address:
+            connection.connect(address)
     except OSError as error:
         connection.close()
         raise missing(name) from error
@@ -102,7 +105,6 @@ def missing(name: str) -> UserError:
 
 
 def _address(folder: str, name: str) -> Path:
-    """A socket's path must be short."""
     return Path(folder) / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 

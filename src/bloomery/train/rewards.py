@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from bloomery.core.child import Channel, Child, Message
+from bloomery.core.child import Channel, Child, Message, Silence
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.train.reward_functions import connect
@@ -97,7 +97,7 @@ class Rewards:
             else:
                 self._children[source.name] = Child(WORKER, job, environment=os.environ).start()
         for source in new_sources:
-            answer = self._children[source.name].next(START_SECONDS)
+            answer = self._next(source, START_SECONDS)
             if answer == "silent":
                 problem = f"the reward {source.name} did not load within {START_SECONDS:g} s"
                 raise self._failed(source, problem, "move slow work out of the file's top level")
@@ -108,7 +108,7 @@ class Rewards:
                 )
             assert isinstance(answer, dict)
             if "error" in answer:
-                raise self._failed(source, answer["error"], answer["fix"])
+                raise self._failed(source, str(answer["error"]), str(answer.get("fix", "")))
 
     def score(
         self,
@@ -174,14 +174,13 @@ class Rewards:
         """The checked numbers of one reward, which was asked at `start_time`."""
         count = len(request["completions"])
         first_prompt = f"the first prompt was {shown(request, 0)}"
-        child = self._children[source.name]
         timeout = source.timeout + source.seconds_of(count)
         deadline = start_time + timeout
-        answer = child.next(min(POLL_SECONDS, timeout))
+        answer = self._next(source, min(POLL_SECONDS, timeout))
         while answer == "silent" and time.monotonic() < deadline:
             if self._stop():
                 raise Stopped
-            answer = child.next(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            answer = self._next(source, min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         if answer == "silent":
             raise self._failed(
                 source,
@@ -194,12 +193,23 @@ class Rewards:
                 f"the reward {source.name} ended its process ({self._ending(source)});"
                 f" {first_prompt}"
             )
-            fix = "correct the function; where the system ended it for its memory, have it use less"
+            fix = "correct the function: what it calls ended the process"
+            if "SIGKILL" in problem:
+                fix = "have the function use less memory: the system ended its process"
             raise self._failed(source, problem, fix)
         assert isinstance(answer, dict)
         if "error" in answer:
-            raise self._failed(source, answer["error"], answer["fix"])
+            raise self._failed(source, str(answer["error"]), str(answer.get("fix", "")))
+        if not _is_answer(answer, count):
+            raise self._failed(source, _no_answer(source), _NO_ANSWER_FIX)
         return answer
+
+    def _next(self, source: RewardSource, seconds: float) -> Message | Silence:
+        """The next message of its process. Raises UserError for bytes that are none."""
+        try:
+            return self._children[source.name].next(seconds)
+        except (ValueError, RecursionError) as error:
+            raise self._failed(source, _no_answer(source), _NO_ANSWER_FIX) from error
 
     def _ending(self, source: RewardSource) -> str:
         child = self._children[source.name]
@@ -211,3 +221,28 @@ class Rewards:
         if child is not None:
             child.close()
         return UserError(problem, where=str(source.job.get("file", "rewards")), fix=fix)
+
+
+_NO_ANSWER_FIX = (
+    "have the function return its numbers; it must not write to open files that it has not opened"
+)
+
+
+def _no_answer(source: RewardSource) -> str:
+    return f"the process of the reward {source.name} answered with something else than its rewards"
+
+
+def _is_answer(answer: Message, count: int) -> bool:
+    """Whether it is what the worker sends: the function runs in its process, and may write in its place."""
+    rewards = answer.get("rewards")
+    skipped = answer.get("skipped")
+    return (
+        isinstance(rewards, list)
+        and len(rewards) == count
+        and all(
+            reward is None or (isinstance(reward, float) and math.isfinite(reward))
+            for reward in rewards
+        )
+        and isinstance(skipped, list)
+        and all(isinstance(reason, str) for reason in skipped)
+    )

@@ -3,6 +3,7 @@
 Does not import torch. What the function prints goes to the parent's log of this process.
 """
 
+import copy
 import importlib.util
 import inspect
 import math
@@ -21,6 +22,7 @@ from bloomery.core.errors import UserError
 from bloomery.train.verifiers import Unscored, verifier_of
 
 Reward = Callable[..., Any]
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of every reward, next to the columns
 SHOWN = 80  # characters of a prompt in a message
 # Modules that a file beside a reward never replaces: the library's, and those that this process and its parent need.
 OWN_MODULES = sys.stdlib_module_names | set(
@@ -106,8 +108,11 @@ def loaded(job: Mapping[str, Any]) -> Reward:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        fix = f"correct {path}"
+        if hidden := hidden_packages(path.parent):
+            fix = f"rename {path.parent / hidden[0]}.py, which hides the package {hidden[0]}; or {fix}"
         raise Unusable(
-            f"the file of the reward {name} cannot be loaded: {described(error)}", f"correct {path}"
+            f"the file of the reward {name} cannot be loaded: {described(error)}", fix
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -149,12 +154,30 @@ def find_neighbors(file: Path) -> None:
     sys.path.append(str(file.parent))
 
 
+def hidden_packages(folder: Path) -> list[str]:
+    """The imported modules of `folder` that have the name of an installed package."""
+    others = [entry for entry in sys.path if Path(entry) != folder]
+    return [
+        path.stem
+        for path in sorted(folder.glob("*.py"))
+        if getattr(sys.modules.get(path.stem), "__file__", None) == str(path)
+        and PathFinder.find_spec(path.stem, others) is not None
+    ]
+
+
 def refuse_missing_columns(function: Reward, job: Mapping[str, Any]) -> None:
-    """Raises Unusable where the reward needs a column that the dataset lacks. `job["columns"]`: None if unknown."""
+    """Raises Unusable where the reward needs a column that the dataset lacks, and for a column that is named like an
+    argument of every reward. `job["columns"]`: None if unknown.
+    """
     columns = job["columns"]
     if columns is None:
         return
-    known_columns = {"prompts", "completions", "completion_ids", *columns}
+    if taken_columns := [column for column in columns if column in ARGUMENTS]:
+        raise Unusable(
+            f"the dataset has a column {taken_columns[0]}, which is what rewards are called with",
+            f"rename the column {taken_columns[0]} in the dataset: all columns are arguments of the reward, too",
+        )
+    known_columns = {*ARGUMENTS, *columns}
     needed_columns = [job.get("settings", {}).get("column")]
     if "verifier" not in job:
         parameters = inspect.signature(function).parameters.values()
@@ -180,12 +203,14 @@ def answered(
     """One number or None a completion, and why some were skipped: at a row that a verifier cannot score it abstains
     where `skip` is set. Raises Unusable.
     """
+    # Copies: what the function does to its lists is not done to those that its answer is compared with.
+    count = len(request["completions"])
     try:
         answer = function(
-            prompts=request["prompts"],
-            completions=request["completions"],
-            completion_ids=request["completion_ids"],
-            **request["columns"],
+            prompts=copy.deepcopy(request["prompts"]),
+            completions=copy.deepcopy(request["completions"]),
+            completion_ids=[list(ids) for ids in request["completion_ids"]],
+            **copy.deepcopy(request["columns"]),
         )
     except UserError as error:  # of a verifier
         raise Unusable(error.problem, error.fix) from error
@@ -215,7 +240,7 @@ def answered(
         f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}"
         for index, problem in unscored
     ]
-    rewards, problems = checked(answer, request, name, skip=skip)
+    rewards, problems = checked(answer, request, name, skip=skip, count=count)
     return rewards, skipped + problems
 
 
@@ -227,21 +252,26 @@ def shown(request: Mapping[str, Any], index: int) -> str:
 
 
 def checked(
-    answer: Any, request: Mapping[str, Any], name: str, *, skip: bool = False
+    answer: Any, request: Mapping[str, Any], name: str, *, skip: bool = False, count: int
 ) -> tuple[list[float | None], list[str]]:
     """The numbers, and why some are None that were none: with `skip` a value that is no finite number is left out.
 
-    Raises Unusable for anything but a list with a finite number, or None, for each completion.
+    `count`: of the completions, as they were before the function could change their list. Raises Unusable for anything
+    but a list with a finite number, or None, for each completion.
     """
-    count = len(request["completions"])
     fix = f"return a list of {count:,} numbers, None where the function has no opinion"
     first_prompt = f"the first prompt was {shown(request, 0)}" if count else "there was no prompt"
-    if isinstance(answer, str) or (
+    if isinstance(answer, str | bytes) or (
         not isinstance(answer, Sequence) and not hasattr(answer, "tolist")
     ):
         problem = f"the reward {name} returned {type(answer).__name__}, not a list; {first_prompt}"
         raise Unusable(problem, fix)
-    values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
+    try:
+        values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
+    except Exception as error:
+        kind = type(answer).__name__
+        problem = f"the reward {name} returned {kind}, whose tolist() failed: {described(error)}"
+        raise Unusable(f"{problem}; {first_prompt}", fix) from error
     if not isinstance(values, Sequence) or len(values) != count:
         size = len(values) if isinstance(values, Sequence) else 1
         problem = f"the reward {name} returned {size:,} numbers for {count:,} completions"
@@ -250,12 +280,10 @@ def checked(
     rewards: list[float | None] = []
     problems: list[str] = []
     for index, value in enumerate(values):
-        number = value.item() if hasattr(value, "item") else value
-        is_number = isinstance(number, int | float)
-        if number is None or (is_number and math.isfinite(number)):
-            rewards.append(None if number is None else float(number))
+        number, what = _number_in(value)
+        if what is None:
+            rewards.append(number)
             continue
-        what = str(number) if is_number else f"{type(number).__name__}, not a number,"
         problem = (
             f"the reward {name} returned {what} for completion {index}, of the prompt"
             f" {shown(request, index)}"
@@ -273,11 +301,32 @@ def checked(
     return rewards, problems
 
 
+def _number_in(value: Any) -> tuple[float | None, str | None]:
+    """The number, None for no opinion, and else what the value is in place of a finite number."""
+    try:
+        number = value.item() if hasattr(value, "item") else value  # numpy, torch
+    except Exception as error:
+        return None, f"{type(value).__name__}, whose item() failed ({described(error)}),"
+    if number is None:
+        return None, None
+    if not isinstance(number, int | float):
+        return None, f"{type(number).__name__}, not a number,"
+    try:
+        finite = float(number)
+    except OverflowError:
+        return None, "an integer beyond 1e308"
+    return (finite, None) if math.isfinite(finite) else (None, str(finite))
+
+
 def described(error: BaseException) -> str:
     """The error, and the line of the user's file where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:200]}{location}"
+    try:
+        text = str(error)[:200]
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}{location}"
 
 
 if __name__ == "__main__":
