@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from bloomery.cli import cli
@@ -364,3 +366,70 @@ def test_the_warnings_of_the_plan_are_shown_with_the_job(folder, kind) -> None:
     result = slurm(*recipe, *site, "--nodes", "2")
     assert "do not divide among 16 devices" in " ".join(result.stderr.split())
     assert "do not divide" not in result.stdout  # the script alone
+
+
+NO_NAMES = ("A\ntouch PWNED", "A\u2028touch PWNED", "A\x85b", "", " ", "a\tb", "a\rb", "a\x1b[2Jb")
+
+
+@pytest.mark.parametrize("value", NO_NAMES)
+def test_a_text_of_two_lines_gets_into_no_script(folder, value) -> None:
+    slurm_words = ("--site", "generic", "--gpu", "8xMI300X", "--nodes", "64", "--time", "1h")
+    cloud_words = ("--site", "kubernetes", "--gpu", "8xH100", "--nodes", "64")
+    for option in ("--account", "--queue", "--exclude"):
+        refused = refusal(*slurm_words, f"{option}={value}")
+        assert refused.where == option and refused.code == 2, option
+    for option in ("--image", "--volume", "--queue"):
+        values = {"--image": "i", "--volume": "v", "--queue": "q", option: value}
+        refused = refusal(*cloud_words, *(f"{name}={text}" for name, text in values.items()))
+        assert refused.where == option and refused.code == 2, option
+
+
+@pytest.mark.parametrize("value", ["A B", "A;touch PWNED", "$(touch PWNED)", "`touch PWNED`", "#"])
+def test_a_name_stays_one_word_of_its_directive(folder, value) -> None:
+    words = ("--site", "generic", "--gpu", "8xMI300X", "--nodes", "64", "--time", "1h")
+    script = slurm(*words, "--account", value, "--queue", value).stdout
+    lines = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+    options = [word for line in lines for word in shlex.split(line)]
+    assert f"--account={value}" in options and f"--partition={value}" in options
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'directives = ["--a\\ntouch PWNED"]',
+        'task_options = ["--a\\u2028b"]',
+        'step_options = ["--a\\u0085b"]',
+        'local_disk = "/tmp\\ntouch PWNED"',
+        'environment = {"A\\ntouch PWNED" = "x"}',
+        'environment = {"A;touch PWNED" = "x"}',
+        'queues = [{name = "a\\ntouch PWNED"}]',
+    ],
+)
+def test_no_line_of_a_site_becomes_two(folder, line) -> None:
+    (folder / "site.toml").write_text(f'gpu = "MI300X"\ngpus_per_node = 8\n{line}\n')
+    refused = refusal("--site", "site.toml", "--nodes", "64", "--time", "1h")
+    assert line.partition(" ")[0] in refused.where
+
+
+@pytest.mark.parametrize(
+    "letter", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "\x07", "\n", "\t", "é"]
+)
+@pytest.mark.parametrize("site", ["skypilot", "kubernetes"])
+def test_a_character_that_ends_a_line_of_yaml_spoils_no_job(folder, site, letter) -> None:
+    """In the recipe's file name and in an override. Oracle: PyYAML, which SkyPilot reads the file with, and a shell."""
+    name = f"a{letter}b.yaml"
+    (folder / name).write_text(RECIPE)
+    override = f"sample.prompts=[{json.dumps('x' + letter + 'y', ensure_ascii=False)}]"
+    words = ["--site", site, "--gpu", "8xH100", "--nodes", "64", "--image", "i", "--volume", "v"]
+    told = CliRunner().invoke(cli, ["slurm", name, override, *words])
+    if told.exception is not None and not isinstance(told.exception, SystemExit):
+        assert isinstance(told.exception, UserError)
+        return
+    job = yaml.safe_load(told.stdout)
+    script = job["run"] if site == "skypilot" else ""
+    if site == "kubernetes":
+        pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        script = pod["containers"][0]["command"][2]
+    (line,) = (line for line in script.split("set -- train ")[1:])
+    words = shlex.split(line.partition(" --run-dir")[0])
+    assert words[0] == name and words[1:] == [override]

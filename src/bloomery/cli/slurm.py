@@ -149,12 +149,16 @@ def _chosen_site(given: dict[str, str]) -> "Site":
     """The site with what the options say of it. Raises UserError (code 2), also for options that it does not take."""
     from bloomery.hardware.sites import find_site
     from bloomery.hardware.specs import named_gpus
+    from bloomery.runs.job_script import checked_name
 
     site = find_site(given["--site"])
     for option, (kinds, fix) in APPLIES.items():
         if option in given and site.kind not in kinds:
             problem = f"{option} does not apply to {site.title}"
             raise UserError(problem, where=option, fix=fix, code=2)
+    for option in ("--account", "--queue", "--image", "--volume"):
+        if option in given:
+            checked_name(given[option], option)
     edits: dict[str, object] = {}
     if (gpu := given.get("--gpu")) is not None:
         (gpu_name,), count = named_gpus((gpu,), None)

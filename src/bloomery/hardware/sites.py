@@ -4,7 +4,7 @@ import os
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -16,6 +16,10 @@ Kind = Literal["slurm", "skypilot", "kubernetes"]
 SITE_VARIABLE = "BLOOMERY_SITE"  # a job script names its site to the ranks: a name, or a TOML file
 CPU = "cpu"  # as the `gpu` of a site whose nodes are like the login node, without GPUs
 
+
+# Texts that a job script has in one line, where a newline would begin a command of its own.
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f\x85\u2028\u2029]*$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 # Keys of a site that only one kind of job reads.
 FOR_SLURM = (
@@ -46,7 +50,7 @@ class Queue(SiteEntry):
     `requeue`: whether a job may return to it, which some forbid in queues for debugging.
     """
 
-    name: str
+    name: Line
     option: Literal["partition", "qos"] = "partition"
     requeue: bool = True
     limits: tuple[QueueLimit, ...] = ()
@@ -92,12 +96,12 @@ class Site(SiteEntry):
     gpus_per_node: int = Field(1, ge=1, le=64)
     cpus_per_gpu: int = Field(0, ge=0)
     needs_account: bool = False
-    task_options: tuple[str, ...] = ()
-    step_options: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
+    task_options: tuple[Line, ...] = ()
+    step_options: tuple[Line, ...] = ()
+    directives: tuple[Line, ...] = ()
     setup: tuple[str, ...] = ()
-    local_disk: str = ""
-    environment: dict[str, str] = {}
+    local_disk: Line = ""
+    environment: dict[Variable, str] = {}
     queues: tuple[Queue, ...] = ()
     binding: tuple[GpuCpus, ...] = ()
     image: str = ""

@@ -383,9 +383,20 @@ def fast_decode() -> Decode:
     return decode
 
 
+def stamped_line(entry: str) -> bytes:
+    """The line of a JSON object, with the CRC-32 of the bytes before it as the last entry, and a newline."""
+    body = entry[:-1].encode("utf-8", errors="backslashreplace")
+    return body + b'%b%08x"}\n' % (_STAMP, zlib.crc32(body))
+
+
 def is_whole(line: bytes) -> bool:
     """Whether it ends with the right checksum of its bytes."""
     return line[-_STAMP_BYTES:] == b'%b%08x"}' % (_STAMP, zlib.crc32(line[:-_STAMP_BYTES]))
+
+
+def is_damaged(line: bytes) -> bool:
+    """Whether it ends with a checksum of other bytes. A line without one is not."""
+    return line[-_STAMP_BYTES:].startswith(_STAMP) and not is_whole(line)
 
 
 def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
@@ -395,7 +406,7 @@ def from_json(line: str | bytes, decode: Decode = decode_json) -> Event | None:
     """
     content = line.encode("utf-8", errors="replace") if isinstance(line, str) else line
     content = content.rstrip()
-    if content[-_STAMP_BYTES:].startswith(_STAMP) and not is_whole(content):
+    if is_damaged(content):
         return None
     try:
         entry = decode(content)
@@ -465,9 +476,7 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Raises UserError when the disk is full, or the file was moved or deleted."""
-        # Without secrets, with the CRC-32 of the bytes before it.
-        body = to_json(without_secrets(event))[:-1].encode("utf-8", errors="backslashreplace")
-        line = body + f', "crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
+        line = stamped_line(to_json(without_secrets(event)))
         if not self._in_place():
             raise UserError(
                 "the run folder was moved or deleted during training",

@@ -1,7 +1,10 @@
 """The part of a run's page about rewards: their curves, those of the completions, and a few completions themselves."""
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from markupsafe import Markup
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
-from bloomery.monitor.events import StepDone
+from bloomery.monitor.events import StepDone, is_damaged
 from bloomery.report.charts import Point, Series, line_chart
 from bloomery.report.record import RunRecord
 
@@ -164,44 +167,69 @@ def points_of(steps: Sequence[StepDone], name: str) -> list[Point]:
 
 def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
     """Of the first, the middle and the last rollout of a run: the best, a middle and the worst completion."""
-    files = sorted((folder / "completions").glob("step-*.jsonl"))
-    if not files:
+    try:
+        names = {path.name for path in (folder / "completions").iterdir()}
+    except OSError:  # no rollout so far, or something else in the place of the folder
         return []
-    example_files = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
+    # A copy that somebody made, such as "step-00000001 (copy).jsonl", is no rollout.
+    steps = sorted(int(match[1]) for name in names if (match := _ROLLOUT.fullmatch(name)))
+    if not steps:
+        return []
     shown = []
-    for path in example_files:
-        rows = _rows(path)
-        if rows:
-            step = int(path.stem.removeprefix("step-"))
-            shown.append((f"step {step:,}, {len(rows):,} completions", _three_of(rows)))
+    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+        rows, num_damaged = _rows(folder / "completions" / f"step-{step:08d}.jsonl")
+        if rows or num_damaged:
+            title = f"step {step:,}, {len(rows):,} completions"
+            if num_damaged:
+                title += f", {num_damaged:,} damaged lines left out"
+            shown.append((title, _three_of(rows)))
     return shown
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Those that can be read; a file that is damaged or too large has none."""
+_ROLLOUT = re.compile(r"step-([0-9]{8})\.jsonl")
+
+
+def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Those that can be read, and how many lines have changed since they were written. A file that is too large, or no
+    regular one, has none.
+    """
     try:
-        lines = read_whole(path, most=MOST_BYTES).decode("utf-8", errors="replace").splitlines()
+        lines = read_whole(path, most=MOST_BYTES).splitlines()
     except (OSError, UserError):
-        return []
+        return [], 0
     rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+    num_damaged = 0
+    for line in filter(None, lines):
+        row = None
+        with suppress(ValueError, RecursionError):
+            row = None if is_damaged(line) else json.loads(line.decode("utf-8", errors="replace"))
         if isinstance(row, dict) and isinstance(row.get("completion"), str):
             rows.append(row)
-    return rows
+        else:
+            num_damaged += 1
+    return rows, num_damaged
 
 
 def _three_of(rows: Sequence[Mapping[str, Any]]) -> list[ShownCompletion]:
-    scored = [row for row in rows if isinstance(row.get("reward"), int | float)]
-    by_reward = sorted(scored or rows, key=lambda row: -(row.get("reward") or 0.0))
+    """By their rewards; of rows without any the first, the middle and the last."""
+    if not rows:
+        return []
+    scored = [(reward, row) for row in rows if (reward := _finite(row.get("reward"))) is not None]
+    by_reward = [row for _, row in sorted(scored, key=lambda entry: -entry[0])] or list(rows)
     places = {"best": 0, "middle": len(by_reward) // 2, "worst": len(by_reward) - 1}
     shown: dict[int, str] = {}
     for role, place in places.items():
         shown.setdefault(place, role)
     return [_shown(role, by_reward[place]) for place, role in shown.items()]
+
+
+def _finite(value: object) -> float | None:
+    """None for anything but a finite number that float64 holds."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
@@ -230,7 +258,7 @@ def _advantage_of(row: Mapping[str, Any]) -> object:
     advantages = row.get("advantages")
     if not isinstance(advantages, list) or not advantages:
         return row.get("advantage")
-    numbers = [number for number in advantages if isinstance(number, int | float)]
+    numbers = [number for value in advantages if (number := _finite(value)) is not None]
     return sum(numbers) / len(numbers) if len(numbers) == len(advantages) else None
 
 
@@ -239,5 +267,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def _number(value: Any, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" if isinstance(value, int | float) else "none"
+def _number(value: object, sign: str = "") -> str:
+    number = _finite(value)
+    return (
+        "none"
+        if number is None
+        else f"{number:{sign}.3f}"
+        if abs(number) < 1e15
+        else f"{number:{sign}.3e}"
+    )

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.scalarstring import LiteralScalarString
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString, ScalarString
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
@@ -98,8 +98,8 @@ def write_skypilot_task(
         task["file_mounts"] = {SKYPILOT_SOURCE: str(source)}
         setup.append(f"cd {SKYPILOT_SOURCE} && python3 scripts/setup.py")
     if setup:
-        task["setup"] = LiteralScalarString("\n".join(setup) + "\n")
-    task["run"] = LiteralScalarString(script)
+        task["setup"] = _block("\n".join(setup) + "\n")
+    task["run"] = _block(script)
     file = f"{task_name}-skypilot.yaml"
     return CloudJob(
         text=_yaml(task, command),
@@ -152,7 +152,7 @@ def write_pytorch_job(
         "name": "pytorch",  # Kubeflow asks for this name
         "image": site.image,
         "workingDir": KUBERNETES_VOLUME,
-        "command": ["bash", "-c", LiteralScalarString("\n".join([*site.setup, script]))],
+        "command": ["bash", "-c", _block("\n".join([*site.setup, script]))],
         "env": [{"name": key, "value": value} for key, value in site.environment.items()],
         "volumeMounts": [
             {"name": "work", "mountPath": KUBERNETES_VOLUME},
@@ -257,6 +257,13 @@ def _node_script(
             again=AGAIN[site.kind],
         )
     )
+
+
+def _block(script: str) -> ScalarString:
+    """A script as it reads, where YAML can hold it so; characters that end a line there, as U+2028, are escaped."""
+    lines = script.split("\n")
+    is_plain = all(line.replace("\t", "").isprintable() for line in lines)
+    return LiteralScalarString(script) if is_plain else DoubleQuotedScalarString(script)
 
 
 def _yaml(document: dict[str, Any], command: str) -> str:

@@ -12,7 +12,7 @@ from typing import final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bloomery.core import __version__
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, one_line
 from bloomery.core.units import format_seconds
 from bloomery.hardware.sites import SITE_VARIABLE, Queue, Site
 from bloomery.runs.folder import RunFolder
@@ -90,9 +90,9 @@ def write_job_script(
     job_name = named(name)
     directives = [f"--job-name={job_name}"]
     if account:
-        directives.append(f"--account={account}")
+        directives.append(f"--account={shlex.quote(checked_name(account, '--account'))}")
     if queue is not None:
-        directives.append(f"--{queue.option}={queue.name}")
+        directives.append(f"--{queue.option}={shlex.quote(queue.name)}")
     per_node = f"--nodes={nodes} --ntasks-per-node={site.gpus_per_node}"
     cores = [f"--cpus-per-task={site.cpus_per_gpu}"] if site.cpus_per_gpu else []
     directives.append(" ".join([per_node, *site.task_options, *cores]))
@@ -151,6 +151,17 @@ def checked_hosts(hosts: str) -> str:
         fix = "pass names with commas and no spaces, such as node17,node[20-23]"
         raise UserError(f"{hosts!r} is no list of hosts", where="--exclude", fix=fix, code=2)
     return hosts
+
+
+def checked_name(value: str, option: str) -> str:
+    """The name of an account, a queue, an image or a volume, as it goes into a line of a job script.
+
+    Raises UserError (code 2) at `option` for a text in which a newline would begin another line.
+    """
+    if not value.strip() or not value.isprintable():
+        problem = f"{value!r} is no name for a job script"
+        raise UserError(problem, where=option, fix="pass the name alone, in one line", code=2)
+    return value
 
 
 def _limit(
@@ -235,8 +246,10 @@ def named(recipe_name: str) -> str:
 
 
 def commented(command: str) -> str:
-    """The command that wrote a file, for a comment of it that begins with "# ": an argument may have several lines."""
-    return "\n# ".join(command.splitlines())
+    """The command that wrote a file, for a comment of it that begins with "# ": an argument may have several lines, and
+    characters that a file of YAML cannot hold.
+    """
+    return "\n# ".join(map(one_line, command.splitlines()))
 
 
 def script_templates() -> Environment:

@@ -25,7 +25,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoding import known_ids
 from bloomery.model.group_decoding import Completion, GroupSampling
-from bloomery.monitor.events import Emit, Phase, Warned
+from bloomery.monitor.events import Emit, Phase, Warned, stamped_line
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import (
@@ -545,8 +545,8 @@ class RolloutSource:
                 # Of each token, in place of one for all of them.
                 del entry["advantage"]
                 entry |= {name: list(getattr(sample.targets, name)) for name in TARGETS}
-            lines.append(json.dumps(entry, ensure_ascii=False))
-        write_durably(path, "\n".join(lines) + "\n")
+            lines.append(stamped_line(json.dumps(entry, ensure_ascii=False)))
+        write_durably(path, b"".join(lines))
 
 
 def rollout_source(inputs: SourceInputs) -> RolloutSource:
