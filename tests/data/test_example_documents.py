@@ -284,13 +284,15 @@ def test_evaluation_splits_alone_are_refused(tmp_path):
 
 
 def test_splits_without_one_called_train_are_to_be_named(tmp_path):
-    for split in ("train_prefs", "test_prefs", "train_sft", "test_sft"):
+    for split in ("train_prefs", "test_prefs", "train_sft", "test_sft", "raw"):
         (tmp_path / f"{split}-00000-of-00001.parquet").write_text("")
     with pytest.raises(
-        UserError, match="none of its splits is called train: test_prefs, test_sft, train_p"
+        UserError, match="none of its splits is called train: raw, test_prefs, test_sft, train_p"
     ) as caught:
         list_files(Source(path=str(tmp_path)))
-    assert caught.value.fix == 'name one: data.glob="train_prefs-*"'
+    assert caught.value.fix == (
+        'name one: data.glob="train_sft-*" (sft) or data.glob="train_prefs-*" (dpo and other pairs)'
+    )
     (named,) = list_files(Source(path=str(tmp_path), glob="train_prefs-*"))
     assert named.name == "train_prefs-00000-of-00001.parquet"
 

@@ -133,9 +133,20 @@ def _main_split(
         every = sorted({*candidates, *other_splits.values()})
         problem = f"none of its splits is called train: {', '.join(every)}"
         likeliest = [name for name in candidates if name.startswith("train")] or candidates
-        fix = f'name one: data.glob="{likeliest[0]}-*"'
-        raise UserError(problem, where=f"data.path: {where}", fix=fix)
+        raise UserError(problem, where=f"data.path: {where}", fix=_named_splits(likeliest))
     return train, {}
+
+
+# What ends the name of a split for one kind of objective, as in ultrachat_200k and ultrafeedback_binarized.
+_OBJECTIVES = {"sft": "sft", "prefs": "dpo and other pairs", "gen": "prompts: grpo"}
+
+
+def _named_splits(splits: Sequence[str]) -> str:
+    """The fix that names splits, those with a known kind of objective first, each with it."""
+    kinds = {split: _OBJECTIVES.get(split.rpartition("_")[2], "") for split in splits}
+    known = [split for kind in _OBJECTIVES.values() for split in splits if kinds[split] == kind]
+    globs = [f'data.glob="{split}-*" ({kinds[split]})' for split in known]
+    return "name one: " + (" or ".join(globs) or f'data.glob="{splits[0]}-*"')
 
 
 def validation_split(splits: Iterable[str]) -> str | None:
