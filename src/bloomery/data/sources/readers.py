@@ -259,28 +259,27 @@ def read_json(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
         yield from [value] if rows is None else (Value(value.where, row) for row in rows)
 
 
-# Names of columns of rows: an object with one of them is a row.
-_ROW_NAMES = known_columns() | {"text", "content"} - {"label"}
+# Names of columns of rows: an object with one of them next to its list is a row.
+_ROW_NAMES = (known_columns() | {"text", "content"}) - {"label"}
 
 
 def _only_list(content: object, *, is_listed: bool) -> list[Any] | None:
-    """The rows under some key of an object, such as {"version": "1", "data": [...]}. Turns of a conversation are not
-    rows, and what is a row of a list (`is_listed`) or names a column holds none next to a text.
+    """The rows under the only key with a list of objects, such as {"version": "1", "data": [...]}. Turns of a
+    conversation are not rows, and an object that is in a list (`is_listed`) is one itself.
     """
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or is_listed:
         return None
     lists = {
-        name: value
+        str(name): value
         for name, value in content.items()
         if isinstance(value, list) and value and isinstance(value[0], dict)
     }
-    if len(lists) != 1 or {"role", "from"} & set(next(iter(lists.values()))[0]):
+    if len(lists) != 1:
         return None
-    has_text = any(isinstance(value, str) for value in content.values())
-    is_row = any(str(name).lower() in _ROW_NAMES for name in content)
-    if has_text and (is_listed or is_row):
-        return None
-    return next(iter(lists.values()))
+    [(list_name, rows)] = lists.items()
+    others = [str(name).lower() for name in content if str(name) != list_name]
+    is_row = any(name in _ROW_NAMES for name in [*others, list_name.lower() if others else ""])
+    return None if is_row or {"role", "from"} & rows[0].keys() else rows
 
 
 def _json_values(stream: BinaryIO, name: str) -> Iterator[tuple[Value, bool]]:
