@@ -19,8 +19,20 @@ import recipe_page
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example
+from bloomery.data.sources.columns import (
+    COLUMN_NAMES,
+    DETAIL_KEYS,
+    LISTS,
+    MARKERS,
+    MASKED_KEYS,
+    MEDIA,
+    THINKING_KEYS,
+    TRAINED_KEYS,
+    UNUSED,
+)
 from bloomery.data.sources.detection import detect_format
 from bloomery.data.sources.formats import FORMATS, PROMPTS, documents_of, read_example
+from bloomery.data.sources.rows import MEDIA_ROLES
 from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
@@ -178,14 +190,17 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
 }
 ABOUT = {
     "messages": "A chat dataset in OpenAI's and TRL's format. The chat template formats it. "
-    "`weight: 0` masks an assistant turn. `tool_calls` and `tool` turns hold calls and results.",
+    "`weight: 0` masks an assistant turn, as [other keys](#column-names) do. `tool_calls` and `tool` turns hold calls "
+    "and results.",
     "sharegpt": "A chat dataset with `from` and `value`. A column `system` may hold the system message.",
     "alpaca": "An instruction dataset: a prompt and its response. `input` follows `instruction` on a line of its own. "
     "`system` and `history` are LLaMA-Factory's.",
     "completion": "TRL's prompt-completion dataset, as text or as messages. Labels of the prompt are masked.",
-    "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable.",
+    "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable. A conversation with a "
+    "label, of which the last response is meant, is read, too.",
     "preference": "A preference dataset for DPO, IPO, SimPO, ORPO and reward models: a chosen and a "
-    "rejected response, as text or as messages. Without `prompt`, the prompt is the beginning that both share.",
+    "rejected response, as text, as messages or as one message. Without `prompt`, the prompt is the conversation "
+    "before them, or the beginning that both share.",
     "prompts": "Prompts for reinforcement learning, as text or as messages: the model generates the completions. "
     "`rewards` get every other column, with its JSON types. A prompt may have `data.sequence_length` - "
     "`objective.max_completion_length` tokens.",
@@ -232,6 +247,7 @@ A pre-tokenized dataset: token ids from another program, in `input_ids`, `tokens
 Set `tokenizer.from` to the tokenizer that made them.
 Padding (`attention_mask` 0) is removed.
 `labels` (masked: -100), `assistant_masks`, `completion_mask` or `loss_mask` set the loss mask.
+With `labels` that mask tokens, a generated recipe has `objective.kind: sft`; `pretrain` masks them, too.
 
 ```json
 {"input_ids": [464, 3139, 286, 2159, 318, 18065], "loss_mask": [0, 0, 0, 0, 0, 1]}
@@ -239,11 +255,55 @@ Padding (`attention_mask` 0) is removed.
 """
 
 
+NAMES_OF_COLUMNS = """
+## Column names
+
+Every column is read, refused, or listed as `not read` by `prepare`, `plan` and `train`. No column is dropped silently.
+A name in upper case counts, too. `data.columns` sets another name for a role; usual names are then not looked for.
+
+| role | usual names |
+|---|---|
+| conversation | {lists}, or the only column with turns |
+{roles}
+
+- `prompt` has the usual names of `instruction`, and `completion` those of `output`.
+- The input follows its prompt on a line of its own.
+- The system message and the history come before the prompt, in every format.
+- `label` next to a conversation or a response makes a KTO dataset. `sft` never trains on a response labeled false.
+- `rejected` next to a conversation or a response makes preference pairs. The conversation ends with the chosen one.
+- One message may stand for a list of messages: `"chosen": {{"role": "assistant", "content": "4"}}`.
+- Keys that are null are left out of turns, calls and tools: Parquet and Arrow give each row the keys of all rows.
+- A table with several text columns of other names is refused with the line that says which one is the prompt.
+
+Keys of a turn, besides its role and its text:
+
+| key | effect |
+|---|---|
+| {trained} | false or 0 masks the turn |
+| {masked} | true or 1 masks the turn |
+| {thinking} | the reasoning before the response |
+| `tool_calls`, `function_call` | calls; `function_call` is OpenAI's older form |
+| `name`, `tool_call_id` | of the result of a call |
+| {detail} | refused: a turn is trained on as a whole |
+| another key | listed: `not read   in turns: tool_plan` |
+
+Pictures, sound and video are refused, as columns ({media}) and as markers ({markers}).
+Set `data.on_error=skip` to leave such rows out.
+
+These columns have a meaning in other tools, and are listed as not read:
+
+| column | what other tools use |
+|---|---|
+{unused}
+"""
+
+
 def formats_page() -> str:
     rows = []
     for name, row_format in FORMATS.items():
         required_roles = row_format.required_roles
-        optional_roles = [role for role in row_format.roles if role not in required_roles]
+        hidden_roles = {*required_roles, *MEDIA_ROLES}  # pictures are refused in every format
+        optional_roles = [role for role in row_format.roles if role not in hidden_roles]
         cells = (_names(required_roles), _names(optional_roles), _names(takers(name)))
         rows.append(f"| [`{name}`](#{name}) | {' | '.join(cells)} |")
     sections = [
@@ -261,7 +321,25 @@ def formats_page() -> str:
     head = "| `data.format` | required columns | optional roles | objectives |\n|---|---|---|---|"
     plain = f"| [`text`](#text) | one text column | | {_names(k for k in OBJECTIVES if _reads_text(k))} |"
     tokens = "| [`tokens`](#tokens) | one column of token ids | a loss mask | `pretrain`, `sft`, `distill` |"
-    return "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections]) + "\n" + PLAIN
+    formats = "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections])
+    return f"{formats}\n{PLAIN}{names_of_columns()}"
+
+
+def names_of_columns() -> str:
+    """The table by which every format decides what becomes of a column, and of a key of a turn."""
+    roles = [f"| {role} | {_names(names)} |" for role, names in COLUMN_NAMES.items()]
+    unused = [f"| `{name}` | {use} |" for name, use in UNUSED.items()]
+    return NAMES_OF_COLUMNS.format(
+        roles="\n".join(roles),
+        lists=_names(LISTS),
+        trained=_names(TRAINED_KEYS),
+        masked=_names(MASKED_KEYS),
+        thinking=_names(THINKING_KEYS),
+        detail=_names(DETAIL_KEYS),
+        media=_names(MEDIA),
+        markers=_names(MARKERS),
+        unused="\n".join(unused),
+    )
 
 
 def example_of(name: str, row: dict[str, Any]) -> Example:
