@@ -95,5 +95,5 @@ def test_text_stays_text(tmp_path):
 
 def test_a_column_that_is_no_text_is_no_answer(tmp_path):
     path = write(tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": 7, "note": "x"})
-    with pytest.raises(UserError, match="no column with a usual name"):
+    with pytest.raises(UserError, match="'answer', the response to 'question', is a number"):
         read(path)

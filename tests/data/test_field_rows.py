@@ -207,6 +207,22 @@ ROWS = {
         NINE,
         unread=("helpfulness",),
     ),
+    "turns with both sides": chat(
+        {"conversation": [{"input": "When?", "output": "At nine."}], "source": "a"},
+        ASK,
+        NINE,
+        unread=("source",),
+    ),
+    "gemini's parts": chat(
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "When?"}]},
+                {"role": "model", "parts": [{"text": "At nine."}]},
+            ]
+        },
+        ASK,
+        NINE,
+    ),
     "an instruction and its completion": chat(
         {"instruction": "When?", "completion": "At nine."}, ASK, NINE
     ),
@@ -467,6 +483,11 @@ ASKED = {
         '{"messages": [...]}',
     ),
     "a list of texts": ({"id": "1", "data": ["When is it?", "At nine."]}, '{"role": "user"'),
+    "several responses": (
+        {"instruction": "a", "completions": [{"response": "b", "score": 1}, {"response": "c"}]},
+        '"chosen"',
+    ),
+    "a number for a response": ({"question": "a", "answer": 7}, "data.columns={text: question}"),
     "two responses": (
         {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1},
         '"chosen"',
@@ -484,6 +505,52 @@ def test_rows_that_may_mean_several_things_are_asked_about(name, tmp_path):
     with pytest.raises(UserError) as caught:
         read(path, "sft")
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "required_format", "kind"),
+    [
+        (
+            {"q": "When?", "a": "At nine.", "good": False},
+            {"instruction": "q", "output": "a", "label": "good"},
+            "kto",
+            "kto",
+        ),
+        (
+            {"q": "When?", "a": "At nine.", "b": "No.", "s": "You help."},
+            {"instruction": "q", "chosen": "a", "rejected": "b", "system": "s"},
+            "pairs",
+            "pair",
+        ),
+        ({"talk": TALK, "good": 1}, {"messages": "talk", "label": "good"}, "kto", "kto"),
+        ({"talk": TALK, "bad": "No."}, {"messages": "talk", "rejected": "bad"}, "pairs", "pair"),
+        ({"q": "When?", "c": "A boat."}, {"prompt": "q", "input": "c"}, "prompts", "prompt"),
+        (
+            {"q": "When?", "a": "At nine.", "t": [TOOL], "h": [["a", "b"]]},
+            {"prompt": "q", "completion": "a", "tools": "t", "history": "h"},
+            "sft",
+            "completion",
+        ),
+    ],
+)
+def test_every_role_can_have_a_column_of_another_name(
+    row, columns, required_format, kind, tmp_path
+):
+    path = write(tmp_path / "rows.jsonl", [row])
+    (example,), noted = read(path, required_format, columns=columns)
+    assert example.kind == kind and not noted.unread_columns
+    said = json.dumps([str(example.prompt), str(example.responses), example.tools])
+    for name, value in row.items():
+        assert isinstance(value, int | list) or value in said, name
+
+
+def test_pictures_beside_a_text_are_refused_and_links_are_not(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "A boat.", "image": {"path": "a.png"}}])
+    with pytest.raises(UserError, match="has 'image'"):
+        read(path, "any")
+    write(path, [{"text": "A boat.", "image": "https://a/b.png"}])
+    (document,), noted = read(path, "any")
+    assert document.text == "A boat." and list(noted.unread_columns) == ["image"]
 
 
 def test_bad_rows_can_be_skipped(tmp_path):

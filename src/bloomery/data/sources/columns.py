@@ -74,6 +74,7 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
 
 # The prompt of other formats has the usual names of an instruction, its completion those of an output.
 SAME_ROLE = {"prompt": "instruction", "completion": "output"}
+_SAME_ROLES = SAME_ROLE | {role: name for name, role in SAME_ROLE.items()}
 
 # Columns and keys of turns that hold pictures, sound or video, or where they are: none of the models trains on them.
 MEDIA = (
@@ -105,7 +106,7 @@ UNUSED = {
 
 # Keys of a turn.
 ROLE_KEYS = ("role", "from")
-TEXT_KEYS = ("content", "value")
+TEXT_KEYS = ("content", "value", "parts")  # Gemini's parts
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
 # Whether the turn is trained on: OpenAI's weight, ms-swift's loss and loss_scale, Axolotl's train and training,
 # LLaMA-Factory's loss_weight.
@@ -121,12 +122,25 @@ TRAINED_KEYS = (
 MASKED_KEYS = ("masked", "mask")  # torchtune's: true masks the turn
 # Marks of parts of a turn (Axolotl's message_field_training_detail): a list of spans.
 DETAIL_KEYS = ("train_detail", "training_detail")
-ROLES_OF_PAIRS = (("human", "assistant"), ("user", "assistant"))  # ms-swift: a turn with both sides
+# A turn with both sides: ms-swift's, Capybara's.
+SIDES_OF_TURNS = (
+    ("human", "assistant"),
+    ("user", "assistant"),
+    ("input", "output"),
+    ("instruction", "output"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
 
 
 def is_empty(value: object) -> bool:
     """Whether a value says nothing: null, or a text, a list or an object without content."""
     return value is None or value in ("", [], {})
+
+
+def named_column(role: str, named: Mapping[str, str]) -> str | None:
+    """The column that data.columns names for a role, also by the role's name in another format."""
+    return named.get(role) or named.get(_SAME_ROLES.get(role, role))
 
 
 def first_name(names: Iterable[str], cells: Mapping[str, Any]) -> str | None:

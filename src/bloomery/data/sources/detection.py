@@ -13,6 +13,7 @@ from bloomery.data.sources.columns import (
     is_boolean,
     is_empty,
     known_columns,
+    named_column,
 )
 from bloomery.data.sources.formats import ALL_ROLES, PROMPTS, RequiredFormat
 from bloomery.data.sources.rows import Columns, cells_of, list_column
@@ -36,7 +37,7 @@ def _recognized(
     Columns that data.columns names come first, then those of the roles' names, then usual names. `reads_responses`: the
     objective trains on responses, so that a conversation next to a rejected response is read as a conversation.
     """
-    exact = {role: named.get(role, role) for role in ALL_ROLES}
+    exact = {role: named_column(role, named) or role for role in ALL_ROLES}
     listed = list_column(cells, named)
     conversation = None if listed is None else _conversation(cells, listed, named)
 
@@ -96,8 +97,8 @@ def _ends_with_response(turns: Any) -> bool:
 
 def _find(role: str, cells: Mapping[str, Any], named: Columns) -> str | None:
     """The column of a role that a row must have: texts, messages and true or false."""
-    if role in named or named:
-        column = named.get(role, role)
+    if named:
+        column = named_column(role, named) or role
         return column if column in cells else None
     if role in cells and not is_empty(cells[role]):
         return role

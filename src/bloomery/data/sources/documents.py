@@ -39,6 +39,7 @@ from bloomery.data.sources.readers import (
     delimiter_of,
     read_values,
 )
+from bloomery.data.sources.turns import refuse_media
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
@@ -314,6 +315,8 @@ def _reader(
         return read, columns
     content = first_row.content if isinstance(first_row, Value) else {}
     role, column = _choose(types, dataset, where, content)
+    if role == "text":
+        _refuse_media(types, content, where)
     mask = _mask_column(types, dataset, content) if role == "tokens" else None
     masks = [name for name in (ATTENTION, mask) if name is not None and _holds_flags(types, name)]
     if mask is not None:
@@ -331,6 +334,17 @@ def _reader(
         return [_document(value, role, column, masks)]
 
     return read_plain, [column, *masks]
+
+
+def _refuse_media(types: Mapping[str, str], row: object, where: str) -> None:
+    """Raises BadRow for pictures next to a text. A text under such a name may be a link, which is no picture here."""
+    cells = row if isinstance(row, dict) else {}
+    nested = {
+        name: True
+        for name, kind in types.items()
+        if kind.startswith(("list<", "struct<")) or isinstance(cells.get(name), list | dict)
+    }
+    refuse_media({name: cells.get(name, True) for name in nested}, where)
 
 
 def _may_be_plain(kind: str) -> bool:
@@ -420,9 +434,11 @@ def _choose(
     }
     cells = row if isinstance(row, dict) else {}
     reads_answers = dataset.required_format == "sft" and dataset.format == "auto"
-    if reads_answers and (error := refuse_known_rows(cells, where)) is not None:
-        raise error
     usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
+    if reads_answers:
+        known_error = refuse_known_rows(cells, where, has_text=bool(usual_text))
+        if known_error is not None:
+            raise known_error
     usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
     tokens = dataset.format == "tokens"
     if usual_text and not tokens:

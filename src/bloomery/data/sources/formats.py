@@ -21,6 +21,7 @@ from bloomery.data.sources.columns import (
     COLUMN_NAMES,
     ColumnUse,
     is_boolean,
+    named_column,
     truth,
 )
 from bloomery.data.sources.rows import MEDIA_ROLES, Columns, Row, cells_of, list_column
@@ -132,7 +133,9 @@ def _prompts(row: Row) -> Example:
 def _kto(row: Row) -> Example:
     """A prompt and a completion, or a conversation whose last response is labeled."""
     value, location = row.cell("label")
-    has_sides = all(row.named.get(role, role) in row.cells for role in ("prompt", "completion"))
+    has_sides = all(
+        (named_column(role, row.named) or role) in row.cells for role in ("prompt", "completion")
+    )
     if has_sides or list_column(row.cells, row.named) is None:
         example = _prompt_and_completion(row)
     else:
@@ -210,7 +213,9 @@ def _chosen_of_conversation(row: Row, rejected_side: Turns) -> tuple[Turns, str,
 def _prompt_of_pair(row: Row, chosen: Turns) -> tuple[Turns, str]:
     """The prompt of its column, else the conversation before the responses, and its place; "" without any."""
     column = row.column("prompt")
-    if "prompt" in row.named or (column is not None and row.cells.get(column) is not None):
+    if named_column("prompt", row.named) or (
+        column is not None and row.cells.get(column) is not None
+    ):
         return row.prompt()
     listed = list_column(row.cells, row.named)
     is_conversation = not isinstance(chosen, str) and chosen[0].role != "assistant"
@@ -440,6 +445,8 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
         fix = (
             f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset{row}"
         )
+        if example.kind == "kto" and required_format == "sft":
+            fix += "; to train on the desirable responses alone, remove the others and their labels"
         raise UserError(problem, where=example.source, fix=fix)
     yield example
 

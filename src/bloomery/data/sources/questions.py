@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.columns import LISTS
+from bloomery.data.examples import kind_of
+from bloomery.data.sources.columns import COLUMN_NAMES, LISTS, is_empty
 
 # Columns that describe a row, and are neither a prompt nor a response.
 _DESCRIPTIONS = re.compile(
@@ -20,6 +21,7 @@ _RESPONSES = re.compile(
 _TRANSCRIPT = re.compile(
     r"^\s*(SYSTEM|USER|HUMAN|Human|User|ASSISTANT|Assistant|###)\b.{0,40}?:", re.M
 )
+_SEVERAL = ("completions", "responses", "answers", "generations", "candidates", "outputs")
 _TWO_RESPONSES = (
     ("response_a", "response_b"),
     ("response_0", "response_1"),
@@ -63,9 +65,9 @@ def holds_turns(row: Mapping[str, Any], text: str) -> bool:
     return False
 
 
-def refuse_known_rows(row: Mapping[str, Any], where: str) -> UserError | None:
+def refuse_known_rows(row: Mapping[str, Any], where: str, *, has_text: bool) -> UserError | None:
     """The error for rows of a known kind that are no examples as they are, with the form to write them in; None for
-    others.
+    others. `has_text`: they have a usual text column, which is trained on as it is.
     """
     names = {str(name).lower(): str(name) for name in row}
 
@@ -80,6 +82,9 @@ def refuse_known_rows(row: Mapping[str, Any], where: str) -> UserError | None:
             fix='write each path of the tree as {"messages": [...]}, or set data.columns={text: text}'
             " to train on every token of each turn",
         )
+
+    if has_text:
+        return None
 
     # SQuAD has the answers to a question in an object.
     answers = row.get(names.get("answers", ""))
@@ -98,6 +103,28 @@ def refuse_known_rows(row: Mapping[str, Any], where: str) -> UserError | None:
             f"each row has two responses, {first!r} and {second!r}: which one is better is not read",
             where=where,
             fix='write the better one as "chosen" and the other one as "rejected", next to "prompt"',
+        )
+
+    # Several responses, with or without scores, as UltraFeedback and Nectar have them.
+    asked = next((names[name] for name in COLUMN_NAMES["instruction"] if name in names), None)
+    several = next((names[name] for name in _SEVERAL if name in names), None)
+    responses = row.get(several or "")
+    if asked is not None and isinstance(responses, list) and len(responses) > 1:
+        return UserError(
+            f"column {several!r} has several responses to {asked!r}: which ones are meant is not read",
+            where=where,
+            fix='write the best one as "chosen" and another one as "rejected", or one as "response"',
+        )
+
+    # A response that is no text: a number, or a list.
+    answer = next((names[name] for name in COLUMN_NAMES["output"] if name in names), None)
+    value = row.get(answer or "")
+    is_text = isinstance(value, str | dict) or is_empty(value)
+    if asked is not None and isinstance(row[asked], str) and not is_text:
+        return UserError(
+            f"column {answer!r}, the response to {asked!r}, is {kind_of(value)}, not a text",
+            where=where,
+            fix=f"write it as one text, or set data.columns={{text: {asked}}} to train on {asked!r} alone",
         )
 
     # A whole conversation in one text, as glaive's function calling has it.

@@ -15,6 +15,7 @@ from bloomery.data.sources.columns import (
     ColumnUse,
     first_name,
     is_empty,
+    named_column,
 )
 from bloomery.data.sources.turns import (
     ROLES,
@@ -113,8 +114,9 @@ class Row:
         """The column of a role: the one of data.columns, the one of the same name, else, where data.columns names
         none, a usual name that no other role has taken. None without any.
         """
-        if role in self.named or role in self.taken:
-            return self.named.get(role) or self.taken[role]
+        stated = named_column(role, self.named) or self.taken.get(role)
+        if stated is not None:
+            return stated
         others = {*self.named.values(), *self.taken.values()}
         free = {name: value for name, value in self.cells.items() if name not in others}
         if role in free and (self.named or not is_empty(free[role])):

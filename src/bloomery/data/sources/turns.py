@@ -14,7 +14,7 @@ from bloomery.data.sources.columns import (
     MASKED_KEYS,
     MEDIA,
     ROLE_KEYS,
-    ROLES_OF_PAIRS,
+    SIDES_OF_TURNS,
     TEXT_KEYS,
     THINKING_KEYS,
     TRAINED_KEYS,
@@ -34,6 +34,8 @@ ROLES: dict[str, Role] = {
     "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
     "function_call": "assistant",
     "tool_call": "assistant",
     "tool": "tool",
@@ -146,11 +148,11 @@ def read_turns(
 
 
 def _single_turns(turns: list[Any], named: Mapping[str, str]) -> list[Any]:
-    """ms-swift's turns of a prompt and its response, {"human": ..., "assistant": ...}, as two turns each."""
+    """Turns with a prompt and its response, such as {"human": ..., "assistant": ...}, as two turns each."""
     names = next(
         (
             names
-            for names in ROLES_OF_PAIRS
+            for names in SIDES_OF_TURNS
             if all(isinstance(turn, dict) and set(names) <= turn.keys() for turn in turns)
         ),
         None,
@@ -160,8 +162,8 @@ def _single_turns(turns: list[Any], named: Mapping[str, str]) -> list[Any]:
     single = list[Any]()
     for turn in turns:
         rest = {key: value for key, value in turn.items() if key not in names}
-        single.append({"role": names[0], "content": turn[names[0]]})
-        single.append({"role": names[1], "content": turn[names[1]], **rest})
+        single.append({"role": "user", "content": turn[names[0]]})
+        single.append({"role": "assistant", "content": turn[names[1]], **rest})
     return single
 
 
@@ -197,7 +199,10 @@ def _message(
     location = f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
-            raise BadRow(location, "is missing")
+            fix = (
+                "correct it, name its key: data.columns={content: NAME}, or set data.on_error=skip"
+            )
+            raise BadRow(location, "is missing", fix)
         content = _content(turn[text_key], location, use)
     # In ShareGPT the role says that the content itself is the call.
     if role_name in _CALLING and not calls:
@@ -208,7 +213,7 @@ def _message(
             )
         calls = _calls(call if isinstance(call, list) else [call], location, use)
         content = ""
-    elif role == "user":
+    elif role == "user" or content.lstrip().startswith(MARKERS):
         refuse_markers(content, location)
     thinking_key = next((key for key in THINKING_KEYS if turn.get(key)), None)
     thinking = None if thinking_key is None else turn[thinking_key]
