@@ -16,7 +16,7 @@ from bloomery.data.chat import render
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.sandbox_worker import environment
 from bloomery.data.examples import BadRow, Example, Message
-from bloomery.data.tokenizer.templates import BUILTIN, builtin_template, find_template
+from bloomery.data.tokenizer.templates import BUILTIN, NOT_OWN, builtin_template, find_template
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
@@ -74,6 +74,16 @@ def test_a_file_a_name_and_a_text(tmp_path):
     assert find_template("{{ messages }}", {}).text == "{{ messages }}"
     for name in BUILTIN:
         assert find_template(name, {}).text == builtin_template(name)
+
+
+def test_a_template_that_replaces_the_tokenizer_s_own_is_named_so(tmp_path):
+    tokenizer = folder_with(tmp_path, {"chat_template": SIMPLE})
+    assert not find_template(None, tokenizer.config).replaces_own
+    assert not find_template(SIMPLE, tokenizer.config).replaces_own, "the same text"
+    for name in ("llama2", SIMPLE + "x"):
+        template = find_template(name, tokenizer.config)
+        assert template.replaces_own and template.description.endswith(NOT_OWN)
+    assert find_template("llama2", {}).description == "the built-in template llama2"
 
 
 @pytest.mark.parametrize(

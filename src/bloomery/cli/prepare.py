@@ -133,7 +133,7 @@ def _summarize(
     """Print what was prepared: units, sources, tokens, packing, and the warnings of the dataset's size."""
     from bloomery.data.prepare.split import MEASURABLE_ROWS, file_roles, size_warnings
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
-    from bloomery.plan.gather import unread_columns, unread_data_notes
+    from bloomery.plan.gather import left_out_parts, unread_columns, unread_data_notes
 
     # A preference pair is one unit of two documents; users count pairs.
     train = manifest.train
@@ -172,6 +172,10 @@ def _summarize(
         echo(f"not read   {remark}")
     for columns in unread_columns(loaded_recipe.recipe, manifest):
         echo(f"not read   {columns}")
+    if manifest.template:
+        echo(f"template   {manifest.template}")
+    for note in left_out_parts(loaded_recipe.recipe, manifest):
+        echo(f"template   {note}")
     if manifest.skipped:
         first_reason = one_line(manifest.first_skipped)
         echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {first_reason}")
@@ -261,7 +265,7 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
 
     from bloomery.data.prepare.prepare import preparation
     from bloomery.data.prepare.stats import preview
-    from bloomery.plan.gather import unread_columns
+    from bloomery.plan.gather import left_out_parts, unread_columns
 
     data = loaded_recipe.recipe.data
     length = data.sequence_length
@@ -273,6 +277,8 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
 
     for columns in unread_columns(loaded_recipe.recipe):
         echo(f"not read   {columns}")
+    for note in left_out_parts(loaded_recipe.recipe):
+        echo(f"template   {note}")
 
     # Lines are not wrapped: a copied preview has the line breaks of the dataset.
     for document in documents:

@@ -139,6 +139,8 @@ class Manifest(ManifestRecord):
     # Columns that hold something and are not read, and keys of turns.
     unread_columns: tuple[str, ...] = ()
     unread_turn_keys: tuple[str, ...] = ()
+    # Of each kind of part of conversations: how many the chat template leaves out, and of how many.
+    template_parts: tuple[tuple[str, tuple[int, int]], ...] = ()
     # Padding left out of pre-tokenized documents; None: an older version kept it.
     padding: int | None = None
     turns: bool = False  # formatted with a chat template

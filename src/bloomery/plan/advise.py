@@ -20,6 +20,7 @@ from bloomery.core.units import (
     format_seconds,
     two_digits,
 )
+from bloomery.data.tokenizer.templates import NOT_OWN
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -688,6 +689,8 @@ def warnings(
         yield f"{unfilled}: each waits {waiting:.0%} of the time; use smaller micro-batches or a larger batch"
     dataset = plan.dataset
     length = plan.data.sequence_length
+    if dataset is not None and dataset.template.endswith(NOT_OWN):
+        yield f"the chat template is {dataset.template}: the model may not know its markup"
     if dataset is not None and dataset.left_out:
         dropped = counted(dataset.left_out, "examples")
         yield f"{dropped} dropped: all labels within {length:,} tokens are masked"

@@ -13,6 +13,7 @@ from typing import Any
 from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import EncodedExample, Renderer
+from bloomery.data.chat.written import notes
 from bloomery.data.examples import BadRow, Example
 from bloomery.data.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
@@ -408,6 +409,31 @@ def unread_columns(recipe: Recipe, manifest: Manifest | None = None) -> list[str
     return notes
 
 
+def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str]:
+    """What the chat template leaves out of the conversations: of all where `manifest` has it, else of the first rows of
+    each source, with a tokenizer that is on this disk. Rows that cannot be read or formatted have none: `prepare`
+    reports that.
+    """
+    if manifest is not None:
+        return notes(dict(manifest.template_parts))
+    try:
+        tokenizer = None if absent(recipe) else local_tokenizer(recipe)
+        if tokenizer is None:
+            return []
+        rows = [row for source in streams(recipe) for row in _first_documents(source, "skip", ROWS)]
+        examples = [row.example for row in rows if row.example is not None]
+        with Renderer(
+            tokenizer,
+            template=recipe.data.chat.template,
+            train_on=train_on(recipe),
+            verbatim=recipe.objective.spec.reads_text,
+        ) as renderer:
+            renderer.encode_batch(examples)
+            return notes(renderer.take_parts())
+    except (UserError, _TooManyBadRows):
+        return []
+
+
 def guessed(recipe: Recipe) -> DatasetFacts | None:
     """From the files, as far as a plan reads them (`dataset_size`); None where they are not here.
 
@@ -561,7 +587,7 @@ def _template(
                 ):
                     if not isinstance(result, BadRow):
                         of_source[number] = result
-    origin = find_template(template, config).origin if is_formatted else ""
+    origin = find_template(template, config).description if is_formatted else ""
     return origin, encoded
 
 

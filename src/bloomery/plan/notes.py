@@ -5,7 +5,13 @@ from pathlib import Path
 
 from bloomery.hub import cached_model, is_hub_id, local_model
 from bloomery.model.io.stored import is_bare
-from bloomery.plan.gather import absent, models_of, unread_columns, unread_data_notes
+from bloomery.plan.gather import (
+    absent,
+    left_out_parts,
+    models_of,
+    unread_columns,
+    unread_data_notes,
+)
 from bloomery.plan.made import ASSUMED
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import untrained
@@ -35,6 +41,8 @@ def plan_notes(recipe: Recipe, plan: RunPlan, *, is_local: bool) -> Iterator[str
     yield from unread_data_notes(recipe)
     for columns in unread_columns(recipe):
         yield f"not read: {columns}"
+    for note in left_out_parts(recipe):
+        yield f"the chat template {note}"
     if is_dataset_assumed(recipe):
         sequences = f"packed sequences of {recipe.data.sequence_length:,} tokens"
         yield f"no --data: conversations in {sequences} are assumed; --data adds steps"

@@ -658,6 +658,9 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
     if plan.train.activation_checkpointing != "none":
         value, attention_reason = choices["train.activation_checkpointing"]
         rows.append((f"{value} checkpointing", attention_reason))
+    if "data.chat.template" in choices:
+        template, template_reason = choices["data.chat.template"]
+        rows.append(("chat template", f"{template}; {template_reason}"))
     rows += [choices[key] for key in SETTINGS if key in choices]
     # The method's usual values share a line and a reason.
     usual_values = [

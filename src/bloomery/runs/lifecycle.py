@@ -25,7 +25,7 @@ from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
 from bloomery.plan.advise import advise
 from bloomery.plan.checkpoints import checkpoint_bytes
-from bloomery.plan.gather import fetch, gather, unread_columns, unread_data_notes
+from bloomery.plan.gather import fetch, gather, left_out_parts, unread_columns, unread_data_notes
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, read_sealed, require_identity, write_sealed
 from bloomery.plan.types import RunPlan
@@ -304,6 +304,9 @@ def _prepare_plan_train(
     manifest = read_manifest(data)
     warnings += unread_data_notes(loaded_recipe.recipe)
     warnings += [f"not read: {note}" for note in unread_columns(loaded_recipe.recipe, manifest)]
+    warnings += [
+        f"the chat template {note}" for note in left_out_parts(loaded_recipe.recipe, manifest)
+    ]
     sequence_length = loaded_recipe.recipe.data.sequence_length
     warnings += size_warnings(manifest, sequence_length=sequence_length)
     for warning in warnings:

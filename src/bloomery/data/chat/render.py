@@ -16,6 +16,7 @@ from bloomery.core.child import Child
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.data.chat.masks import loss_tokens
+from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, Example, Message, check_turns, num_equal
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
 from bloomery.data.tokenizer.templates import (
@@ -165,6 +166,7 @@ class Renderer:
         self._formats_texts = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
+        self._parts: PartCounts = {}
 
     def __enter__(self) -> "Renderer":
         return self
@@ -188,6 +190,12 @@ class Renderer:
         if self._template is None:
             self._template = find_template(self._template_name, self._tokenizer.config)
         return self._template
+
+    def take_parts(self) -> PartCounts:
+        """Which parts of the examples encoded since the last call the template leaves out."""
+        parts = self._parts
+        self._parts = {}
+        return parts
 
     def missing_tokens(self) -> list[str]:
         """Markup of the template, such as <|im_end|>, that the tokenizer splits into several tokens."""
@@ -344,6 +352,7 @@ class Renderer:
         jobs = [self._jobs(example) for example in examples]
         answers = self._process(with_tools).read([job for of_example in jobs for job in of_example])
         for answer in answers:
+            self._parts = added(self._parts, answer.get("parts", {}))
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"it writes {format_bytes(size)} of text"
 
@@ -377,10 +386,13 @@ class Renderer:
         of the response that the model will write.
         """
         if example.kind != "prompt":
-            return [self._job(example, response) for response in example.responses]
+            jobs = [self._job(example, response) for response in example.responses]
+            jobs[0]["parts"] = True  # the responses of a pair share the prompt
+            return jobs
         assert isinstance(example.prompt, tuple)
         turns = [as_turn(message) for message in example.prompt]
-        return [{"messages": turns, "tools": list(example.tools), "train_on": None, "prompt": True}]
+        job = {"messages": turns, "tools": list(example.tools), "train_on": None, "prompt": True}
+        return [{**job, "parts": True}]
 
     def _job(self, example: Example, response: object) -> Json:
         """A conversation for the child. `train_on`: the numbers of the turns to train on; None: all of the text."""

@@ -25,6 +25,7 @@ from bloomery.data.chat.masks import (
     generation_marks,
     unmarked,
 )
+from bloomery.data.chat.written import LeftOut
 
 MEMORY_BYTES = 2**30
 MAX_OUTPUT = 2**25  # characters of one rendering
@@ -96,6 +97,7 @@ class Template:
         self._compiled = self._environment.from_string(self.text)
         self.marks_itself = bool(_GENERATION.search(self.text))
         self._takes_text: bool | None = None  # arguments of calls; None: not tried yet
+        self._left_out = LeftOut(self._written)
 
     def render(
         self,
@@ -142,6 +144,18 @@ class Template:
         """The text of a conversation, and the spans to train on unless all of it is."""
         tools = job.get("tools") or None
         turns = self._with_arguments(job["messages"], tools)
+        answer = self._read(turns, tools, job)
+        if job.get("parts"):
+            answer["parts"] = self._left_out.counts(turns, tools, prompt=job.get("prompt", False))
+        return answer
+
+    def _written(self, turns: Sequence[Turn], tools: list[Json] | None, prompt: bool) -> str:
+        try:
+            return self.render(turns, tools, prompt=prompt)
+        except Refused:
+            return ""
+
+    def _read(self, turns: list[Turn], tools: list[Json] | None, job: Json) -> Json:
         if job["train_on"] is None:
             variables = job.get("variables")
             text = self.render(turns, tools, prompt=job.get("prompt", False), variables=variables)
@@ -172,10 +186,7 @@ class Template:
         key, value = "bloomery_key", "bloomery_value"
 
         def written(arguments: Any) -> str:
-            try:
-                return self.render(_with_calls(turns, lambda _: arguments), tools)
-            except Refused:
-                return ""
+            return self._written(_with_calls(turns, lambda _: arguments), tools, prompt=False)
 
         of_object = written({key: value})
         if key in of_object and f"'{key}'" not in of_object:

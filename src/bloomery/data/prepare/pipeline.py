@@ -22,6 +22,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.chat.render import as_turn
+from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, texts_of
 from bloomery.data.prepare.kinds import (
     KtoPairCheck,
@@ -197,6 +198,8 @@ class PrepareJournal(BaseModel):
     held_files: dict[str, int] = {}  # of each file, up to MOST_NAMED
     failed: int = 0  # examples that the chat template refused
     first_failed: str = ""
+    template: str = ""  # the description of the chat template
+    parts: PartCounts = {}  # that the chat template leaves out
     train: SplitProgress = SplitProgress()
     validation: SplitProgress = SplitProgress()
 
@@ -340,8 +343,17 @@ class Preparation:
         train = self._datasets[: self._num_train]
         self._splitter = make_splitter(train, self._data, self._recipe.objective.spec.data_kind)
         self._tokenizer = tokenizer = self._find_tokenizer()
-        if self.rendering is not None and self.rendering.template not in (None, NONE):
-            with self.rendering.renderer(tokenizer) as renderer:
+        rendering = self.rendering
+        verbatim = self._recipe.objective.spec.reads_text
+        template = self._data.chat.template
+        if rendering is not None and self.kinds.formatted(
+            template, tokenizer.config, verbatim=verbatim
+        ):
+            # A resumed `prepare` finds the template in use as the tokenizer's own.
+            description = find_template(template, tokenizer.config).description
+            self._journal.template = self._journal.template or description
+        if rendering is not None and rendering.template not in (None, NONE):
+            with rendering.renderer(tokenizer) as renderer:
                 text = renderer.template.text
             if tokenizer.config.get("chat_template") != text:
                 tokenizer.config["chat_template"] = text
@@ -377,7 +389,9 @@ class Preparation:
             self._open_writers()
         except Lost:  # the disk lost writes: begin the shards again
             self._journal = PrepareJournal(
-                identity=self._journal.identity, sources=self._journal.sources
+                identity=self._journal.identity,
+                sources=self._journal.sources,
+                template=self._journal.template,
             )
             self._open_writers()
         try:
@@ -552,6 +566,7 @@ class Preparation:
                 self._journal.failed += 1
                 if not self._journal.first_failed:
                     self._journal.first_failed = f"{bad_row.where}: {bad_row.reason}"
+            self._journal.parts = added(self._journal.parts, batch.parts)
             self._add(task, batch)
             text_bytes = sum(writer.progress.bytes for writer in self._writers.values())
             bytes_done = min(max(text_bytes, self._summary.bytes_read), self._bytes)
@@ -674,9 +689,10 @@ class Preparation:
             formats=tuple(sorted(summary.formats)),
             unread_columns=tuple(summary.use.unread_columns),
             unread_turn_keys=tuple(summary.use.unread_turn_keys),
+            template_parts=tuple(journal.parts.items()),
             padding=summary.padding,
             turns=formatted,
-            template=find_template(template, tokenizer.config).origin if formatted else "",
+            template=journal.template,
             texts=self.kinds.texts,
             snapshot=file_record(self._folder / FINGERPRINT),
         )

@@ -24,6 +24,7 @@ from bloomery.data.shards import (
     open_split,
     read_manifest,
 )
+from bloomery.data.tokenizer.templates import NOT_OWN
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -342,6 +343,8 @@ def _chat_warnings(
         yield f"left out: {counted(check.packing.all_masked, units)} with all labels masked; see data.chat.train_on"
     if check.packing and check.packing.dropped:
         yield f"left out: {counted(check.packing.dropped, units)} with all labels within data.sequence_length masked"
+    if manifest.template.endswith(NOT_OWN):
+        yield f"the chat template is {manifest.template}: the model may not know its markup"
     if missing_tokens:
         yield (
             f"the chat template writes {', '.join(missing_tokens)}, which the tokenizer splits into several tokens: "

@@ -13,6 +13,7 @@ import numpy as np
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import EncodedText, Renderer
+from bloomery.data.chat.written import PartCounts
 from bloomery.data.examples import BadRow, from_wire
 from bloomery.data.sources.documents import Document
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +35,7 @@ class EncodedBatch:
     lengths: np.ndarray[Any, np.dtype[np.uint64]]
     loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     bad_rows: dict[int, BadRow] = field(default_factory=dict)
+    parts: PartCounts = field(default_factory=dict)  # that the chat template leaves out
 
 
 class Encoder(Protocol):
@@ -100,9 +102,8 @@ class LocalEncoder:
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
             return EncodedBatch(ids, lengths)
-        return EncodedBatch(
-            ids, lengths, np.concatenate([np.zeros(0, np.uint8), *loss_mask]), bad_rows
-        )
+        flags = np.concatenate([np.zeros(0, np.uint8), *loss_mask])
+        return EncodedBatch(ids, lengths, flags, bad_rows, self._renderer.take_parts())
 
     def _without_misfits(
         self, document: Document, encoded: tuple[EncodedText, ...]
@@ -158,7 +159,8 @@ class _ChildEncoder:
         if not self._structured:
             return EncodedBatch(ids, lengths)
         bad_rows = {int(number): BadRow(*parts) for number, parts in response["bad_rows"].items()}
-        return EncodedBatch(ids, lengths, np.frombuffer(content[end:], np.uint8), bad_rows)
+        loss_mask = np.frombuffer(content[end:], np.uint8)
+        return EncodedBatch(ids, lengths, loss_mask, bad_rows, response["parts"])
 
     def close(self) -> None:
         self._child.close()
@@ -251,7 +253,7 @@ def main() -> None:
         }
         reply(
             job,
-            {"lengths": batch.lengths.tolist(), "bad_rows": bad_rows},
+            {"lengths": batch.lengths.tolist(), "bad_rows": bad_rows, "parts": batch.parts},
             batch.ids.tobytes() + loss_mask,
         )
 

@@ -1,7 +1,7 @@
 """Chat templates: the tokenizer's own, a file, or one of Bloomery."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from bloomery.core.units import MIB
 BUILTIN = ("chatml", "llama2", "llama3", "qwen", "mistral", "gemma")
 NONE = "none"  # as data.chat.template: prompts and responses that are texts are not formatted
 KEY = "chat_template"  # in tokenizer_config.json
+NOT_OWN = "not the tokenizer's own"
 _FOLDER = Path(__file__).parent / "templates"
 _WHERE = "data.chat.template"
 _CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
@@ -20,11 +21,19 @@ _CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Jinja text and its name. `tool_use`: the template for conversations with tools, if it is another one."""
+    """Jinja text and its name. `tool_use`: the template for conversations with tools, if it is another one.
+
+    `replaces_own`: the tokenizer has templates of its own, and this is none of them.
+    """
 
     text: str
     origin: str
     tool_use: str | None = None
+    replaces_own: bool = False
+
+    @property
+    def description(self) -> str:
+        return f"{self.origin}, {NOT_OWN}" if self.replaces_own else self.origin
 
 
 def builtin_template(name: str) -> str:
@@ -57,13 +66,17 @@ def find_template(name: str | None, config: Mapping[str, Any]) -> ChatTemplate:
         raise UserError(problem, where=f"{_WHERE}={NONE}", fix=fix, code=2)
     if name in templates:
         return ChatTemplate(templates[name], f"the tokenizer's own template {name!r}")
-    if name in BUILTIN:
-        return ChatTemplate(builtin_template(name), f"the built-in template {name}")
-    if "{%" in name or "{{" in name:
-        return ChatTemplate(name, "the template in the recipe")
     path = Path(name)
-    if path.is_file():
-        return ChatTemplate(_read(path), str(path))
+    named_template = None
+    if name in BUILTIN:
+        named_template = ChatTemplate(builtin_template(name), f"the built-in template {name}")
+    elif "{%" in name or "{{" in name:
+        named_template = ChatTemplate(name, "the template in the recipe")
+    elif path.is_file():
+        named_template = ChatTemplate(_read(path), str(path))
+    if named_template is not None:
+        replaces_own = bool(templates) and named_template.text not in templates.values()
+        return replace(named_template, replaces_own=replaces_own)
     similar = closest(name, [*templates, *BUILTIN])
     meant = f"; did you mean {similar[0]}?" if similar else ""
     raise UserError(f"no such chat template or file: {name!r}{meant}", where=_WHERE, fix=_CHOICES)
