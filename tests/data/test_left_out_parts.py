@@ -191,6 +191,10 @@ def test_a_template_that_replaces_the_tokenizer_s_own_is_said_by_prepare_and_pla
         )
         before = guessed(loaded.recipe)
         assert before is not None and before.template.endswith(NOT_OWN) == replaces
+        dropped = [note for note in left_out_parts(loaded.recipe) if "reasoning" in note]
+        assert bool(dropped) == (template == EARLIER), (
+            "by the first rows, before anything is prepared"
+        )
         folder = tmp_path / f"prepared {replaces}"
         prepare(loaded, folder)
         manifest = read_manifest(folder)

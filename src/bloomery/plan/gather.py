@@ -7,13 +7,14 @@ A prepared dataset is counted. Before, its size is estimated from its files, and
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import EncodedExample, Renderer
-from bloomery.data.chat.written import notes
+from bloomery.data.chat.written import notes as left_out_notes
 from bloomery.data.examples import BadRow, Example
 from bloomery.data.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
@@ -25,6 +26,7 @@ from bloomery.data.sources.columns import ColumnUse
 from bloomery.data.sources.documents import (
     ReadStats,
     column_use,
+    read_documents,
     sources_of,
 )
 from bloomery.data.sources.files import unread_files
@@ -415,12 +417,16 @@ def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str
     reports that.
     """
     if manifest is not None:
-        return notes(dict(manifest.template_parts))
+        return left_out_notes(dict(manifest.template_parts))
     try:
         tokenizer = None if absent(recipe) else local_tokenizer(recipe)
         if tokenizer is None:
             return []
-        rows = [row for source in streams(recipe) for row in _first_documents(source, "skip", ROWS)]
+        rows = [
+            row
+            for source in streams(recipe)
+            for row in islice(read_documents(source, on_error="skip", stats=_BadRowLimit()), ROWS)
+        ]
         examples = [row.example for row in rows if row.example is not None]
         with Renderer(
             tokenizer,
@@ -429,7 +435,7 @@ def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str
             verbatim=recipe.objective.spec.reads_text,
         ) as renderer:
             renderer.encode_batch(examples)
-            return notes(renderer.take_parts())
+            return left_out_notes(renderer.take_parts())
     except (UserError, _TooManyBadRows):
         return []
 
