@@ -384,8 +384,8 @@ def _write_pin() -> None:
 
 
 def _install_bloomery(extras: list[str], line: _line) -> None:
-    # the demo ends with a GGUF file
-    _install_pinned(["-e", f"{ROOT}[{','.join(['gguf', *extras])}]"], line)
+    # The demo ends with a GGUF file, and the README begins with studio.
+    _install_pinned(["-e", f"{ROOT}[{','.join(['gguf', 'studio', *extras])}]"], line)
 
 
 def _requirements(extras: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import click
 from bloomery.cli.common import echo
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 
 
 @click.command()
@@ -60,7 +61,7 @@ def command(host: str, port: int, token: str | None, no_open: bool, parent: int 
 def refuse_without_nicegui() -> None:
     """Raises UserError where the extra is not installed."""
     if find_spec("nicegui") is None:
-        fix = 'pip install "bloomery[studio]"'
+        fix = install_extra("studio")
         raise UserError("bloomery studio needs NiceGUI", where="this environment", fix=fix)
 
 

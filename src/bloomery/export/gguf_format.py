@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
@@ -32,7 +33,7 @@ def gguf_library() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        fix = "pip install 'bloomery[gguf]'"
+        fix = install_extra("gguf")
         raise UserError("the gguf package is not installed", where="--to gguf", fix=fix) from error
 
 

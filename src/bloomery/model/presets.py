@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.hub import cached_model, local_model
 from bloomery.model.config import ModelConfig, RopeScaling, TransformersBackend, checked
 from bloomery.model.families import (
@@ -37,7 +38,6 @@ from bloomery.model.io.stored import (
 from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
-INSTALL = 'pip install "bloomery[hf]"'
 OTHER_MODEL = "choose a language model that decodes text, from left to right"
 # Names that configs use for one size, where transformers has no common one.
 SIZES = {
@@ -71,7 +71,7 @@ def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelC
     """
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
-        raise UserError(problem, where=where, fix=INSTALL)
+        raise UserError(problem, where=where, fix=install_extra("hf"))
     if "quantization_config" in config_json:
         problem = "not supported: training transformers' layers from quantized weights"
         raise UserError(problem, where=where, fix="use the unquantized model")

@@ -31,6 +31,7 @@ from tempfile import TemporaryFile
 from typing import Any, Protocol, TextIO, cast, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra, install_packages
 from bloomery.core.files import open_regular, read_whole, write_durably
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.core.units import MIB
@@ -186,11 +187,9 @@ class TrackerSink:
                 )
             tracker = TRACKERS[name](run_info)
         except ImportError as error:
-            package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
-                self._warn(
-                    f"{name} is not installed ({error}), the run is not tracked; fix: pip install {package}"
-                )
+                fix = install_extra("track") if name == "tensorboard" else install_packages(name)
+                self._warn(f"{name} is not installed ({error}), the run is not tracked; fix: {fix}")
             return
         except BaseException as error:  # any exception of its library, SystemExit included
             self._warn(f"{name} cannot be started, the run is not tracked: {_message(error)}")
@@ -369,7 +368,7 @@ def require_libraries(names: Sequence[str]) -> None:
             raise UserError(
                 f"{name} is not installed in this environment",
                 where=f"logging.trackers={name}",
-                fix=f"{sys.executable} -m pip install {name}\n       or remove it from logging.trackers",
+                fix=f"{install_packages(name)}\n       or remove it from logging.trackers",
             )
 
 

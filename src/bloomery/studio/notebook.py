@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.studio.commands import TOKEN
 from bloomery.studio.listening import ListeningProcess, parent_option
 from bloomery.studio.watching import address_of
@@ -48,7 +49,7 @@ def frame_of(run: Path, height: int) -> StudioFrame:
     """The page of a run. Starts studio once per folder of runs. Raises UserError."""
     path = run.resolve()
     if find_spec("nicegui") is None:
-        fix = 'pip install "bloomery[studio]"'
+        fix = install_extra("studio")
         raise UserError("studio needs NiceGUI", where="this environment", fix=fix)
     if path.parent.name != "runs":
         fix = "train without run_dir, or into a folder named runs"

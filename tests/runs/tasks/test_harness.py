@@ -185,4 +185,4 @@ def test_settings_that_are_not_supported_are_named(both):
 def test_a_missing_harness_is_named_with_its_extra():
     with pytest.raises(UserError) as caught:
         refuse_without_harness()
-    assert "bloomery[lm-eval]" in caught.value.fix and caught.value.where == "--lm-eval"
+    assert "lm-eval>=0.4.9" in caught.value.fix and caught.value.where == "--lm-eval"

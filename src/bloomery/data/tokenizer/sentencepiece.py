@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.core.files import read_input
 from bloomery.data.tokenizer.roles import MAX_FILE, added_around
 from bloomery.data.tokenizer.spelling import bytes_of_piece
@@ -133,7 +134,7 @@ class SentencePiece:
             import sentencepiece
         except ImportError as error:
             problem = "the sentencepiece package is not installed"
-            fix = "pip install 'bloomery[sentencepiece]'"
+            fix = install_extra("sentencepiece")
             raise UserError(problem, where=str(path), fix=fix) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra, install_packages
 from bloomery.core.text import did_you_mean
 from bloomery.model.adapters.peft_reading import adapter_tensors
 from bloomery.model.adapters.settings import (
@@ -29,7 +30,6 @@ from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
-INSTALL = 'pip install "bloomery[peft]"'
 RANKS = ("r", "rank", "init_r", "target_r")  # the names that methods give a rank
 # What AdaLoRA's allocator remembers of each parameter.
 IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
@@ -291,10 +291,13 @@ def _config_class(method: str) -> Any:
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
-        raise UserError("PEFT is not installed", where="adapter.kind=peft", fix=INSTALL) from error
+        fix = install_extra("peft")
+        raise UserError("PEFT is not installed", where="adapter.kind=peft", fix=fix) from error
     name = method_name(method)
     for peft_type, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items():
         if peft_type.value == name:
             return config_class
     problem = f"the PEFT that is installed has no {method}"
-    raise UserError(problem, where="adapter.method", fix="pip install --upgrade peft", code=2)
+    raise UserError(
+        problem, where="adapter.method", fix=install_packages("--upgrade", "peft"), code=2
+    )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_packages
 from bloomery.model.io.parameters import first_row, local
 from bloomery.model.limits import (
     DEQUANTIZED_ON_CPU,
@@ -231,7 +232,7 @@ def ready(reader: str) -> str:
         except ImportError as error:
             raise UserError(
                 "the plan reads the 4-bit weights with bitsandbytes, which is not here any more",
-                fix="pip install --no-deps 'bitsandbytes>=0.50.0'",
+                fix=install_packages("--no-deps", "bitsandbytes>=0.50.0"),
             ) from error
     return reader
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Sampling
@@ -34,7 +35,7 @@ class HarnessSettings:
 def refuse_without_harness() -> None:
     """Raises UserError when lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
-        fix = "pip install 'bloomery[lm-eval]'"
+        fix = install_extra("lm-eval")
         raise UserError("lm-evaluation-harness is not installed", where="--lm-eval", fix=fix)
 
 
