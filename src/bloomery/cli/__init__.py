@@ -85,6 +85,10 @@ class Commands(click.Group):
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
+        if ctx.resilient_parsing:
+            from bloomery.cli.completion import complete_paths
+
+            complete_paths(command)
         return command
 
     def resolve_command(

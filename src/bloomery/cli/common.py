@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import get_completion_class
 
+from bloomery.cli import completion
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.files import open_regular, state_folder, write_json
 from bloomery.core.text import expanded, fitted, harmless, redact_secrets
@@ -35,23 +36,31 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _complete(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
-    """The shell completion of an argument: `kind` is "recipes", "runs" or "keys"."""
+def _complete(offer: Callable[[str], list[Any]]) -> Callable[..., list[Any]]:
+    """The shell completion of an argument, by what is typed of it."""
 
     def complete(_context: click.Context, _parameter: click.Parameter, start: str) -> list[Any]:
-        return candidates(kind, start)
+        return offer(start)
 
     return complete
 
 
+def _complete_override(
+    context: click.Context, _parameter: click.Parameter, start: str
+) -> list[Any]:
+    recipe = context.params.get("recipe")
+    words = context.params.get("overrides") or ()
+    return completion.overrides(start, (*([recipe] if recipe and words else []), *words))
+
+
 def run_argument(function: F) -> F:
     """Click argument `run: str`: a path, a name under runs/, or `last`."""
-    return click.argument("run", shell_complete=_complete("runs"))(function)
+    return click.argument("run", shell_complete=_complete(completion.runs))(function)
 
 
 def recipe_argument(function: F) -> F:
     """Click arguments `recipe: str` and `overrides: tuple[str, ...]` for `RECIPE [section.key=value ...]`."""
-    return click.argument("recipe", shell_complete=_complete("recipes"))(
+    return click.argument("recipe", shell_complete=_complete(completion.recipes))(
         overrides_argument(function)
     )
 
@@ -69,7 +78,7 @@ def recipe_or_model(function: F) -> F:
             metavar="PATH",
             help="Set data.path, the dataset: file, folder or hub:ORG/NAME.",
         ),
-        click.argument("recipe", required=False, shell_complete=_complete("recipes")),
+        click.argument("recipe", required=False, shell_complete=_complete(completion.recipes)),
         overrides_argument,
     )
     for decorate in reversed(options):
@@ -192,7 +201,7 @@ def overrides_argument(function: F) -> F:
         nargs=-1,
         metavar="[section.key=value ...]",
         callback=_overrides,
-        shell_complete=_complete("keys"),
+        shell_complete=_complete_override,
     )(function)
 
 
@@ -201,6 +210,10 @@ def _overrides(
 ) -> tuple[str, ...]:
     """Raises UserError (code 2) for an argument without "=", before any file is read."""
     del parameter
+    if (
+        context.resilient_parsing
+    ):  # bash completes a value: the key before its `=` is a word of its own
+        return tuple(value)
     stray_arguments = [argument for argument in value if "=" not in argument]
     if not stray_arguments:
         return tuple(value)
@@ -428,7 +441,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion_command(shell: str) -> None:
-    """Print the script that completes commands, recipes, runs and recipe keys.
+    """Print the script that completes commands, recipes, runs, keys, values and paths.
 
     \b
     Example: bloomery completion bash >> ~/.bashrc
@@ -438,29 +451,13 @@ def completion_command(shell: str) -> None:
 
     completion_class = get_completion_class(shell)
     assert completion_class is not None, "click completes all of SHELLS"
-    echo(completion_class(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source())
-
-
-def candidates(kind: str, start: str) -> list[CompletionItem]:
-    """What the shell offers after `start`: packaged recipes and YAML files; `last` and the folders below runs/; or keys
-    such as `train.epochs=`. Where no recipe or run fits, the shell completes a path.
-    """
-    match kind:
-        case "recipes":
-            from bloomery.recipe.load import packaged
-
-            files = [str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern)]
-            names = [*packaged(), *files]
-        case "runs":
-            names = ["last", *sorted(path.name for path in Path("runs").glob("*") if path.is_dir())]
-        case _:
-            from bloomery.recipe.aliases import all_keys
-
-            names = [".".join(path) + "=" for path in all_keys()]
-    items = [CompletionItem(name) for name in names if name.startswith(start)]
-    if not items and kind != "keys":
-        return [CompletionItem(start, type="file")]
-    return items
+    script = completion_class(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source()
+    # After a key or a folder more follows: bash adds no space.
+    script = script.replace(
+        "COMPREPLY+=($value)",
+        'COMPREPLY+=("$value"); [[ $value == *[=/] ]] && compopt -o nospace',
+    )
+    echo(script)
 
 
 # Set by a command with a run folder: the traceback goes to the run's log.txt.

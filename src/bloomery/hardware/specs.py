@@ -259,7 +259,7 @@ def find_gpu(text: str) -> Accelerator:
         raise UserError(
             f"GPUs of {vendor} are not supported: {text!r}", where="--gpu", fix=fix, code=2
         )
-    match = re.fullmatch(r"\s*(.*?)[\s,]+(\d+)\s*(?:gib|gb|g)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(.*?)[\s,_-]+(\d+)\s*(?:gib|gb|g)\s*", text, re.IGNORECASE)
     product, size = (match[1], int(match[2])) if match else (text, None)
     specs = _matching(text)  # a memory size can be part of a product's name, A100 80GB
     if specs and size not in specs[0].memory_gib:
