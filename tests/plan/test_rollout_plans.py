@@ -276,3 +276,94 @@ def test_a_packaged_plan_without_rollouts_has_none():
     assert plan.rollout is None
     assert plan.trained_tokens_per_step == plan.train.tokens_per_step
     assert plan.memory.total < 20 * GIB
+
+
+def with_kl(*, gpu="RTX 4090", gpus=1, objective=None, model=LARGE, **sections):
+    recipe = rl(objective={"beta": 0.1, **(objective or {})}, model=model, **sections)
+    return planned(recipe, gpu_machine(gpu), dataset=prompts(), gpus=gpus)
+
+
+def test_a_copy_of_the_start_is_planned_on_the_device_where_it_fits():
+    plan = with_kl()
+    assert plan.objective.reference == "device"
+    counts = {
+        name: parameter.numel()
+        for name, parameter in meta_decoder(plan.model.config).named_parameters()
+    }
+    matrices = sum(
+        count
+        for name, count in counts.items()
+        if ".layers." in name and not name.endswith("norm.weight")
+    )
+    # bfloat16 matrices of layers, float32 of embeddings, norms and head.
+    expected = 2 * matrices + 4 * (sum(counts.values()) - matrices)
+    assert plan.memory.parts["reference model"] == expected
+    choice = next(choice for choice in plan.choices if choice.key == "objective.reference")
+    assert choice.value == "frozen copy"
+
+
+def meta_decoder(config):
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+def large(num_layers: int) -> dict:
+    return {**LARGE, "hidden_size": 2048, "num_layers": num_layers}
+
+
+def test_a_copy_that_does_not_fit_on_the_device_is_kept_on_the_host():
+    """The first depth at which the device is too small for both: there only one layer of the copy is on it."""
+    for num_layers in range(4, 60):
+        plan = with_kl(gpu="RX 6700 XT", model=large(num_layers))
+        if plan.objective.reference == "host":
+            break
+        assert plan.objective.reference == "device" and plan.fits
+    assert plan.fits
+    on_device = with_kl(
+        gpu="RX 6700 XT", model=large(num_layers), objective={"reference": "device"}
+    )
+    assert not on_device.fits
+    assert plan.memory.parts["reference model"] < on_device.memory.parts["reference model"] / 2
+    in_nf4 = with_kl(gpu="RX 6700 XT", model=large(num_layers), objective={"reference": "nf4"})
+    assert in_nf4.memory.parts["reference model"] < on_device.memory.parts["reference model"] * 0.6
+
+
+def test_a_plan_that_does_not_fit_says_what_a_smaller_copy_saves():
+    report = reported(
+        rl(objective={"beta": 0.1, "reference": "device"}, model=large(60)),
+        gpu_machine("RX 6700 XT"),
+        dataset=prompts(),
+    )
+    assert not report.plan.fits
+    edits = [suggestion.edit for suggestion in report.suggestions]
+    assert any(edit.startswith("objective.reference=host") for edit in edits)
+
+
+def test_shards_divide_the_copy_and_do_not_have_it_on_the_host():
+    one = with_kl()
+    two = with_kl(gpus=2, parallel={"shard": 2})
+    assert two.objective.reference == "device"
+    parts = [
+        plan.parallel.layout.memory.parts if plan.parallel else plan.memory.parts
+        for plan in (one, two)
+    ]
+    assert parts[1]["reference model"] == pytest.approx(parts[0]["reference model"] / 2)
+    with pytest.raises(
+        UserError, match="a reference model on the host for several devices"
+    ) as told:
+        with_kl(gpus=2, objective={"reference": "host"})
+    assert told.value.where == "objective.reference=host"
+
+
+def test_an_adapter_needs_no_copy_and_says_that_the_key_has_no_effect():
+    report = reported(
+        rl(
+            objective={"beta": 0.1, "reference": "nf4"},
+            adapter={"kind": "lora"},
+            model=LARGE,
+        ),
+        gpu_machine("RTX 4090"),
+        dataset=prompts(),
+    )
+    assert "reference model" not in report.plan.memory.parts
+    assert any("objective.reference=nf4 has no effect" in line for line in report.warnings)

@@ -4,6 +4,7 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration
+from bloomery.plan.choices import reference_of
 from bloomery.plan.unsupported import refuse_recipe, refuse_reward_misfits
 from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.recipe.schema import ModelReward, PythonReward, Recipe, VerifierReward
@@ -89,10 +90,6 @@ MISFITS = {
         "objective: grpo\ntrain: {batch_size: 12}",
         "12 completions, which is no multiple of the 8",
     ),
-    "a reference model that is trained": (
-        "objective: ppo",
-        "the KL divergence is measured from the base model",
-    ),
     "no room": (
         "objective: {kind: grpo, max_completion_length: 1024}",
         "leave no room for a prompt in sequences of 1,024",
@@ -130,11 +127,12 @@ def test_ppo_has_the_defaults_of_trl_and_one_completion_a_prompt(read):
             read(f"objective: {{kind: ppo, {key}}}" + REWARDS)
 
 
-def test_a_divergence_that_cannot_be_measured_names_the_key_of_its_weight(read):
-    with pytest.raises(UserError) as told:
-        refuse_reward_misfits(read("objective: ppo" + REWARDS))
-    assert told.value.where == "objective.kl_coef=0.05"
-    refuse_reward_misfits(read("objective: {kind: ppo, kl_coef: 0}" + REWARDS))
+@pytest.mark.parametrize("kind", ["ppo", "rloo", "{kind: grpo, beta: 0.1}"])
+def test_a_divergence_is_measured_with_all_weights_trained(read, kind):
+    recipe = read(f"objective: {kind}" + REWARDS)
+    refuse_reward_misfits(recipe)
+    assert recipe.objective.reference == "auto"
+    assert reference_of(recipe.objective, recipe.adapter).value == "copy"
 
 
 def test_rewards_without_completions_are_refused_before_a_run(read):

@@ -143,12 +143,17 @@ def trl_loss(objective, texts: Completions, model, old: Tensor, reference, *, ro
     return trainer_class._compute_loss(trainer, None, inputs)
 
 
-def reference_logps(model, is_adapter: bool, texts: Completions, temperature: float):
-    """Under the base model; None for a run of all weights, which has no divergence."""
-    if not is_adapter:
+def reference_logps(plan, model, is_adapter: bool, texts: Completions):
+    """Under the base model: without the adapter, or as TRL's `create_reference_model` has it; None without KL."""
+    temperature = plan.objective.temperature
+    if not plan.objective.beta:
         return None
-    with torch.no_grad(), model.disable_adapter():
-        return logps_and_entropies(model, texts, temperature)[0]
+    if is_adapter:
+        with torch.no_grad(), model.disable_adapter():
+            return logps_and_entropies(model, texts, temperature)[0]
+    start = transformers.AutoModelForCausalLM.from_pretrained(plan.model.source).eval()
+    with torch.no_grad():
+        return logps_and_entropies(start, texts, temperature)[0]
 
 
 def trl_advantages(objective, texts: Completions, old: Tensor, reference) -> Tensor:
@@ -186,7 +191,7 @@ def assert_folder_agrees_with_trl(run_dir: Path) -> dict[int, float]:
         model, is_adapter = load(checkpoint)
         with torch.no_grad():
             old, _ = logps_and_entropies(model, rollout, objective.temperature)
-        reference = reference_logps(model, is_adapter, rollout, objective.temperature)
+        reference = reference_logps(plan, model, is_adapter, rollout)
         is_token = rollout.completion_mask.bool()
         torch.testing.assert_close(rollout.drawn_logps[is_token], old[is_token], atol=NEAR, rtol=0)
         advantages = trl_advantages(objective, rollout, old, reference)
@@ -241,6 +246,12 @@ SECOND_PASS = ("objective.num_iterations=2", "optimizer.learning_rate=1e-3")
 LOSSES = {
     "dapo": ("objective.epsilon=0.1",),
     "grpo with KL": (*LORA, "objective.loss_type=grpo", "objective.beta=0.04"),
+    "dapo with KL, all weights": ("objective.beta=0.5",),
+    "rloo, all weights": (
+        "objective.kind=rloo",
+        "objective.num_generations=4",
+        "objective.beta=0.5",
+    ),
     "dr_grpo": ("objective.loss_type=dr_grpo", "objective.scale_rewards=none"),
     "cispo": ("objective.loss_type=cispo", "objective.epsilon_high=1.01"),
     "GSPO": (

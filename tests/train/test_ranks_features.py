@@ -117,6 +117,22 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         (
             "prompts",
             {
+                "config": WIDE,
+                "objective": Grpo(
+                    kind="grpo",
+                    num_generations=2,
+                    max_completion_length=8,
+                    num_iterations=2,
+                    beta=0.5,
+                    reference="device",
+                ),
+                "rewards": (VerifierReward(verifier="length", max_characters=6),),
+            },
+            1e-5,
+        ),
+        (
+            "prompts",
+            {
                 "objective": Ppo(kind="ppo", max_completion_length=8, num_iterations=2),
                 "rewards": (VerifierReward(verifier="length", max_characters=6),),
                 "adapter": Lora(**LORA),

@@ -535,6 +535,14 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         context *= 2
     if settings.precision == "float32" and gpu:
         yield "train.precision=auto", "matmuls in half precision"
+    if (
+        isinstance(plan.objective, Rollouts)
+        and reference_of(recipe.objective, recipe.adapter).value == "copy"
+    ):
+        if gpu and plan.parallel is None and plan.objective.reference == "device":
+            yield "objective.reference=host", "moves each layer of the reference model to the GPU"
+        if plan.objective.reference != "nf4":
+            yield "objective.reference=nf4", "the KL divergence is measured from a 4-bit copy"
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not settings.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"

@@ -4,7 +4,8 @@ Also for the transformers implementation, with the settings that it does not sup
 objective: teacher, reference model, share of loss tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from bloomery.core import Choice
@@ -23,8 +24,20 @@ from bloomery.plan.estimate.kernels import kernel_run
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.schema import Adapter, Distill, Grpo, Lora, Objective, Peft, Recipe, Rollouts
+from bloomery.recipe.schema import (
+    Adapter,
+    Distill,
+    Grpo,
+    Lora,
+    Objective,
+    Peft,
+    Ppo,
+    Recipe,
+    Rloo,
+    Rollouts,
+)
 
 
 def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
@@ -369,6 +382,12 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
         yield "train.offload_activations has no effect on a CPU: activations are already in CPU memory"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
         yield "train.offload_activations does not offload what selective checkpointing keeps: use full"
+    if isinstance(recipe.objective, Rollouts) and recipe.objective.reference != "auto":
+        key = f"objective.reference={recipe.objective.reference}"
+        if reference_of(recipe.objective, recipe.adapter).value != "copy":
+            yield f"{key} has no effect: the run needs no frozen copy of the start"
+        elif recipe.objective.reference == "host" and not accelerator:
+            yield f"{key} has no effect on a CPU: the copy is already in CPU memory"
     if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
         remark = (
             "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
@@ -415,11 +434,22 @@ def arithmetic_choices(
     )
 
 
-Reference = Literal["none", "precomputed", "adapters"]
+Reference = Literal["none", "precomputed", "adapters", "copy"]
+
+
+_BASE_IS_REFERENCE = (
+    "the base model without its adapters is the reference model, without extra memory"
+)
 
 
 def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
-    """`precomputed`: before the first step. `adapters`: in each step, by the base model without its adapters."""
+    """`precomputed`: before the first step. `adapters`: in each step, by the base model without its adapters. `copy`:
+    by a frozen copy of the start, for completions that no dataset has.
+    """
+    if isinstance(objective, Rollouts) and objective.kl_weight:
+        if isinstance(adapter, Lora) and not adapter.modules_to_save:
+            return Choice("adapters", _BASE_IS_REFERENCE)
+        return Choice("copy", "training changes the weights of the reference model")
     if not objective.spec.reference:
         return Choice("none", f"{objective.kind} has no reference model")
     if isinstance(adapter, Peft):
@@ -432,10 +462,7 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
         return Choice(
             "precomputed", f"{', '.join(adapter.modules_to_save)} are trainable, not only adapters"
         )
-    return Choice(
-        "adapters",
-        "the base model without its adapters is the reference model, without extra memory",
-    )
+    return Choice("adapters", _BASE_IS_REFERENCE)
 
 
 def correction_of(objective: Grpo) -> Choice[bool]:
@@ -458,7 +485,10 @@ def teacher_of(recipe: RunPlan) -> ModelConfig | None:
 
 def extra_forwards(recipe: Recipe | RunPlan) -> int:
     """Additional forward passes of a step."""
-    return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
+    # RLOO and PPO take the divergence off the rewards: their forwards are of a rollout (`RolloutShape.scored_passes`).
+    is_of_rollout = isinstance(recipe.objective, Rloo | Ppo)
+    reference = reference_of(recipe.objective, recipe.adapter).value
+    return 1 if reference in ("adapters", "copy") and not is_of_rollout else 0
 
 
 def setting(plan: RunPlan) -> str:
@@ -471,15 +501,39 @@ def setting(plan: RunPlan) -> str:
     )
 
 
+COPIES: Mapping[ReferencePlace, str] = MappingProxyType(
+    {
+        "none": "no copy",
+        "device": "frozen copy",
+        "host": "frozen copy on host",
+        "nf4": "frozen copy in nf4",
+    }
+)
+
+
 def objective_choices(
-    recipe: Recipe, dataset: DatasetFacts | None, teacher: ModelConfig | None
+    recipe: Recipe,
+    dataset: DatasetFacts | None,
+    teacher: ModelConfig | None,
+    reference_place: ReferencePlace = "none",
 ) -> Iterator[tuple[str, Choice[str]]]:
-    """By key: the choices of the objective."""
+    """By key: the choices of the objective. `reference_place`: of its frozen copy."""
     reference = reference_of(recipe.objective, recipe.adapter)
+    unit = "rollout" if isinstance(recipe.objective, Rloo | Ppo) else "step"
     if reference.value == "adapters":
         yield (
             "objective.reference",
-            Choice("reference per step", f"{reference.reason}; one more forward pass per step"),
+            Choice(
+                f"reference per {unit}", f"{reference.reason}; one more forward pass per {unit}"
+            ),
+        )
+    elif reference.value == "copy":
+        yield (
+            "objective.reference",
+            Choice(
+                COPIES[reference_place],
+                f"{reference.reason}; one more forward pass per {unit}",
+            ),
         )
     elif reference.value == "precomputed":
         yield (

@@ -31,6 +31,7 @@ from bloomery.plan.choices import (
     extra_forwards,
     objective_choices,
     optimizer_memory_choices,
+    reference_of,
     transformers_choices,
 )
 from bloomery.plan.estimate import speed
@@ -38,7 +39,7 @@ from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.step import ReferencePlace, StepShape
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.types import (
@@ -65,6 +66,7 @@ from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import (
     IF_INSTALLED,
     Command,
+    Objective,
     PipelineTransport,
     Recipe,
     Rollouts,
@@ -92,7 +94,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     refuse_mesh(profile, gpus=gpus, nodes=nodes)
 
     # How a step computes comes first: the length of the run in steps follows from its batch.
-    step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
+    step = _choose_step_and_reference(recipe, facts, gpus=gpus, nodes=nodes)
     scale = step.scale
     micro_batching = step.micro_batching
     # Some settings fit only so many steps. Epochs of a dataset that is not prepared yet are no number to refuse them
@@ -181,7 +183,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         ),
         sample=SamplePlan(**recipe.sample.model_dump()),
         logging=_logging(recipe, scale),
-        objective=recipe.objective,
+        objective=step.objective,
         rewards=tuple(recipe.rewards),
         adapter=recipe.adapter,
         quantize=recipe.quantize,
@@ -217,6 +219,8 @@ class _Step:
     seconds: Estimate | None
     parallel: ParallelPlan | None
     rollout: RolloutPlan | None
+    reference: ReferencePlace
+    objective: Objective
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -232,7 +236,29 @@ class _Step:
         return self.tokens.value if self.rollout is None else self.rollout.tokens_per_step
 
 
-def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
+def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
+    """The step, with the place of a frozen copy of the start where the objective needs one: on the device where that
+    fits, else on the host. Raises UserError.
+    """
+    if reference_of(recipe.objective, recipe.adapter).value != "copy":
+        return _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="none")
+    objective = recipe.objective
+    assert isinstance(objective, Rollouts)
+    has_host = facts.profile.accelerator is not None
+    unsupported.refuse_reference(recipe, facts.config, devices=gpus * nodes)
+    place: ReferencePlace = "device" if objective.reference == "auto" else objective.reference
+    if place == "host" and not has_host:
+        place = "device"
+    step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference=place)
+    if objective.reference == "auto" and has_host and gpus * nodes == 1 and not step.memory.fits:
+        on_host = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="host")
+        return on_host if on_host.memory.fits else step
+    return step
+
+
+def _choose_step(
+    recipe: Recipe, facts: Facts, *, gpus: int, nodes: int, reference: ReferencePlace
+) -> _Step:
     """Makes the choices about a step in the order in which they depend on each other. Raises UserError."""
     profile = facts.profile
     config = facts.config
@@ -270,7 +296,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     )
     scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
-    shape = replace(shape, compiled=compiled.value)
+    shape = replace(shape, compiled=compiled.value, reference=reference)
 
     def choose_layout(
         sequences: int,
@@ -346,6 +372,10 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         seconds=seconds,
         parallel=parallel,
         rollout=rollout,
+        reference=reference,
+        objective=recipe.objective
+        if reference == "none"
+        else recipe.objective.model_copy(update={"reference": reference}),
     )
 
 
@@ -469,13 +499,13 @@ def _decisions(
 
     # What model, adapter, objective and optimizer decide.
     on_gpu = profile.accelerator is not None
-    more_choices = (
+    more_choices: tuple[tuple[str, Choice[Any]], ...] = (
         *unsupported.quantized_choices(recipe, step.dequantizer),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
-        *objective_choices(recipe, facts.dataset, facts.teacher),
+        *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
         *optimizer_choices.items(),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),

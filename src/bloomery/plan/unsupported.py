@@ -246,15 +246,6 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             fix=f"set train.batch_size={-(-batch_size // group) * group}",
             code=2,
         )
-    if objective.kl_weight and not (
-        isinstance(recipe.adapter, Lora) and not recipe.adapter.modules_to_save
-    ):
-        raise UserError(
-            "the KL divergence is measured from the base model, which full fine-tuning changes",
-            where=f"objective.{objective.kl_key}={objective.kl_weight:g}",
-            fix=f"set objective.{objective.kl_key}=0, or train an adapter: adapter.kind=lora",
-            code=2,
-        )
     for reward in recipe.rewards:
         if isinstance(reward, VerifierReward):
             _refuse_verifier(reward)
@@ -268,6 +259,20 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             code=2,
         )
     refuse_no_room(recipe)
+
+
+def refuse_reference(recipe: Recipe, config: ModelConfig, *, devices: int) -> None:
+    """Raises UserError for a frozen copy of the start in a form that this run does not support."""
+    objective = recipe.objective
+    assert isinstance(objective, Rollouts)
+    where = f"objective.reference={objective.reference}"
+    fix = "set objective.reference=device"
+    if objective.reference == "host" and devices > 1:
+        problem = "not supported yet: a reference model on the host for several devices"
+        raise UserError(problem, where=where, fix=f"{fix}, which parallel.shard divides", code=2)
+    if objective.reference == "nf4" and config.transformers_backend is not None:
+        problem = "quantization is not supported for the transformers implementation"
+        raise UserError(problem, where=where, fix=fix, code=2)
 
 
 def _refuse_verifier(reward: VerifierReward) -> None:

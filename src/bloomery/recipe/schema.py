@@ -505,6 +505,11 @@ class Rollouts(ObjectiveSection):
     steps_per_generation: PositiveInt = key(
         1, "Optimizer steps in one pass over the completions of a rollout."
     )
+    reference: Literal["auto", "device", "host", "nf4"] = key(
+        "auto",
+        "Frozen copy of the start, the reference model where training changes the base: on the device, on the host"
+        " (a layer at a time moves), or in 4 bits, which changes the KL divergence a little; auto: device, else host.",
+    )
 
     @property
     def kl_weight(self) -> float:

@@ -51,6 +51,7 @@ from bloomery.train.process import (
 )
 from bloomery.train.rank_writers import RankWriters
 from bloomery.train.reference import reference_files
+from bloomery.train.reference_model import build_reference_model
 from bloomery.train.requests import StepRequests
 from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
 from bloomery.train.sources import source_of
@@ -93,6 +94,7 @@ class RunContext:
     saver: Saver
     health_check: HealthCheck
     recorder: Recorder
+    reference: Decoder | None = None  # a frozen copy of the start, where the objective needs one
     device: tuple[int, str] = (0, "")  # index and name of the accelerator
     last_eval_step: int | None = None
     best_due: bool = False  # this step has the lowest validation loss so far, and is not saved
@@ -312,6 +314,7 @@ def open_context(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
     check_attention(state.model, plan)
+    reference_model = build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
 
     # The dataset, and what a reference model says about it; this may take minutes and can be stopped.
     prepared = plan.data.prepared
@@ -341,7 +344,10 @@ def open_context(
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=build_objective(plan, mesh=mesh, value_head=state.model.value_head),
+        objective=build_objective(
+            plan, mesh=mesh, value_head=state.model.value_head, reference=reference_model
+        ),
+        reference=reference_model,
         source=source_of(
             SourceInputs(
                 plan=plan,
@@ -352,6 +358,7 @@ def open_context(
                 stop=stop,
                 time_is_up=lambda: is_time_up(plan.train, state.progress.step, timer),
                 reference=references.get("train"),
+                reference_model=reference_model,
                 run=run,
             )
         ),

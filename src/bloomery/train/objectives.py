@@ -1,6 +1,7 @@
 """Training objectives: the head that the decoder runs, and the loss of its output as sums."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -140,22 +141,34 @@ def label_scores(
     return output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
 
 
+@contextmanager
+def as_reference(model: Decoder, copy: Decoder | None) -> Iterator[Decoder]:
+    """Inside the block, in evaluation mode: the frozen copy of the start, else `model` without its adapter."""
+    if copy is not None:
+        with eval_mode(copy):
+            yield copy
+        return
+    with eval_mode(model), adapters_disabled(model):
+        yield model
+
+
 @dataclass(frozen=True)
 class BaseScores:
-    """Completes batches with reference log-probabilities: those of the base model, without its adapter."""
+    """Completes batches with reference log-probabilities: of `copy`, or of the base model, without its adapter."""
 
     score_chunk: int
     precision: str
     operators: ScoreOperators = SCORE_OPERATORS
     temperature: float = 1.0
+    copy: Decoder | None = None
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         device = next(model.parameters()).device
-        with eval_mode(model), adapters_disabled(model):
+        with as_reference(model, self.copy) as reference:
             return [
                 batch.with_extras(
                     reference=label_scores(
-                        model,
+                        reference,
                         to_device(batch, device),
                         score_chunk=self.score_chunk,
                         precision=self.precision,
@@ -184,12 +197,13 @@ def build_objective(
     mesh: Mesh = SINGLE_RANK,
     operators: ScoreOperators = SCORE_OPERATORS,
     value_head: nn.Linear | None = None,
+    reference: Decoder | None = None,
 ) -> Objective:
-    """The plan's objective. `teacher` loads the model to distill. `value_head`: of the model that trains."""
+    """The plan's objective. `teacher` loads the model to distill. `value_head`: of the model that trains. `reference`:
+    the frozen copy of its start, where it has one.
+    """
     score_chunk = plan.model.score_chunk
-    # The reference model of a policy's divergence is the base model, too.
-    is_policy = plan.objective.spec.source == "rollouts"
-    disables_adapter = reference_of(plan.objective, plan.adapter).value == "adapters" or is_policy
+    scores_in_steps = reference_of(plan.objective, plan.adapter).value in ("adapters", "copy")
     inputs = ObjectiveInputs(
         plan,
         Scoring(
@@ -199,7 +213,9 @@ def build_objective(
             operators=operators,
             value_head=value_head,
         ),
-        BaseScores(score_chunk, plan.train.precision, operators) if disables_adapter else None,
+        BaseScores(score_chunk, plan.train.precision, operators, copy=reference)
+        if scores_in_steps
+        else None,
         mesh,
         teacher,
     )

@@ -242,7 +242,10 @@ def replan(context: RunContext, plan: RunPlan) -> None:
     """Continue with another plan of the same training, and store it."""
     context.plan = plan
     context.objective = build_objective(
-        plan, mesh=context.mesh, value_head=context.model.value_head
+        plan,
+        mesh=context.mesh,
+        value_head=context.model.value_head,
+        reference=context.reference,
     )
     write_plan(plan, context.run_dir / "plan.json")
 

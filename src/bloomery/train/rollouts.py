@@ -8,7 +8,7 @@ draws; a rollout that a checkpoint interrupts is a part of the checkpoint.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.model.adapters.lora import adapters_disabled
+from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import known_ids
 from bloomery.model.group_decoding import Completion, GroupSampling
 from bloomery.monitor.events import Emit, Phase, Warned, stamped_line
@@ -41,7 +41,7 @@ from bloomery.recipe.schema import (
     reward_name,
 )
 from bloomery.train.forward import eval_mode, forward, to_device
-from bloomery.train.objectives import Scoring, policy_scoring
+from bloomery.train.objectives import Scoring, as_reference, policy_scoring
 from bloomery.train.policy_loss import (
     deviation_of,
     group_advantages,
@@ -132,8 +132,11 @@ class RolloutSource:
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
+        reference: Decoder | None = None,
     ) -> None:
+        """`reference`: the frozen copy of the start; None where the model without its adapter is the reference."""
         self._state = state
+        self._reference = reference
         self._sampler = Sampler(state, settings.sampling, emit=emit, stop=stop)
         self._settings = settings
         self._prompts = prompts
@@ -390,7 +393,7 @@ class RolloutSource:
     def _logps(
         self, samples: Sequence[Sample], plan: RunPlan, *, of_reference: bool = False
     ) -> list[list[float]]:
-        """Of every sample's tokens under the model as it is, or without its adapter."""
+        """Of every sample's tokens under the model as it is, or under its reference model."""
         return self._rows_of_head(samples, plan, (LOGPS,), of_reference=of_reference)[0]
 
     def _rows_of_head(
@@ -413,11 +416,12 @@ class RolloutSource:
 
         # 2. The outputs for this rank's samples, then those of all.
         outputs = list[Tensor]()
-        with eval_mode(model), adapters_disabled(model) if of_reference else nullcontext():
+        scored = as_reference(model, self._reference) if of_reference else self._as_it_is(model)
+        with scored as scored_model:
             for batch in batches:
                 on_device = to_device(batch, device)
                 head = self._scoring(on_device)
-                output = forward(model, on_device, head, precision=plan.train.precision)
+                output = forward(scored_model, on_device, head, precision=plan.train.precision)
                 outputs.append(output.head[list(rows)].cpu())
         own_numbers = [
             outputs[place.micro_batch][:, place.row, completion_span(sample, place)].tolist()
@@ -429,6 +433,12 @@ class RolloutSource:
         for rank, numbers_of_rank in enumerate(mesh.all_gather_json(own_numbers)):
             numbers[rank :: mesh.data_world] = numbers_of_rank
         return [[of_sample[row] for of_sample in numbers] for row in range(len(rows))]
+
+    @staticmethod
+    @contextmanager
+    def _as_it_is(model: Decoder) -> Iterator[Decoder]:
+        with eval_mode(model):
+            yield model
 
     def _shared_out(
         self, samples: Sequence[Sample], plan: RunPlan
@@ -587,6 +597,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         emit=inputs.emit,
         stop=inputs.stop,
         time_is_up=inputs.time_is_up,
+        reference=inputs.reference_model,
     )
 
 

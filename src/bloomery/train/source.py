@@ -14,6 +14,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import SplitName
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
@@ -47,7 +48,8 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInputs:
-    """What sources are built from. `reference`: the run's file of reference log-probabilities; `run`: its identity.
+    """What sources are built from. `reference`: the run's file of reference log-probabilities; `reference_model`:
+    a frozen copy of the start, where rollouts need one; `run`: the run's identity.
 
     `stop`: whether you asked the run to stop, the same on all ranks. `time_is_up`: whether the time of a wall-time run
     is over, asked on the first rank.
@@ -61,6 +63,7 @@ class SourceInputs:
     stop: Callable[[], bool]
     time_is_up: Callable[[], bool] = lambda: False
     reference: Path | None = None
+    reference_model: Decoder | None = None
     run: str = ""
 
 

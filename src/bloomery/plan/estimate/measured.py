@@ -211,6 +211,7 @@ def measured_step(measurement: NearestMeasurement, step: StepShape) -> StepShape
         checkpointing=point.activation_checkpointing,
         score_chunk=point.micro_batch_size * point.sequence_length,
         context=1,
+        reference="none",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from bloomery.core.units import MIB
 from bloomery.model.counting import parameter_count
 from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import MemoryEstimate, Origin
 
@@ -95,6 +96,8 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["logits"] = moment.logits
     if step.teacher is not None:
         parts["teacher"] = float(parameter_count(step.teacher) * step.element_bytes)
+    if step.reference != "none":
+        parts["reference model"] = reference_bytes(step)
     if step.mixed:
         parts["half-precision copies"] = moment.copies
     parts["temporaries"] = moment.temporaries

@@ -117,7 +117,7 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
     parts = {
         name: size
         for name, size in training.parts.items()
-        if name in ("weights", "adapter", "optimizer", "teacher", "context", "runtime")
+        if name in ("weights", "adapter", "optimizer", "reference model", "context", "runtime")
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:

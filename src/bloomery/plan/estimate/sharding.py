@@ -6,6 +6,7 @@ from dataclasses import replace
 from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
 
@@ -27,6 +28,8 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
         "gathered layers": peak.copies,
         "temporaries": peak.temporaries,
     }
+    if step.reference != "none":
+        parts["reference model"] = reference_bytes(step, shards=shards)
     return parts | overhead_bytes(step, parts)
 
 

@@ -1,10 +1,13 @@
 """The properties of a training step that determine its memory and time."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.mode import TrainingMode, setting_of
 from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
+
+ReferencePlace = Literal["none", "device", "host", "nf4"]  # nf4: on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class StepShape:
     gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
     offload_activations: bool = False
     teacher: ModelConfig | None = None  # of distillation
-    extra_forwards: int = 0  # of the reference model, by the base without its adapters
+    extra_forwards: int = 0  # of the reference model
+    reference: ReferencePlace = "none"  # where a frozen copy of the start is
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
 
     @property

@@ -1,0 +1,40 @@
+"""Bytes of a frozen copy of the model, the reference of rollouts whose training changes the base."""
+
+from bloomery.model.limits import storage_bytes
+from bloomery.plan.estimate.step import StepShape
+from bloomery.recipe.schema import Quantize
+
+
+def reference_bytes(step: StepShape, *, shards: int = 1) -> float:
+    """Of one device. Matrices of layers have the dtype of matmuls or are quantized, the rest that of the policy.
+
+    A copy on the host has one layer at a time on the device, with embeddings, last norm and head.
+    """
+    if step.reference == "none":
+        return 0.0
+    mode = step.mode
+    kind = "nf4" if step.reference == "nf4" else mode.quantize_kind
+    rest = 0.0
+    by_layer: dict[str, float] = {}
+    for name, shape in step.model.shapes.items():
+        count = 1
+        for size in shape:
+            count *= size
+        prefix, is_in_layer, path = name.partition(".layers.")
+        if not is_in_layer:
+            rest += count * step.weight_bytes
+            continue
+        if len(shape) < 2:
+            size_bytes = float(count * step.weight_bytes)
+        elif kind != "none" and len(shape) == 2:
+            double_quant = mode.double_quant
+            if step.reference == "nf4":
+                double_quant = Quantize().double_quant
+            size_bytes = float(storage_bytes(shape, kind, double_quant))
+        else:
+            size_bytes = float(count * step.element_bytes)
+        layer = prefix + path.partition(".")[0]
+        by_layer[layer] = by_layer.get(layer, 0.0) + size_bytes
+    if step.reference == "host" and step.on_gpu:
+        return rest + max(by_layer.values(), default=0.0)
+    return (rest + sum(by_layer.values())) / shards
