@@ -153,6 +153,20 @@ def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("dropout", ["model.dropout=0.1", "train.neftune_alpha=5", ""])
+def test_other_ranks_draw_other_masks_of_dropout_and_stages_do_not(plan, dropout: str) -> None:
+    """Such losses are not equal up to rounding: 0.005 apart after one step."""
+    words = [dropout] if dropout else []
+    stored, fresh = plan(CPU, *words), plan(CPU, *words)
+    drawing = dict.fromkeys(("shard", "context", "micro_batch_size"), True)
+    for field, draws in (drawing | {"pipeline": False, "threads": False}).items():
+        other = fresh.train.model_copy(update={field: getattr(fresh.train, field) + 1})
+        _, told = with_machine_choices(stored, fresh.model_copy(update={"train": other}))
+        assert ("up to rounding" in told[-1]) and ("dropout" in told[-1]) == (
+            draws and bool(dropout)
+        ), (field, told)
+
+
 def test_another_link_of_a_pipeline_keeps_the_bits(plan) -> None:
     stored = plan(GPU)
     now, told = with_machine_choices(stored, plan(GPU, "parallel.pipeline_link=host"))

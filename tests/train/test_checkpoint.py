@@ -115,6 +115,21 @@ def test_a_damaged_newest_checkpoint_is_noticed_and_the_one_before_used(
     assert file in told[0]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    """Its files are whole, and its seal is valid: `--step 2` would give the weights of step 1."""
+    save(tmp_path, 1, 2)
+    shutil.rmtree(tmp_path / "step-00000002")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
+    problem = model_folder.damage(tmp_path / "step-00000002")
+    assert problem is not None and "step 1" in problem
+    folder, told = newest(tmp_path)
+    assert folder == tmp_path / "step-00000001" and len(told) == 1
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "best-00000003")
+    assert model_folder.damage(tmp_path / "best-00000003") is not None
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "mine")
+    assert model_folder.damage(tmp_path / "mine") is None
+
+
 def test_every_one_of_300_random_corruptions_is_noticed(tmp_path: Path) -> None:
     draw = random.Random(5)
     save(tmp_path, 1)

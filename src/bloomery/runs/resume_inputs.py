@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_input
+from bloomery.core.files import read_input, read_whole
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -25,6 +25,7 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.follow import rank_machine
 from bloomery.runs.launchers import current_launch
 from bloomery.runs.resume_plan import (
+    DROPOUT_WARNING,
     ROUNDING_WARNING,
     rising_rate,
     with_machine_choices,
@@ -167,13 +168,13 @@ def replan(
         nodes=devices_now.hosts,
     )
 
-    # The list of choices ends with ROUNDING_WARNING where another choice rounds differently. Where all choices are the
-    # same, another CPU, GPU or PyTorch may still sum in another order.
+    # The list of choices ends with a warning where another choice rounds or draws differently. Where all are the same,
+    # another CPU, GPU or PyTorch may still sum in another order.
     plan = stored_plan
     if changes:
         plan, changed_choices = with_machine_choices(stored_plan, fresh_plan)
         reasons = [*changes, *changed_choices]
-        if ROUNDING_WARNING not in changed_choices:
+        if not {ROUNDING_WARNING, DROPOUT_WARNING} & set(changed_choices):
             reasons.append(f"rounding may differ on this machine: {ROUNDING_WARNING}")
         for reason in reasons:
             flow.hub.emit(Warned(step=last_step(flow.folder), reason=reason))
@@ -199,9 +200,9 @@ def replan(
 def _seconds_of(checkpoint: Path) -> float:
     """Seconds of the run up to a checkpoint; 0 where it is damaged, which the resume reports."""
     try:
-        state = json.loads((checkpoint / "state.json").read_bytes())
+        state = json.loads(read_whole(checkpoint / "state.json"))
         return float(state["progress"]["seconds"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, UserError):
         return 0.0
 
 

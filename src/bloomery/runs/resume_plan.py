@@ -23,7 +23,7 @@ from bloomery.plan.fallback import (
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
-from bloomery.recipe.schema import LENGTHS, Recipe
+from bloomery.recipe.schema import LENGTHS, Recipe, Rollouts
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.stage_ends import StageResult
 from bloomery.runs.worker import (
@@ -75,6 +75,13 @@ EXACT = ("train.pipeline_link",)  # but for these fields: they move numbers, and
 # On the same machine a resumed run is bitwise identical to an uninterrupted one. This is what holds on another machine:
 # the same sequences and hyperparameters in every step, so that losses differ only by how sums are rounded.
 ROUNDING_WARNING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
+
+# Dropout, and noise on embeddings, are drawn by the position in the data, the micro-batch and the data-parallel rank.
+DRAWN_BY = ("micro_batch_size", "accumulation", "device", "replicate", "shard", "context")
+DROPOUT_WARNING = (
+    "from this step on, dropout draws other random numbers: losses are those of a run with another seed, not bitwise"
+    " identical and not equal up to rounding"
+)
 
 
 def refuse_overrides(overrides: Sequence[str]) -> None:
@@ -160,7 +167,8 @@ def _devices(machine: Machine) -> str:
 def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh_plan`, and each choice that changed with its reason.
 
-    The last text is ROUNDING_WARNING where a choice that changed rounds differently.
+    The last text is ROUNDING_WARNING where a choice that changed rounds differently, and DROPOUT_WARNING where dropout
+    then draws other numbers.
     """
     fresh_plan = _of_the_same_batch(fresh_plan, stored_plan)
     sections = dict[str, BaseModel]()
@@ -185,13 +193,28 @@ def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[Run
             changes.append(f"{key}: {getattr(old_section, field)} -> {value}{reason}")
         rounds_differently = any(f"{section}.{field}" not in EXACT for field in changed_fields)
         exact = exact and not (rounds_differently and section in BITWISE)
-    if not exact:
+    new_train = sections["train"]
+    draws_differently = any(
+        getattr(stored_plan.train, field) != getattr(new_train, field) for field in DRAWN_BY
+    )
+    if draws_differently and _has_dropout(stored_plan):
+        changes.append(DROPOUT_WARNING)
+    elif not exact:
         changes.append(ROUNDING_WARNING)
     facts = {
         name: getattr(fresh_plan, name)
         for name in ("memory", "step_seconds", "torch", "choices", "parallel")
     }
     return stored_plan.model_copy(update=sections | facts), changes
+
+
+def _has_dropout(plan: RunPlan) -> bool:
+    """Whether training draws random numbers in the forward pass; objectives with rollouts switch dropout off."""
+    config = plan.model.config
+    rates = (config.embedding_dropout, config.residual_dropout, config.attention_dropout)
+    has_rate = any(rates) or bool(getattr(plan.adapter, "dropout", 0.0))
+    is_dropped = has_rate and not isinstance(plan.objective, Rollouts)
+    return is_dropped or bool(plan.train.neftune_alpha)
 
 
 def _of_the_same_batch(fresh_plan: RunPlan, stored_plan: RunPlan) -> RunPlan:

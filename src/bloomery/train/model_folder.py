@@ -7,6 +7,7 @@ bits, truncated and missing files are found by their hash before use.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from bloomery.core.files import (
     added_to,
     flush_to_disk,
     open_input,
+    read_whole,
     remove,
     stamped,
     unstamped,
@@ -31,6 +33,7 @@ from bloomery.plan.store import read_identity, read_plan
 from bloomery.recipe.schema import Quantize
 
 MANIFEST = "MANIFEST.json"
+STATE = "state.json"
 BEST = "best.json"
 FORMAT = 2
 NOT_SAVED = "was not saved, training continues"  # identifies the warning of a failed save
@@ -103,11 +106,23 @@ def damage(folder: Path, *, worker: int = 0, workers: int = 1) -> str | None:
                 hashes = hashing_worker == worker
                 if (problem := _file_damage(folder / name, entry, hashes=hashes)) is not None:
                     return problem
-            return None
+            return _other_step(folder) if STATE in files and worker == 0 else None
         case {"format": int(version)}:
             age = "a newer" if version > FORMAT else "an older"
             return f"{age} Bloomery wrote it (format {version})"
     return f"{MANIFEST} is damaged"
+
+
+def _other_step(folder: Path) -> str | None:
+    """The problem with a checkpoint that lies under the name of another step; None for one under its own name."""
+    named = re.fullmatch(r"(?:step|best)-([0-9]{8,})", folder.name)
+    if named is None:  # a copy under a name of the user's own
+        return None
+    try:
+        step = json.loads(read_whole(folder / STATE))["step"]
+    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
+        return f"{STATE} does not name its step"
+    return None if step == int(named[1]) else f"it is the checkpoint of step {step}, renamed"
 
 
 def refuse_other_run(folder: Path) -> None:
