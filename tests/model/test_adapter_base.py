@@ -49,6 +49,10 @@ def test_a_change_is_refused_and_a_broken_index_told(tmp_path):
     (tmp_path / "a" / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
     with pytest.raises(UserError, match="index"):
         digest(tmp_path / "a")
+    # A folder that is gone has no other weights.
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(UserError, match="base is not here"):
+        base_of(tmp_path / "a").refuse_change(base.digest, where="run")
 
 
 def test_a_model_in_the_cache_of_the_hub_is_named_by_its_id():

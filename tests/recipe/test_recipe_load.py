@@ -523,3 +523,25 @@ def test_a_micro_batch_of_the_recipe_yields_to_a_batch_size_that_it_does_not_div
         assert load_recipe(packaged, words).recipe.train.micro_batch_size == 4
     (tmp_path / "mine.yaml").write_text(f"extends: {packaged}\ntrain: {{batch_size: 6}}\n")
     assert load_recipe(tmp_path / "mine.yaml").recipe.train.micro_batch_size == "auto"
+
+
+SECTIONS = [
+    name for name in Recipe.model_fields if name not in ("version", "extends", "name", "rewards")
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("value", ["2", "[1]", "some-text"])
+def test_a_value_in_the_place_of_a_section_is_answered_with_more_than_its_name(section, value):
+    with pytest.raises(UserError) as refused:
+        load_recipe("demo", [f"{section}={value}"])
+    fix = refused.value.fix
+    assert fix and not fix.endswith(f"use `{section}`"), fix
+    assert f"{section} or" not in fix and f"or {section}?" not in fix, fix
+
+
+@pytest.mark.parametrize("key", ["replicate", "shard", "pipeline", "context", "pipeline_chunks"])
+@pytest.mark.parametrize("number", [2**17 + 1, 300_000_000, 2**63, 10**20])
+def test_more_devices_than_there_are_on_earth_are_refused_at_once(key, number):
+    with pytest.raises(UserError, match="at most 131072"):
+        load_recipe("demo", [f"parallel.{key}={number}"])

@@ -193,6 +193,26 @@ def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.parametrize("started", [None, "", 5, [], "x"])
+def test_a_lock_of_a_dead_process_that_does_not_tell_its_start_is_taken_over(
+    tmp_path: Path, started
+) -> None:
+    """Written where the system hides when it was started; a dead process has no such time, either."""
+    folder = RunFolder(tmp_path)
+    holder = {"pid": 2**22 - 1, "started": started, "host": run_folder.host_name()}
+    folder.lock.write_text(json.dumps(holder))
+    with locked(folder):
+        assert run_folder.holder_of(folder.lock)["pid"] == os.getpid()
+
+
+def test_a_living_process_that_does_not_tell_its_start_holds_its_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    holder = {"pid": os.getppid(), "started": None, "host": run_folder.host_name()}
+    folder.lock.write_text(json.dumps(holder))
+    with pytest.raises(UserError, match="in use"), locked(folder):
+        pass
+
+
 def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatch) -> None:
     folder = RunFolder(tmp_path)
     monkeypatch.setattr(

@@ -44,6 +44,9 @@ _EXPECTED = {  # pydantic's error type -> the values allowed
     "less_than_equal": "at most {le}",
 }
 _MOST_SHOWN = 25  # mistakes
+_SECTION_ERRORS = ("model_type", "model_attributes_type")  # a value in the place of a section
+_SHOWN_KEYS = 4
+_LONGEST_NUMBER = 40  # characters; a longer one is text without quotes, too
 _ABSENT = object()
 _SWITCHES = {"on": "true", "yes": "true", "off": "false", "no": "false"}  # text in YAML 1.2
 _NO_SUCH_KEY = "no such key"
@@ -147,6 +150,7 @@ def _mistakes(
     error_type = details[0]["type"]
     value = details[0]["input"]
     place = place_of(path, origins)
+    own_name = ".".join(map(str, path))
 
     # Keys that are missing or unknown, and sections of no known kind.
     if error_type == "missing":
@@ -164,7 +168,12 @@ def _mistakes(
         alias = look_up_value(path, value) or look_up_value((*path, "kind"), value)
         if alias is None and len(path) == 1:
             alias = look_up(path, value, {})
+    # The name of the section itself is no answer to a value in its place: its keys are.
+    if alias is not None and own_name in alias.edits:
+        alias = None
     fix = str(alias or "")
+    if not fix and error_type in _SECTION_ERRORS:
+        fix = _keys_of(path)
 
     # What is allowed instead: a sentence of the schema's own, words, or kinds of values.
     if error_type == "value_error" and len(details) == 1:
@@ -189,10 +198,17 @@ def _mistakes(
     fix = fix or _nearest(value, words)
     number = r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*"
     is_quoted_number = isinstance(value, str) and re.fullmatch(number, value, re.I)
-    if not fix and is_quoted_number:
+    if not fix and is_quoted_number and len(value) < _LONGEST_NUMBER:
         wants_number = any(detail["type"] in ("int_type", "float_type") for detail in details)
         fix = "remove the quotes" if wants_number else ""
     return [Mistake(path, place, problem, fix)]
+
+
+def _keys_of(path: KeyPath) -> str:
+    """The first keys of a section, as they are written."""
+    names = [name for model in models_at(path) for name in fields(model)][:_SHOWN_KEYS]
+    keys = [".".join(map(str, (*path, name))) for name in names]
+    return f"set one of its keys: {', '.join(keys)}" if keys else ""
 
 
 def _unknown(

@@ -907,15 +907,20 @@ class Train(Section):
         return Duration(1.0 if amount is None else float(amount), LENGTHS[self.length_key])
 
 
+# The largest machine that is planned for, Frontier, has 75,264 devices. Of a list of more the planner would run full.
+MOST_RANKS = 2**17
+Devices = Annotated[PositiveInt, Field(le=MOST_RANKS)]
+
+
 class Parallel(Section):
-    replicate: Auto | PositiveInt = key("auto", "Data parallel replicas.")
-    shard: Auto | PositiveInt = key(
+    replicate: Auto | Devices = key("auto", "Data parallel replicas.")
+    shard: Auto | Devices = key(
         "auto", "Devices that shard parameters, gradients and states (FSDP)."
     )
-    pipeline: Auto | PositiveInt = key(
+    pipeline: Auto | Devices = key(
         "auto", "Pipeline stages: devices that each hold some of the layers."
     )
-    context: PositiveInt = key(
+    context: Devices = key(
         1,
         "Neighboring devices that share each sequence, among those of replicate and shard: each"
         " holds a part of the tokens (Ulysses).",
@@ -925,7 +930,7 @@ class Parallel(Section):
         "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"
         " and sends more, gpipe holds all of them.",
     )
-    pipeline_chunks: Auto | PositiveInt = key(
+    pipeline_chunks: Auto | Devices = key(
         "auto", "Groups of layers of each stage; auto: 2 when interleaved, else 1."
     )
     pipeline_microbatches: Auto | PositiveInt = key(

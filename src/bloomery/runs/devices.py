@@ -90,12 +90,10 @@ def device_count(
     exact = "auto" not in sizes_of(recipe.parallel)
     if product > count or count % product or (user_named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
-        device_list = (
-            "cpu," * (product - 1) + "cpu"
-            if not machine.accelerators
-            else ",".join(map(str, range(product)))
-        )
-        fix = f"pass --devices {device_list}, or change the sizes of parallel"
+        fix = "change the sizes of parallel, or start as many processes with a launcher"
+        if product <= MOST_CPU_RANKS:  # more are on several machines
+            names = ["cpu"] * product if not machine.accelerators else map(str, range(product))
+            fix = f"pass --devices {','.join(names)}, or change the sizes of parallel"
         if started_by:
             fix = f"start {product} processes with {started_by}, or change the sizes of parallel"
         raise UserError(problem, where="parallel", fix=fix, code=2)

@@ -54,9 +54,11 @@ def start_mark(pid: int) -> str | None:
             .rpartition(")")[2]
             .split()
         )
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
+    boot = ""
+    with suppress(OSError):  # some containers hide it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     # Fields 3 and 22 of proc(5): the state, and the time when the process started.
     state = after_name[0]
     started = after_name[19]
@@ -286,12 +288,14 @@ def holder_of(lock: Path) -> dict[str, Any]:
 
 
 def alive(holder: dict[str, Any]) -> bool:
-    """Whether that process is alive on this host; a later one with the same pid is not it."""
-    return (
-        bool(holder)
-        and holder["host"] == host_name()
-        and start_mark(int(holder["pid"])) == holder["started"]
-    )
+    """Whether that process is alive on this host; a later one with the same pid is not it.
+
+    A holder that could not tell when it began is any living process with its pid.
+    """
+    if not holder or holder["host"] != host_name():
+        return False
+    mark = start_mark(int(holder["pid"]))
+    return mark is not None and holder["started"] in (mark, None)
 
 
 def worked_on(folder: Path) -> bool:

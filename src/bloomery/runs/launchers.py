@@ -21,6 +21,7 @@ from bloomery.core.files import read_whole, write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
 from bloomery.parallel.collective_notes import CollectiveNote
 from bloomery.parallel.environment import node_name
+from bloomery.recipe.schema import MOST_RANKS
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 from bloomery.runs.rank_messages import (
     FILES_SECONDS,
@@ -46,7 +47,6 @@ VARIABLES = (
 )
 JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,264 devices
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Keeps this name: a job that is started again after an update finds by it that the run is its own (`began_by_job`).
 MESSAGE_FILE = "word.json"

@@ -478,7 +478,13 @@ class Base:
         return repository.removeprefix("models--").replace("--", "/", 1)
 
     def refuse_change(self, digest: str, *, where: str, fix: str | None = None) -> None:
-        """Raises UserError when the adapter in `where` was trained on other weights than these."""
+        """Raises UserError when the adapter in `where` was trained on other weights than these, and without any."""
+        if digest != self.digest and not Path(self.folder).is_dir():
+            raise UserError(
+                f"the adapter's base is not here: {self.folder}",
+                where=where,
+                fix="put the base model back into that folder",
+            )
         if digest != self.digest:
             raise UserError(
                 f"the adapter was trained on other weights than those in {self.folder}",
