@@ -19,7 +19,13 @@ from test_example_documents import write_rows
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.pipeline import Limits
-from bloomery.data.prepare.prepare import finished_manifest, locked, prepare, prepared_folder
+from bloomery.data.prepare.prepare import (
+    changed_source,
+    finished_manifest,
+    locked,
+    prepare,
+    prepared_folder,
+)
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
 from bloomery.data.shards import open_split, read_manifest, write_manifest
 from bloomery.data.sources.documents import (
@@ -194,11 +200,13 @@ def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_
         prepare(recipe_of(path=str(corpus), validation="9%"), folder)
     (corpus / "003.txt").touch()
     prepare(loaded, folder)  # another time, the same text
+    assert changed_source(loaded.recipe, folder) is None
     kept = (corpus / "003.txt").read_text()
     (corpus / "003.txt").write_text(kept.upper())
     with pytest.raises(UserError, match=r"changed after it was prepared: .*003\.txt") as caught:
         prepare(loaded, folder)
     assert "rm -r" in caught.value.fix
+    assert Path(changed_source(loaded.recipe, folder) or "").name == "003.txt"
     (corpus / "003.txt").write_text(kept)
     (corpus / "new.txt").write_text("more")
     with pytest.raises(UserError, match=r"new\.txt"):

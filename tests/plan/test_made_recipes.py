@@ -41,6 +41,12 @@ ROWS = {
         "sft",
         ["context the input after it", "also possible: pretrain"],
     ),
+    "a text and its prompt": (
+        {"prompt": "Write.", "text": "Boats leave.", "format": "a"},
+        "pretrain",
+        ["data.columns='{instruction: prompt, output: text}'"],
+    ),
+    "prompts": ({"prompt": "Write.", "level": 3}, "pretrain", ["also possible: grpo"]),
     "text": ({"text": "a", "url": "b"}, "pretrain", ["text is the text", "not read: url"]),
 }
 

@@ -14,6 +14,7 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
+from bloomery.data.sources.columns import COLUMN_NAMES, ColumnUse
 from bloomery.data.sources.documents import column_use, describe_rows, peek, sources_of
 from bloomery.data.sources.files import (
     CODE,
@@ -162,10 +163,13 @@ def made_recipe(
         **method.sections(str(kind or method.objective["kind"]), typed),
     }
     objective_text = method.reason
-    if format in _ALSO and kind is None:
+    use = ColumnUse() if assumed else _column_use(source, format_found, method)
+    if method is _TEXT and kind is None and (also := _other_reading(use)):
+        objective_text += f"; also possible: {also}"
+    elif format in _ALSO and kind is None:
         objective_text += f"; also possible: {_ALSO[format]}"
     comments = {
-        ("data", "path"): "" if assumed else _reading(source, format_found, method),
+        ("data", "path"): _reading(use),
         ("data", "chat"): "the model has no chat template",
         ("objective",): objective_text
         if is_shown and sections["objective"] == method.objective
@@ -196,23 +200,40 @@ _NOUNS = {
 }
 
 
-def _reading(
+def _column_use(
     source: Source, format_found: tuple[str, dict[str, str]] | None, method: _Method
-) -> str:
-    """What the first rows' columns were taken for, and which are not read: "question is the prompt, answer the
-    response; not read: id". "" for a dataset of texts alone.
-    """
+) -> ColumnUse:
+    """What became of the columns of the first rows, read as the recipe reads them."""
     format, columns = format_found or ("auto", {})
     if columns:
         source = source.model_copy(update={"format": format, "columns": columns})
-    data_kind = OBJECTIVES[method.objective["kind"]].data_kind
-    use = column_use(source, data_kind, rows=_ROWS)
+    return column_use(source, OBJECTIVES[method.objective["kind"]].data_kind, rows=_ROWS)
+
+
+def _reading(use: ColumnUse) -> str:
+    """What the columns were taken for: "question is the prompt, answer the response; not read: id". "" for a dataset of
+    texts alone.
+    """
     first, *others = [
         f"{name} is the {_NOUNS.get(role, role)}" for role, name in use.roles.items()
     ] or [""]
     read = ", ".join([first, *(text.replace(" is the ", " the ", 1) for text in others)])
-    unread = [f"not read: {note}" for note in use.notes()]
-    return "; ".join(part for part in [read, *unread] if part)
+    notes = "; ".join(use.notes())
+    return "; ".join(part for part in [read, f"not read: {notes}" if notes else ""] if part)
+
+
+def _other_reading(use: ColumnUse) -> str:
+    """What a text column may be instead: the response to a prompt in another column, or a prompt."""
+    text = use.roles.get("text")
+    if text is None:
+        return ""
+    if text.lower() in COLUMN_NAMES["instruction"]:
+        return "grpo, on these prompts"
+    prompts = [name for name in use.unread_columns if name.lower() in COLUMN_NAMES["instruction"]]
+    if not prompts:
+        return ""
+    columns = f"{{instruction: {prompts[0]}, output: {text}}}"
+    return f"sft, with data.format=alpaca data.columns={shlex.quote(columns)}"
 
 
 def _typed_kind(typed: Mapping[str, Any], section: str) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
-from bloomery.data.prepare.prepare import finished_manifest, prepared_folder
+from bloomery.data.prepare.prepare import changed_source, finished_manifest, prepared_folder
 from bloomery.data.prepare.split import file_roles, size_warnings
 from bloomery.data.shards import MANIFEST, read_manifest
 from bloomery.hardware.cpu_check import with_cpu_check
@@ -384,6 +384,9 @@ def _continue_training(
         flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
         prepare(flow, prepared)
     refuse_other_dataset(folder, loaded_recipe, stored_plan)
+    if (changed_file := changed_source(loaded_recipe.recipe, prepared)) is not None:
+        reason = f"the dataset changed after it was prepared: {changed_file}"
+        flow.hub.emit(Warned(reason=f"{reason}; the run goes on with the tokens prepared then"))
 
     # What has changed since: the machine, its devices, and what the user overrides. The stored machine must be as the
     # run wrote it, or the comparison would be with anything.

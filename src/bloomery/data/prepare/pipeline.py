@@ -158,9 +158,9 @@ def record_sources(
     return tuple(records)
 
 
-def stale(folder: Path, datasets: list[Dataset]) -> str | None:
+def stale(folder: Path, datasets: list[Dataset], *, most_read: int | None = None) -> str | None:
     """The first file that changed after the shards were made; None without any. A file with another time is read for
-    its checksum.
+    its checksum, unless it has more bytes than `most_read`.
     """
     try:
         lines = (folder / FINGERPRINT).read_text(encoding="utf-8").splitlines()
@@ -177,7 +177,9 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
         if recorded_state is None or recorded_state.bytes != state.bytes:
             return str(file.path)
         # A copied or touched file has another time: only then is it read.
-        if recorded_state.mtime_ns != state.mtime_ns and recorded_state.sha256 != _sha256(file):
+        is_touched = recorded_state.mtime_ns != state.mtime_ns
+        is_read = most_read is None or state.bytes <= most_read
+        if is_touched and is_read and recorded_state.sha256 != _sha256(file):
             return str(file.path)
     # What is left was removed from the dataset.
     return next((name for _, name in unseen_states), None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
+from bloomery.core.units import MIB
 from bloomery.data.packing import count_sequences, pairs_need_packing
 from bloomery.data.prepare.kinds import max_prompt_tokens, refuse_no_room, train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
@@ -162,6 +163,19 @@ def finished_manifest(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             )
     check_sequences(manifest, data, folder)
     return manifest
+
+
+_MOST_READ = 256 * MIB  # of a file, for a warning
+
+
+def changed_source(recipe: Recipe, folder: Path) -> str | None:
+    """The first source file that differs from what `folder` was prepared from, as far as small files show; None without
+    any, and where the sources are gone.
+    """
+    try:
+        return stale(folder, streams(recipe), most_read=_MOST_READ)
+    except UserError:
+        return None
 
 
 def refuse_layout(recipe: Recipe) -> None:

@@ -95,6 +95,18 @@ def list_column(cells: Mapping[str, Any], named: Columns) -> str | None:
 _SIDES = ("chosen", "rejected", "history")
 
 
+def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates expect it. OpenAI's older list, LLaMA-Factory and xLAM have the functions themselves,
+    OpenAI's Responses API has their keys next to the type.
+    """
+    if "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    if tool.get("type", "function") != "function":
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class Row:
     """A row, its place, and `named`: the roles of data.columns, with the columns of other names. `unparsed`: its cells
@@ -203,13 +215,7 @@ class Row:
         checked = cast(list[dict[str, Any]], plain_json(tools, location))
         if not isinstance(value, str):
             checked = [without_nulls(tool) for tool in checked]
-        # OpenAI's older list has the functions themselves.
-        if column.lower() == "functions":
-            checked = [
-                tool if "function" in tool else {"type": "function", "function": tool}
-                for tool in checked
-            ]
-        return tuple(checked)
+        return tuple(map(_as_tool, checked))
 
     def history(self) -> tuple[Message, ...]:
         """Earlier turns: pairs of a prompt and its response, as LLaMA-Factory and ms-swift have them, or messages."""
@@ -238,11 +244,16 @@ class Row:
 
     def with_system(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
         """The turns after the system message of a column, unless they begin with the same one."""
-        system = self.text("system")
-        if not system.strip() or (
-            turns and turns[0].role == "system" and turns[0].content.strip() == system.strip()
-        ):
+        system = self.text("system").strip()
+        own_system = next((turn.content for turn in turns if turn.role == "system"), None)
+        if not system or (own_system is not None and own_system.strip() == system):
             return turns
+        if own_system is not None:
+            problem = (
+                f"has a system message in {self.column('system')!r}, and another one in its turns"
+            )
+            raise BadRow(self.where, problem, "remove one of them, or set data.on_error=skip")
+        system = self.text("system")
         return (Message("system", system), *turns)
 
     def prompt(self, role: str = "prompt") -> tuple[Turns, str]:
