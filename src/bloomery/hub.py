@@ -327,7 +327,8 @@ def _refuse_unusable(
     some_files = ", ".join(sorted(files)[:4]) or "none"
     problem = fix = ""
     if part == "tokenizer":
-        if not {"tokenizer.json", "tokenizer.model", "spiece.model"}.intersection(wanted_files):
+        vocabularies = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"}
+        if not vocabularies.intersection(wanted_files):
             problem = "the repository has neither tokenizer.json nor tokenizer.model"
             fix = "name another model of the same family, or a tokenizer.json"
     elif part == "dataset":

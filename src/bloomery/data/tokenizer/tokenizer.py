@@ -19,6 +19,7 @@ from bloomery.data.tokenizer.markup import Markup, ids_of
 from bloomery.data.tokenizer.roles import ANOTHER, ROLES, configuration, read_json, roles
 from bloomery.data.tokenizer.sentencepiece import MADE_BY, MODEL_FILE, SentencePiece
 from bloomery.data.tokenizer.spelling import bytes_of_letters, bytes_of_piece
+from bloomery.data.tokenizer.vocabulary_files import MERGES, VOCABULARY, described
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
 
@@ -131,7 +132,9 @@ def _matches_nothing(pattern: object) -> float:
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = ("tokenizer.json", MODEL_FILE)
+# Vocabularies of other kinds, which transformers can convert: WordPiece, tiktoken, Mistral's tekken.
+_OTHER_FILES = ("vocab.txt", "tekken.json", "tiktoken.model", "qwen.tiktoken", MERGES)
+TOKENIZER_FILES = ("tokenizer.json", MODEL_FILE, VOCABULARY)
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
 _Result = TypeVar("_Result")
 
@@ -593,7 +596,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if file.suffix == ".model":
         backend = SentencePiece(file)
         return Tokenizer(backend, {**backend.roles(), **config, MADE_BY: MODEL_FILE})
-    description = read_json(file)
+    description = described(file.parent, config) if file.name == VOCABULARY else read_json(file)
     control = {name for name in roles(description, config).values() if name}
     return Tokenizer(JsonBackend(description, str(file), control), config)
 
@@ -602,14 +605,25 @@ def _tokenizer_file(folder: Path, config: Json) -> Path:
     """The file of a folder to load. Raises UserError when there is none."""
     # A folder saved from a .model may also have the conversion to tokenizer.json, for other
     # programs.
-    names = [*TOKENIZER_FILES, "spiece.model"]
+    names = ["tokenizer.json", MODEL_FILE, "spiece.model"]
     if config.get(MADE_BY) == MODEL_FILE:
         names = [MODEL_FILE]
     files = [folder / name for name in names if (folder / name).is_file()]
-    files = files or sorted(folder.glob("*.model"))
+    files = files or [
+        path for path in sorted(folder.glob("*.model")) if path.name not in _OTHER_FILES
+    ]
+    if not files and (folder / VOCABULARY).is_file():
+        return folder / VOCABULARY
     if not files:
         problem = "no tokenizer.json or SentencePiece .model in it"
         fix = "set tokenizer.from to the file or another folder"
+        others = [name for name in _OTHER_FILES if (folder / name).is_file()]
+        if others:
+            problem += f", only {', '.join(others)}"
+            fix = (
+                f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
+                ".save_pretrained('NEW_FOLDER')\" writes a tokenizer.json where transformers can read it"
+            )
         raise UserError(problem, where=str(folder), fix=fix)
     return files[0]
 
