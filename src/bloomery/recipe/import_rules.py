@@ -1,6 +1,6 @@
 """What keys of Axolotl, LLaMA-Factory and TRL mean together; single keys have rows in aliases.toml.
 
-Read from: Axolotl 0.16 (core/builders), LLaMA-Factory 0.9.5 (hparams), TRL 1.16 (trainer/*_config.py, scripts).
+Read from: Axolotl 0.16 (its trainer builders), LLaMA-Factory 0.9.5 (hparams), TRL 1.16 (trainer/*_config.py, scripts).
 """
 
 import json
