@@ -44,10 +44,14 @@ def anthropic_error(error: Refused) -> dict[str, Any]:
     """An error as Anthropic words it."""
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_KINDS.get(error.status, usual)
-    message = error.body["error"]["message"]
+    described: dict[str, Any] = {"type": kind, "message": error.body["error"]["message"]}
+    if error.body["error"]["param"] == "thread":
+        # From this Anthropic's client learns to send whole conversations, and sends its request again.
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        described |= {"details": details}
     return {
         "type": "error",
-        "error": {"type": kind, "message": message},
+        "error": described,
         "request_id": f"req_{secrets.token_hex(12)}",
     }
 

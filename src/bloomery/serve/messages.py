@@ -139,7 +139,7 @@ class ToolChoice(Body):
 class Thinking(Body):
     """Only `disabled` reaches the chat template: a template that has thoughts writes them unless it is told not to."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: str | None = None
 

@@ -103,6 +103,11 @@ NO_EFFECT: Mapping[str, tuple[AsksNothing, str]] = {
     "container": (only(), "leave it out"),
     "mcp_servers": (only([]), "connect to MCP servers in the client, and send their tools"),
     "cache_control": (an_object, "send an object"),
+    "diagnostics": (an_object, "send an object"),  # of the cache of prompts
+    "thread": (only(), "messages are not kept; send the whole conversation"),
+    "compaction": (only(), "shorten the conversation before you send it"),
+    "fallbacks": (only([]), "leave it out"),
+    "billing_policy": (only(), "leave it out"),
     "inference_geo": (only("global", "not_available"), "leave it out"),
     "speed": (only("standard"), "leave it out"),
     # vLLM's, Text Generation Inference's and llama.cpp's
