@@ -7,15 +7,19 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import openai
 import pytest
 import torch
 from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, idle, post
+from test_tools import WEATHER, check_weather
 from transformers import AutoModelForCausalLM
 
 from bloomery.serve import embeddings
+from bloomery.serve.kept import KeptResponses
+from bloomery.serve.limits import Refused
 from models_for_tests import make_chat_model
 
 
@@ -168,11 +172,188 @@ class TestResponses:
             json.loads(answer.output_text)["ok"], bool
         )
 
+    TOOL: ClassVar = {"type": "function", **WEATHER["function"], "strict": True}
+
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            "required",
+            {"type": "function", "name": "weather"},
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "weather"}],
+            },
+        ],
+    )
+    def test_a_call_is_an_item_streamed_or_not(self, client: openai.OpenAI, choice: object) -> None:
+        settings = {
+            "model": "chat",
+            "input": "a",
+            "tools": [{"type": "function", "name": "clock"}, self.TOOL],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "max_output_tokens": 300,
+            "extra_body": {"seed": 1},
+        }
+        whole = client.responses.create(**settings)
+        [call] = whole.output
+        assert (whole.status, call.type, call.status) == (
+            "completed",
+            "function_call",
+            "completed",
+        )
+        if choice != "required":
+            check_weather(call.arguments)
+        with client.responses.stream(**settings) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events]
+        assert kinds[:3] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+        ]
+        assert kinds[-3:] == [
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert set(kinds[3:-3]) == {"response.function_call_arguments.delta"}
+        text = "".join(event.delta for event in events[3:-3])
+        assert text == events[-3].arguments == final.output[0].arguments == call.arguments
+        added = events[2].item
+        assert (added.name, added.arguments, added.status) == (call.name, "", "in_progress")
+
+    def test_results_go_back_with_the_conversation_an_id_or_references(
+        self, client: openai.OpenAI, server: Running
+    ) -> None:
+        asked = {"model": "chat", "tools": [self.TOOL], "temperature": 0.0}
+        first = client.responses.create(
+            **asked, input="a", tool_choice="required", max_output_tokens=300
+        )
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "warm"}
+            for item in first.output
+        ]
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        turn = {"role": "user", "content": "a"}
+        inputs = (
+            {"input": [turn, *first.output, *results]},
+            {"input": results, "previous_response_id": first.id},
+            {"input": [turn, *references, *results]},
+        )
+        answers = [
+            client.responses.create(**asked, **body, max_output_tokens=20) for body in inputs
+        ]
+        assert len({answer.output_text for answer in answers}) == 1
+        assert len({answer.usage.input_tokens for answer in answers}) == 1
+        # The same conversation in the words of a chat.
+        calls = [
+            {
+                "id": item.call_id,
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            for item in first.output
+        ]
+        turns = [turn, {"role": "assistant", "tool_calls": calls}]
+        turns += [
+            {"role": "tool", "tool_call_id": item.call_id, "content": "warm"}
+            for item in first.output
+        ]
+        body = {"messages": turns, "tools": [WEATHER], "temperature": 0.0, "max_tokens": 20}
+        body["tools"] = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+        usage = post(server, "/v1/chat/completions", body)[1]["usage"]
+        assert usage["prompt_tokens"] == answers[0].usage.input_tokens
+
+        assert client.responses.retrieve(first.id).output[0].arguments == first.output[0].arguments
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
+            client.responses.create(**asked, **inputs[1])
+        unkept = client.responses.create(**asked, input="a", store=False, max_output_tokens=2)
+        assert not unkept.store
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(unkept.id)
+
+    def test_with_a_schema_an_answer_is_a_call_or_json(self, client: openai.OpenAI) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+        form = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+        for choice, kind in (("none", "message"), ("required", "function_call")):
+            response = client.responses.create(
+                model="chat",
+                input="a",
+                text=form,
+                tools=[self.TOOL],
+                tool_choice=choice,
+                max_output_tokens=300,
+                extra_body={"seed": 1},
+            )
+            assert response.output[0].type == kind and response.status == "completed"
+
+    def test_log_probabilities_are_those_of_chat(self, client: openai.OpenAI) -> None:
+        turns = [{"role": "user", "content": "a"}]
+        asked = {"model": "chat", "temperature": 0.0, "top_logprobs": 2}
+        reply = client.chat.completions.create(
+            messages=turns, logprobs=True, max_tokens=8, **asked
+        ).choices[0]
+        response = client.responses.create(
+            input="a", include=["message.output_text.logprobs"], max_output_tokens=8, **asked
+        )
+        found = response.output[0].content[0].logprobs
+        assert [entry.model_dump() for entry in found] == [
+            entry.model_dump() for entry in reply.logprobs.content[: len(found)]
+        ]
+        assert found
+
+    def test_parameters_that_ask_for_nothing_are_taken(self, server: Running) -> None:
+        body = {
+            "input": "a",
+            "max_output_tokens": 1,
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "text": {"verbosity": "low"},
+            "truncation": "auto",
+            "service_tier": "auto",
+            "max_tool_calls": 3,
+            "prompt_cache_key": "a",
+            "safety_identifier": "b",
+            "stream_options": {"include_obfuscation": False},
+            "background": False,
+        }
+        status, answer = post(server, "/v1/responses", body)
+        assert status == 200, answer
+        assert answer["reasoning"]["effort"] == "low" and answer["prompt_cache_key"] == "a"
+
+    def test_kept_responses_have_a_bound(self) -> None:
+        kept = KeptResponses(most_bytes=3000)
+        for number in range(50):
+            item = {"id": f"msg_{number}", "type": "message", "content": "a" * 500}
+            kept.keep({"id": f"resp_{number}", "output": [item]}, [])
+        assert kept.item("msg_49")["id"] == "msg_49"
+        for gone in (kept.of, kept.conversation):
+            with pytest.raises(Refused):
+                gone("resp_0")
+        with pytest.raises(Refused):
+            kept.item("msg_0")
+        large = {"id": "msg_x", "type": "message", "content": "a" * 5000}
+        kept.keep({"id": "resp_x", "output": [large]}, [])
+        with pytest.raises(Refused):
+            kept.of("resp_x")
+
     @pytest.mark.parametrize(
         ("body", "words"),
         [
             ({"previous_response_id": "resp_1"}, "no such response"),
-            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported"),
             (
                 {
                     "input": [
@@ -184,6 +365,12 @@ class TestResponses:
             ({"temperature": 3}, "temperature"),
             ({"input": []}, "input"),
             ({"background": True}, "background"),
+            ({"conversation": "conv_1"}, "conversation"),
+            ({"include": ["wishes"]}, "include"),
+            ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
+            ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "no such item"),
+            ({"tools": [TOOL, TOOL]}, "one name"),
+            ({"tool_choice": "required"}, "needs tools"),
         ],
     )
     def test_what_is_refused(self, server: Running, body: dict, words: str) -> None:

@@ -259,6 +259,98 @@ class TestOpenAI:
         )
         assert len(plain.tokens) == len(plain.token_logprobs) == len(plain.top_logprobs) == 4
 
+    def test_echo_reports_the_prompt_as_the_decoder_scores_it(
+        self, client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("bloomery.serve.prompt_scores.PIECE", 5)  # in several forwards
+        model = server.models[0]
+        prompts = [model.tokenizer.encode("def f(x): für"), model.tokenizer.encode("a b")]
+        asked = {"model": "tiny", "prompt": prompts, "temperature": 0.0, "echo": True}
+        done = client.completions.create(**asked, logprobs=2, max_tokens=3)
+        alone = client.completions.create(**asked | {"echo": False}, max_tokens=3)
+        for ids, choice, new in zip(prompts, done.choices, alone.choices, strict=True):
+            with torch.no_grad():
+                logprobs = model.decoder(torch.tensor([ids])).head[0].log_softmax(-1)
+            expected = [float(logprobs[at, token]) for at, token in enumerate(ids[1:])]
+            found = choice.logprobs
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+            for at in range(1, len(ids)):
+                likeliest = sorted(found.top_logprobs[at].values(), reverse=True)
+                best = logprobs[at - 1].topk(2).values.tolist()
+                assert likeliest[:2] == pytest.approx(best, abs=1e-4)
+                assert found.token_logprobs[at] in found.top_logprobs[at].values()
+            assert choice.text == model.tokenizer.decode(ids) + new.text
+            assert len(found.tokens) == len(found.text_offset) == len(ids) + 3
+            assert found.text_offset[len(ids)] == len(model.tokenizer.decode(ids))
+        none = client.completions.create(**asked, logprobs=2, max_tokens=0)
+        for choice, longer in zip(none.choices, done.choices, strict=True):
+            size = len(choice.logprobs.tokens)
+            assert choice.logprobs.token_logprobs == longer.logprobs.token_logprobs[:size]
+        assert none.usage.completion_tokens == 0
+
+    def test_an_echo_of_a_text_is_the_text(self, client: openai.OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": "für f", "max_tokens": 4, "temperature": 0.0}
+        new = client.completions.create(**asked).choices[0].text
+        done = client.completions.create(**asked, echo=True, logprobs=0).choices[0]
+        assert done.text == "für f" + new
+        pieces = [done.text[offset:] for offset in done.logprobs.text_offset]
+        assert all(
+            piece.startswith(token)
+            for token, piece in zip(done.logprobs.tokens, pieces, strict=True)
+            if not token.startswith(("bytes:", "<"))
+        )
+        chunks = client.completions.create(**asked, echo=True, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == done.text
+
+    def test_best_of_returns_the_likeliest(self, client: openai.OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": ["def", "a"], "max_tokens": 6, "seed": 4, **HOT}
+        drawn = client.completions.create(n=4, logprobs=0, **asked).choices
+        best = client.completions.create(n=2, best_of=4, **asked).choices
+        for prompt in range(2):
+            of_prompt = sorted(
+                drawn[4 * prompt : 4 * prompt + 4],
+                key=lambda choice: (
+                    -sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+                ),
+            )
+            texts = [choice.text for choice in best[2 * prompt : 2 * prompt + 2]]
+            assert texts == [choice.text for choice in of_prompt[:2]]
+
+    def test_completions_have_sixteen_tokens_unless_more_are_asked_for(
+        self, client: openai.OpenAI
+    ) -> None:
+        asked = {"model": "tiny", "prompt": "a", "extra_body": {"min_tokens": 20}}
+        assert client.completions.create(**asked).usage.completion_tokens == 16
+
+    def test_bytes_of_tokens_are_those_of_the_text(self, client: openai.OpenAI) -> None:
+        turns = [{"role": "user", "content": "a"}]
+        asked = {"model": "tiny", "messages": turns, "max_tokens": 60, "logprobs": True}
+        split = 0
+        for seed in range(4):
+            choice = client.chat.completions.create(seed=seed, **asked).choices[0]
+            spelled = [bytes(token.bytes) for token in choice.logprobs.content]
+            assert b"".join(spelled).decode(errors="replace") == choice.message.content
+            split += sum("\ufffd" in token.decode(errors="replace") for token in spelled)
+        assert split, "no token is a part of a character"
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            ({"suffix": "a"}, "suffix"),
+            ({"best_of": 1, "n": 2}, "best_of"),
+            ({"best_of": 2, "stream": True}, "best_of"),
+            ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+            ({"echo": True, "logprobs": 20, "prompt": [[5] * 100]}, "at most 1,000"),
+        ],
+    )
+    def test_completions_that_are_refused(
+        self, server: Running, body: dict, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("bloomery.serve.app.MOST_SCORES", 1000)
+        status, answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1} | body)
+        assert status == 400 and words in answer["error"]["message"], answer
+
     def test_models_health_and_metrics(self, client: openai.OpenAI, server: Running) -> None:
         assert [model.id for model in client.models.list()] == ["tiny"]
         assert client.models.retrieve("tiny").id == "tiny"

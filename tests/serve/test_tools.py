@@ -244,6 +244,82 @@ class TestTools:
                 **asked | {"messages": turns}, max_tokens=2
             ).choices
 
+    def test_a_named_tool_is_called_once(self, client: openai.OpenAI) -> None:
+        asked = {
+            "model": "chat",
+            "messages": self.TURNS,
+            "tools": [CLOCK, WEATHER],
+            "tool_choice": {"type": "function", "function": {"name": "clock"}},
+            "parallel_tool_calls": True,
+            "max_tokens": 100,
+        }
+        for seed in range(4):
+            choice = client.chat.completions.create(seed=seed, **asked).choices[0]
+            assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+
+    def test_allowed_tools_are_called_and_all_are_written(self, server: Running) -> None:
+        named = [{"type": "function", "function": {"name": "clock"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+        asked = {"messages": list(self.TURNS), "tools": [CLOCK, WEATHER], "max_tokens": 100}
+        asked["parallel_tool_calls"] = False
+        path = "/v1/chat/completions"
+        allowed = post(server, path, {**asked, "tool_choice": choice})[1]
+        [call] = allowed["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "clock"
+        required = post(server, path, {**asked, "tool_choice": "required"})[1]
+        assert allowed["usage"]["prompt_tokens"] == required["usage"]["prompt_tokens"]
+
+    def test_with_a_schema_an_answer_is_a_call_or_json(self, client: openai.OpenAI) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        asked = {
+            "model": "chat",
+            "messages": self.TURNS,
+            "tools": [WEATHER],
+            "response_format": form,
+            "parallel_tool_calls": False,
+            "max_tokens": 300,
+            "temperature": 2.0,
+        }
+        kinds = set()
+        for seed in range(12):
+            [choice] = client.chat.completions.create(seed=seed, **asked).choices
+            content, calls, reason = calls_of(
+                list(client.chat.completions.create(seed=seed, stream=True, **asked))
+            )
+            assert (content or None, reason) == (choice.message.content, choice.finish_reason)
+            if choice.message.tool_calls:
+                [call] = choice.message.tool_calls
+                check_weather(call.function.arguments)
+                assert calls[0]["arguments"] == call.function.arguments
+                assert choice.finish_reason == "tool_calls"
+            else:
+                assert isinstance(json.loads(choice.message.content)["ok"], bool)
+                assert choice.finish_reason == "stop"
+            kinds.add(choice.finish_reason)
+        assert kinds == {"tool_calls", "stop"}
+        for choice, expected in (("none", "stop"), ("required", "tool_calls")):
+            answer = client.chat.completions.create(tool_choice=choice, seed=1, **asked)
+            assert answer.choices[0].finish_reason == expected
+
+    def test_keywords_that_the_grammar_lacks_bind_strict_tools_alone(self, server: Running) -> None:
+        properties = {
+            "tags": {"type": "object", "propertyNames": {"type": "string"}},
+            "any": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+            "link": {"type": "string", "format": "no-such-format", "not": {"const": "a"}},
+        }
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+        body = {"messages": list(self.TURNS), "max_tokens": 2}
+        for strict, status in ((None, 200), (False, 200), (True, 400)):
+            tool = {"type": "function", "function": {**function, "strict": strict}}
+            answer = post(server, "/v1/chat/completions", {**body, "tools": [tool]})
+            assert answer[0] == status, answer
+
     @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
     @pytest.mark.parametrize(
         ("form", "text", "content", "calls"),
@@ -270,6 +346,7 @@ class TestTools:
             ),
             (LLAMA, '{"name": "f", "parameters": {"a": {"b": []}}}', "", [("f", {"a": {"b": []}})]),
             (LLAMA, "Hello {you}", "Hello {you}", []),
+            (LLAMA, '{"ok": {"a": 1}}', '{"ok": {"a": 1}}', []),
         ],
     )
     def test_calls_are_read_however_the_text_arrives(
@@ -310,6 +387,7 @@ class TestTools:
                 },
                 "not supported",
             ),
+            ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "'custom' is not supported"),
             ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
             ({"messages": [{"role": "assistant"}]}, "neither content nor tool_calls"),
         ],
