@@ -487,6 +487,7 @@ ASKED = {
         {"instruction": "a", "completions": [{"response": "b", "score": 1}, {"response": "c"}]},
         '"chosen"',
     ),
+    "segments": ({"segments": [{"label": True, "text": "a"}]}, '"completion"'),
     "a number for a response": ({"question": "a", "answer": 7}, "data.columns={text: question}"),
     "two responses": (
         {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1},
@@ -559,3 +560,23 @@ def test_bad_rows_can_be_skipped(tmp_path):
     stats = ReadStats()
     assert len(list(read_documents(dataset, on_error="skip", stats=stats))) == 1
     assert stats.skipped == 2 and BadRow.__name__ == "BadRow"
+
+
+def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(tmp_path):
+    rows = [
+        {"instruction": "Sum up.", "context": context, "response": "They do."}
+        for context in ("", "Boats leave.")
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    found = peek(Source(path=str(path)))
+    assert found == ("alpaca", {"output": "response", "input": "context"})
+    examples, noted = read(path, "sft", format=found[0], columns=found[1])
+    assert [e.responses[0][0].content for e in examples] == ["Sum up.", "Sum up.\nBoats leave."]
+    assert not noted.unread_columns
+
+
+def test_parts_of_text_by_the_names_of_other_interfaces(tmp_path):
+    parts = [{"type": "input_text", "text": "When"}, {"type": "text", "text": "?"}]
+    row = {"messages": [{"role": "user", "content": parts}, ANSWER]}
+    (example,), _ = read(write(tmp_path / "rows.jsonl", [row]), "sft")
+    assert example.responses == ((ASK, NINE),)

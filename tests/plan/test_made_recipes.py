@@ -95,3 +95,10 @@ def test_columns_that_nothing_reads_are_noted_for_every_format(tmp_path):
         overrides = (f"objective.kind={objective}", f"data.path={path}", f"model.from={MODEL}")
         loaded = load_text("{}", name="any", source="test", overrides=overrides)
         assert unread_columns(loaded.recipe) == [f"rows.jsonl: {text}" for text in note]
+
+
+def test_names_of_columns_stay_in_their_comment(tmp_path):
+    row = {"question": "a", "answer": "b", "x\nmodel: {from: other}\x1b[2J": "c"}
+    text = made_recipe(MODEL, write(tmp_path, row)).text
+    assert load_text(text, name="made", source="test", overrides=()).recipe.model.from_ == MODEL
+    assert "\x1b" not in text

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bloomery import hub
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
 from bloomery.data.sources.columns import COLUMN_NAMES, ColumnUse
@@ -283,7 +283,7 @@ def _written(sections: Mapping[str, Any], comments: Mapping[tuple[str, ...], str
 
 def _remark(comments: Mapping[tuple[str, ...], str], *path: str) -> str:
     comment = comments.get(path)
-    return f"   # {comment}" if comment else ""
+    return f"   # {one_line(comment)}" if comment else ""  # names of columns are the dataset's
 
 
 # text that YAML needs no quotes for

@@ -137,11 +137,13 @@ def _other_names(
 
 
 def _optional_names(cells: Mapping[str, Any], taken: Collection[str]) -> dict[str, str]:
-    """The columns of roles that no row must have, of texts alone, where their name is another one."""
+    """The columns of roles that no row must have, of texts alone, where their name is another one. Later rows may have
+    a text where this one has none.
+    """
     texts = {
         name: value
         for name, value in cells.items()
-        if isinstance(value, str) and not is_empty(value) and name not in taken
+        if (isinstance(value, str) or value is None) and name not in taken
     }
     found = {role: first_name(COLUMN_NAMES[role], texts) for role in ("input", "system")}
     return {role: column for role, column in found.items() if column is not None and column != role}

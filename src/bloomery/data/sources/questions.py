@@ -86,6 +86,15 @@ def refuse_known_rows(row: Mapping[str, Any], where: str, *, has_text: bool) -> 
     if has_text:
         return None
 
+    # Axolotl's input_output has texts with a mask of their own.
+    segments = row.get(names.get("segments", ""))
+    if isinstance(segments, list) and segments and isinstance(segments[0], dict):
+        return UserError(
+            f"column {names['segments']!r} has segments of a text, each with a mask: only prompt and response are read",
+            where=where,
+            fix='write {"prompt": ..., "completion": ...}: the completion is trained on; or {"messages": [...]}',
+        )
+
     # SQuAD has the answers to a question in an object.
     answers = row.get(names.get("answers", ""))
     if isinstance(answers, dict) and "text" in answers and "question" in names:

@@ -279,6 +279,7 @@ def _only_list(content: object, *, is_listed: bool) -> list[Any] | None:
     [(list_name, rows)] = lists.items()
     others = [str(name).lower() for name in content if str(name) != list_name]
     is_row = any(name in _ROW_NAMES for name in [*others, list_name.lower() if others else ""])
+    is_row = is_row or list_name.lower() == "segments"  # Axolotl's input_output
     return None if is_row or {"role", "from"} & rows[0].keys() else rows
 
 

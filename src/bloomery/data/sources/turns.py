@@ -45,6 +45,7 @@ ROLES: dict[str, Role] = {
     "function_response": "tool",
     "tool_response": "tool",
 }
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are of OpenAI's Responses API
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
 _PICTURES = "pictures, sound and video are not supported"
 _LEAVE_OUT = "leave such rows out with data.on_error=skip"
@@ -311,7 +312,7 @@ def _content(value: object, where: str, use: ColumnUse) -> str:
         if not isinstance(part, str | dict):
             raise BadRow(location, f"is {kind_of(part)}, not a part with a type and a text")
         if isinstance(part, dict):
-            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            if part.get("type", "text") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
                 problem = (
                     f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
                 )
