@@ -45,6 +45,7 @@ ROLES: dict[str, Role] = {
     "function_response": "tool",
     "tool_response": "tool",
 }
+_PLAIN_TURNS = (({"role", "content"}, "content"), ({"from", "value"}, "value"))
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are of OpenAI's Responses API
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
 _PICTURES = "pictures, sound and video are not supported"
@@ -175,9 +176,16 @@ def _message(
     text_keys: Sequence[str],
     use: ColumnUse,
 ) -> Message:
-    refuse_media(turn, where)
     role_name = _role_name(turn, where, role_keys)
     role = ROLES[role_name]
+    # Most turns have a role and a text alone: nothing else can mask them or is left unread.
+    for keys, text_key in _PLAIN_TURNS:
+        if turn.keys() == keys and text_key in text_keys and role_name not in _CALLING:
+            content = _content(turn[text_key], f"{where}.{text_key}", use)
+            if role == "user" or content.lstrip().startswith(MARKERS):
+                refuse_markers(content, f"{where}.{text_key}")
+            return Message(role, content)
+    refuse_media(turn, where)
     read_keys = {*TRAINED_KEYS, *MASKED_KEYS}
     # Other roles keep no calls: what a user writes there is not a call of the model.
     calls: tuple[dict[str, Any], ...] = ()
