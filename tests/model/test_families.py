@@ -68,7 +68,7 @@ def test_presets_can_be_stored(name: str) -> None:
             "rope_parameters",
             {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
         ),
-        ("partial_rotary_factor", 0.01),
+        ("partial_rotary_factor", 1.5),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(key: str, value: object) -> None:

@@ -117,36 +117,87 @@ class Fields:
 ConfigFields = dict[str, Any]
 
 
-def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> ConfigFields:
-    """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig."""
-    # transformers 5 has one object for everything rotary, per kind of layer where a model has two kinds.
+def rope_facts(
+    fields: Fields, family: "Family", *, max_positions: int, head_dim: int
+) -> ConfigFields:
+    """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig.
+
+    Raises UserError for settings that transformers' layers of the family cannot follow either.
+    """
+    # transformers 5 has one object for everything rotary, per kind of layer where a model has two kinds. The older
+    # rope_scaling replaces it, or the part of it that full attention reads.
     rope_fields = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
-    local_fields = rope_fields.inside("sliding_attention")
-    rope_fields = rope_fields.inside("full_attention") or rope_fields
-    scaling = fields.inside("rope_scaling") or rope_fields
+    local_fields = None
+    nested_fields = rope_fields.inside("full_attention") or rope_fields.inside("sliding_attention")
+    if nested_fields is not None and not family.has_local_rope:
+        raise fields.refuse("rope_parameters", "one object: all layers of this family rotate alike")
+    if nested_fields is not None:
+        local_fields = rope_fields.inside("sliding_attention")
+        rope_fields = rope_fields.inside("full_attention") or Fields({}, {}, where=fields.where)
+    old_fields = fields.inside("rope_scaling")
+    if old_fields is not None:
+        values = {**rope_fields.values, **old_fields.values} if nested_fields else old_fields.values
+        rope_fields = Fields(values, {}, where=f"{fields.where}, rope_scaling")
+
+    # The part of a head that rotates: most families of transformers rotate all of it, whatever the config says.
     share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
     share = rope_fields.number("partial_rotary_factor", high=1.0, default=share)
-    local_theta = fields.optional_number("rope_local_base_freq")
+    is_scaled = _rope_kind(rope_fields) != "default"
+    if share != 1.0 and not family.reads_rotary_share and is_scaled:
+        raise fields.refuse("partial_rotary_factor", "1: this family rotates whole heads")
+    if not family.reads_rotary_share:
+        share = 1.0
     width = int(head_dim * share)
     if width < 2 or width % 2:
         problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
         raise UserError(problem, where=fields.where, fix="choose an even head_dim")
+
+    local_theta = None
+    if family.has_local_rope:
+        local_fields = local_fields or Fields({}, {}, where=fields.where)
+        if _rope_kind(local_fields) != "default":
+            raise fields.refuse("rope_parameters", "without scaling for sliding_attention")
+        local_theta = _theta(local_fields, fields, "rope_local_base_freq")
     return {
-        "rope_theta": rope_fields.number(
-            "rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)
-        ),
-        "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
+        "rope_theta": _theta(rope_fields, fields, "rope_theta"),
+        "rope_scaling": _scaling(rope_fields, fields, max_positions=max_positions, width=width),
         "rotary_share": share,
-        "local_rope_theta": local_fields.number("rope_theta", low=1e-6, default=local_theta)
-        if local_fields
-        else local_theta,
+        "local_rope_theta": local_theta,
     }
+
+
+def _theta(rope_fields: Fields, fields: Fields, key: str) -> float:
+    """The base of the frequencies: that of the rope object, else the config's own under `key`, else the family's."""
+    if rope_fields.get("rope_theta") is not None:
+        return rope_fields.number("rope_theta", low=1e-6)
+    return fields.number(key, low=1e-6)
+
+
+def _rope_kind(rope_fields: Fields) -> Any:
+    return rope_fields.get("rope_type") or rope_fields.get("type") or "default"
+
+
+def unread_keys(hf: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that transformers' layers of its family ignore, though other programs may read them."""
+    hf = text_part(hf)
+    name = str(hf.get("model_type"))
+    family = FAMILIES.get(name)
+    if family is None:
+        return []
+    rope = hf.get("rope_parameters")
+    inner_share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    values = {}
+    if not family.reads_rotary_share:
+        values["partial_rotary_factor"] = inner_share or hf.get("partial_rotary_factor")
+    if name == "gemma3_text":
+        values["attn_logit_softcapping"] = hf.get("attn_logit_softcapping")
+    return [f"{key} ({str(value)[:20]})" for key, value in values.items() if value not in (None, 1)]
 
 
 def _scaling(
     scaling_fields: Fields, model_fields: Fields, *, max_positions: int, width: int
 ) -> RopeScaling | None:
-    kind: Any = scaling_fields.get("rope_type") or scaling_fields.get("type") or "default"
+    kind = _rope_kind(scaling_fields)
     if kind == "default":
         return None
     # Both names were given to LongRoPE before it had its own.
@@ -297,9 +348,10 @@ class Family:
     """`facts` hold for each of its models; `keys` (native_name -> theirs) and `flags` differ between models.
 
     `windows` reads the window of each layer, `extra` the facts that take more than copying; `write` undoes both.
-    `refused` are keys that change the mathematics in a way that the decoder does not follow. `classifier`: the stem of
-    transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that activation;
-    `states_dropout`: its config class has a dropout that is not 0 by default.
+    `refused` are keys that change the mathematics in a way that the decoder does not follow. `reads_rotary_share`: a
+    part of each head may rotate. `has_local_rope`: layers with a window rotate by a base of their own. `classifier`:
+    the stem of transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that
+    activation; `states_dropout`: its config class has a dropout that is not 0 by default.
     """
 
     architecture: str
@@ -312,6 +364,8 @@ class Family:
     extra: Callable[[Fields, ConfigFields], ConfigFields] = lambda _fields, _facts: {}
     write: Callable[[ModelConfig], ConfigFields] = lambda _config: {}
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
+    reads_rotary_share: bool = False
+    has_local_rope: bool = False
     classifier: str = ""
     gelu_tanh: str = "gelu_pytorch_tanh"
     states_dropout: bool = False
@@ -346,6 +400,16 @@ def _windows_by_type(
     return tuple(window if slide else None for slide in slides) if any(slides) else ()
 
 
+def _windows_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return _windows_by_type(fields, layers, lambda _: True)
+
+
+def _write_mistral(config: ModelConfig) -> ConfigFields:
+    """Where only some layers have a window, transformers reads which from `layer_types`."""
+    is_mixed = None in config.sliding_window
+    return _layer_types(config) if is_mixed else {"sliding_window": _window(config)}
+
+
 def _windows_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if fields.get("sliding_window") is None:
         return ()
@@ -365,7 +429,8 @@ def _windows_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    if not fields.flag("use_sliding_window"):
+    # transformers masks by `layer_types` alone where the config states them.
+    if not fields.flag("use_sliding_window") and fields.get("layer_types") is None:
         return ()
     rotating = _rotating(fields, layers)
     return _windows_by_type(fields, layers, lambda n: not rotating[n])
@@ -390,13 +455,21 @@ def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
     return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
 
 
+def _gemma3_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+    """As Gemma 2, but transformers' Gemma 3 has no soft cap in attention, whatever the config says."""
+    return _gemma_scale(fields, facts) | {"attention_softcap": None}
+
+
 def _write_gemma(config: ModelConfig) -> ConfigFields:
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
     caps = {
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }
-    return _layer_types(config) | caps | {"query_pre_attn_scalar": round(scalar)}
+    # transformers' Gemma makes a mask with a window even where no layer has one.
+    windows = _layer_types(config)
+    windows["sliding_window"] = windows["sliding_window"] or config.max_positions
+    return windows | caps | {"query_pre_attn_scalar": round(scalar)}
 
 
 def _write_qwen(config: ModelConfig) -> ConfigFields:
@@ -440,8 +513,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "mistral": Family(
             "MistralForCausalLM",
-            windows=_windows_everywhere,
-            write=lambda config: {"sliding_window": _window(config)},
+            windows=_windows_mistral,
+            write=_write_mistral,
             defaults={
                 "num_key_value_heads": 8,
                 "max_position_embeddings": 131072,
@@ -522,8 +595,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             flags=BIASES,
             keys=LLAMA_KEYS | {"activation": "hidden_activation"},
             windows=_windows_gemma3,
-            extra=_gemma_scale,
+            extra=_gemma3_scale,
             write=_write_gemma,
+            has_local_rope=True,
             classifier="Gemma3Text",
             defaults={
                 "vocab_size": 262208,
@@ -570,6 +644,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Phi3ForCausalLM",
             windows=_windows_everywhere,
             write=_write_phi3,
+            reads_rotary_share=True,
             states_dropout=True,
             defaults={
                 "max_position_embeddings": 4096,
@@ -653,6 +728,9 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     for key in family.refused:
         if fields.flag(key):
             raise UserError(f"{key} is not supported", where=where, fix="choose another model")
+    if fields.get("is_causal") is False:
+        problem = "is_causal: false is not supported: tokens would see those after them"
+        raise UserError(problem, where=where, fix="choose another model")
     facts: ConfigFields = {"family": name, **family.facts, **_sizes(fields, family)}
     facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
     facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
@@ -667,7 +745,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     facts["sliding_window"] = family.windows(fields, facts["num_layers"])
     if facts.get("positions") != "learned":
         facts |= rope_facts(
-            fields, max_positions=facts["max_positions"], head_dim=facts["head_dim"]
+            fields, family, max_positions=facts["max_positions"], head_dim=facts["head_dim"]
         )
     facts |= family.extra(fields, facts)
     if _gives_values(hf, where):

@@ -27,6 +27,7 @@ from bloomery.model.families import (
     fresh_config,
     known_family,
     text_part,
+    unread_keys,
 )
 from bloomery.model.io.stored import (
     AGAIN,
@@ -330,13 +331,20 @@ def headers_of(folder: Path) -> StoredParameters:
     if backend is not None and backend.safe_reason:
         return StoredParameters({})
     headers = read_headers(folder, config, headless=True)
-    stated = read_as(
-        stated_config(folder), is_native=backend is None, where=str(folder / "config.json")
-    )
-    if stated.tie_embeddings == config.tie_embeddings:
-        return headers
-    note = "the head is lm_head.weight of the files: it is not the embedding, though config.json ties them"
-    return replace(headers, notes=(*headers.notes, note))
+    config_json = stated_config(folder)
+    notes = list(headers.notes)
+    where = str(folder / "config.json")
+    stated = read_as(config_json, is_native=backend is None, where=where)
+    if stated.tie_embeddings != config.tie_embeddings:
+        notes.append(
+            "the head is lm_head.weight of the files: it is not the embedding, though config.json ties them"
+        )
+    if backend is None:
+        notes += [
+            f"{key} of config.json is not read, as in transformers"
+            for key in unread_keys(config_json)
+        ]
+    return replace(headers, notes=tuple(notes))
 
 
 # The keys under which configs state the number of experts.
