@@ -152,7 +152,7 @@ ALL_WEIGHTS = (
     "adapter.kind=none quantize.kind=none train.precision=bfloat16-pure optimizer.kind=adafactor"
 )
 FIGURES = [
-    ("worldmodel-rocm-spec.md", 'qwen2.5-3b-lora --gpu "MI50 32GB"', "23.6"),
+    ("worldmodel-rocm-spec.md", 'qwen2.5-3b-lora --gpu "MI50 32GB"', "20.4"),
     ("go-coder-guide.md", 'go-coder-125m --gpu "RX 6700 XT"', "3.19 10 610,352 20"),
     ("rocm-overview.md", "llama2-7b-lora-qa --gpu MI300X", "16.8 6.74 0.25%"),
     ("rocm-overview.md", "llama2-7b-lora-qa adapter.kind=none --gpu MI300X", "50.2 25.1"),
