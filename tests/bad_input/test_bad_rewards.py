@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rollouts_for_tests import RECIPE, completions, plan_of, write_recipe
 
+from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
 from bloomery.hardware.detect import detect
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
+from bloomery.plan.reward_code import refuse_missing_function
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import PythonReward
 from bloomery.train.run import Diverged
 from ranks import fields, ranks, train
 
@@ -233,3 +237,53 @@ def test_a_stop_reaches_all_ranks_while_one_waits_for_a_reward(recipe, tmp_path)
     assert [outcome for outcome, _ in answers] == ["stopped", "stopped"]
     assert all(seconds < 25 for _, seconds in answers)  # the reward alone would take 30
     assert not (tmp_path / "completions").exists()
+
+
+FILES = {  # of the function score: whether it may be there
+    "def score(completions): ...": True,
+    "async def score(completions): ...": True,
+    "score = lambda completions: []": True,
+    "from elsewhere import score": True,
+    "from elsewhere import count as score": True,
+    "import score": True,
+    "from elsewhere import *": True,
+    "globals()['score'] = print": True,
+    "try:\n    from fast import score\nexcept ImportError:\n    def score(c): ...": True,
+    "if True:\n    def score(c): ...": True,
+    "class score: ...": True,
+    "for score in (print,): ...": True,
+    "scores, score = print, print": True,
+    "def scores(completions): ...": False,
+    "def outer():\n    def score(c): ...": False,
+    "class Rewards:\n    def score(self): ...": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("code", FILES)
+def test_a_plan_looks_for_the_function_and_runs_nothing(tmp_path, code):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{code}\nraise SystemExit('the file was run')\n")
+    reward = PythonReward(python=f"{file}:score")
+    if FILES[code]:
+        refuse_missing_function(reward)
+        return
+    with pytest.raises(UserError, match="has no function score in") as refused:
+        refuse_missing_function(reward)
+    assert refused.value.code == 2 and refused.value.fix.startswith("its functions are: ")
+
+
+def test_a_file_that_is_no_python_is_named_with_its_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions):\n    return [\n")
+    with pytest.raises(UserError, match=r"SyntaxError: .* \(line 2\)"):
+        refuse_missing_function(PythonReward(python=f"{file}:score"))
+
+
+@pytest.mark.parametrize("command", ["plan", "prepare", "train"])
+def test_every_command_names_the_missing_function_before_it_prepares(recipe, monkeypatch, command):
+    monkeypatch.chdir(recipe)
+    words = [command, "rl.yaml", "rewards=[{python: bad.py:nosuch}]"]
+    result = CliRunner().invoke(cli, words)
+    assert isinstance(result.exception, UserError)
+    assert "the reward nosuch has no function nosuch" in result.exception.problem

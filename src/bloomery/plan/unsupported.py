@@ -25,12 +25,14 @@ from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.reward_code import refuse_missing_function
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import (
     Lora,
     NoAdapter,
     Peft,
+    PythonReward,
     Recipe,
     Rollouts,
     VerifierReward,
@@ -249,6 +251,8 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
     for reward in recipe.rewards:
         if isinstance(reward, VerifierReward):
             _refuse_verifier(reward)
+        elif isinstance(reward, PythonReward):
+            refuse_missing_function(reward)
     names = [reward_name(reward) for reward in recipe.rewards]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:

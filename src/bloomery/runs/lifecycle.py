@@ -27,6 +27,7 @@ from bloomery.plan.advise import advise
 from bloomery.plan.checkpoints import checkpoint_bytes
 from bloomery.plan.gather import fetch, gather, left_out_parts, unread_columns, unread_data_notes
 from bloomery.plan.resolve import resolve
+from bloomery.plan.reward_code import refuse_missing_files
 from bloomery.plan.store import read_plan, read_sealed, require_identity, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
@@ -124,6 +125,7 @@ def start(
     # now, and not after hours of preparing data.
     refuse_recipe(loaded_recipe.recipe)
     refuse_missing_functions(loaded_recipe.recipe.rewards)
+    refuse_missing_files(loaded_recipe.recipe.rewards)
     fetch(loaded_recipe.recipe, weights=True)
     machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
     if machine.software.torch is None:
