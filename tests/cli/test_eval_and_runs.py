@@ -19,6 +19,7 @@ from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
 from bloomery.cli.report import command as report_command
 from bloomery.cli.runs import command as runs_command
+from bloomery.cli.runs import describe, watch_command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.config import ModelConfig
@@ -200,6 +201,53 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
     assert killed["command"] == "bloomery resume b-killed" and done["bytes"] > 100
     assert told[3]["command"] == "bloomery resume 'd failed'"
     assert "4/9" in text and "bloomery resume c-stopped" in text and "resume a-done" not in text
+
+
+@pytest.mark.parametrize(
+    ("events", "resumes"),
+    [
+        # A mistake in the recipe, the dataset or a reward, before the first step.
+        (
+            (RunEnded(status="failed", error="x", where="rewards", fix="its functions are: a"),),
+            False,
+        ),
+        (
+            (
+                STARTED,
+                RunEnded(status="failed", error="x", where="data", fix="set data.path"),
+            ),
+            False,
+        ),
+        # What a resume can get past.
+        (
+            (
+                RunEnded(
+                    status="failed", error="the disk is full", fix="free some space; it resumes"
+                ),
+            ),
+            True,
+        ),
+        ((RunEnded(status="failed", error="process killed"),), True),
+        (
+            (
+                STARTED,
+                STEP,
+                RunEnded(status="failed", error="x", fix="set train.seed=1"),
+            ),
+            True,
+        ),
+        ((RunEnded(status="stopped"),), True),
+    ],
+)
+def test_a_mistake_before_the_first_step_is_not_resumed(tmp_path, monkeypatch, events, resumes):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "mine", *events)
+    line = describe(tmp_path / "runs/mine")
+    assert (line.command == "bloomery resume mine") == resumes
+    text = CliRunner().invoke(runs_command, [], catch_exceptions=False).stdout
+    assert ("bloomery resume mine" in text) == resumes
+    shown = CliRunner().invoke(watch_command, ["mine", "--once"], catch_exceptions=False).stdout
+    assert ("bloomery resume mine" in shown) == resumes
 
 
 def test_runs_where_there_are_none(tmp_path, monkeypatch):

@@ -271,3 +271,18 @@ def test_json_is_one_document_without_nan(capsys):
 def test_a_word_too_many_is_answered_with_the_command_that_was_meant(words, fix, capsys):
     assert exit_code(*words) == 2
     assert f"fix:   {fix}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["export", "x", "--quantise", "q4"], "write --quantize, which takes float32, "),
+        (["generate", "x", "--quantise", "q4"], "write --quantize, which takes none, nf4, int8"),
+        (["serve", "x", "--prot", "80"], "write --port"),
+    ],
+)
+def test_a_misspelled_option_is_answered_with_what_it_takes(words, fix, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"fix:   {fix}" in capsys.readouterr().err

@@ -243,6 +243,8 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
 
     # Options that are names of settings, such as --learning-rate 1e-4: the overrides to write, of all of them at once.
     parameters = [] if context is None else context.command.params
+    if isinstance(error, click.NoSuchOption) and error.possibilities:
+        fix = _similar_option(error.option_name, error.possibilities, parameters) or fix
     takes_overrides = any(parameter.name == "overrides" for parameter in parameters)
     if isinstance(error, click.NoSuchOption) and takes_overrides:
         known = {name for parameter in parameters for name in parameter.opts}
@@ -258,6 +260,21 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
                 lines.append(f"{', '.join(unanswered)}: {fix}")
             fix = "\n       ".join(lines)
     return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
+
+
+def _similar_option(
+    name: str, possibilities: Sequence[str], parameters: Sequence[click.Parameter]
+) -> str | None:
+    """The option that was meant, with the words that it takes; None where none is similar."""
+    from bloomery.core.text import closest
+
+    similar = closest(name, possibilities, cutoff=0.5)
+    if not similar:
+        return None
+    parameter = next((each for each in parameters if similar[0] in each.opts), None)
+    if parameter is not None and isinstance(parameter.type, click.Choice):
+        return f"write {similar[0]}, which takes {', '.join(map(str, parameter.type.choices))}"
+    return f"write {similar[0]}"
 
 
 def _unknown_options(arguments: Sequence[str], known: set[str]) -> dict[str, str | list[str]]:

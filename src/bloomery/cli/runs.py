@@ -278,7 +278,7 @@ class RunLine:
     """A run in the list of runs.
 
     `state`: running, done, stopped, failed, killed, unreadable. `command` resumes the run; None when it is running or
-    done.
+    done, and when it would only repeat a mistake.
     """
 
     name: str
@@ -349,7 +349,7 @@ def describe(folder: Path) -> RunLine:
         state = summary.ended.status
 
     command = None
-    if state not in ("running", "done"):
+    if state not in ("running", "done") and not (state == "failed" and repeats_mistake(summary)):
         command = f"bloomery resume {name_of(folder.absolute())}"
     return RunLine(
         name=folder.name,
@@ -364,6 +364,17 @@ def describe(folder: Path) -> RunLine:
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=command,
     )
+
+
+def repeats_mistake(summary: RunSummary) -> bool:
+    """Whether a resume of a failed run would only repeat its error.
+
+    It failed before its first step, in the recipe, the dataset or a reward, and the fix is an edit of those.
+    """
+    ended = summary.ended
+    if ended is None or ended.status != "failed" or summary.step > 0:
+        return False
+    return bool(ended.fix) and "resume" not in ended.fix and not ended.host
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:
@@ -542,7 +553,10 @@ class _RunView:
             "paused": live_view,
             "stopping": f"bloomery resume {self.name}   after it has stopped",
         }
-        echo(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
+        command = commands.get(status, f"bloomery resume {self.name}")
+        if status == "failed" and repeats_mistake(reader.run.summary):
+            command = "`bloomery train` again, with the fix: a resume would repeat the error"
+        echo(f"\n{'next':<11}{command}")
 
     def follow(self) -> None:
         """Redraws the view until the process of the run ends."""
