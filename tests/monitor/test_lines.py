@@ -25,7 +25,7 @@ from bloomery.monitor.events import (
 from bloomery.monitor.lines import PlainView, header, showing
 from bloomery.monitor.screen import Screen, WatchedRun, frame
 from bloomery.monitor.summary import RunFacts, RunSummary, sparkline, summary_of
-from bloomery.monitor.words import devices_of
+from bloomery.monitor.words import STARTING_PHASES, devices_of, log_line
 from runs_for_tests import made_up_run, step_done
 
 
@@ -240,6 +240,15 @@ def test_phases_are_told_once_begun_and_once_done():
     assert titled == ["tokenizer    0%", "tokenizer  100%"]
 
 
+def test_what_comes_before_the_first_step_is_in_the_view_and_the_log():
+    """A plain terminal has no line of it: the first steps follow."""
+    for name, text in STARTING_PHASES.items():
+        phase = Phase(name=name)
+        assert lines_of([phase]) == []
+        assert text in view_of([phase])
+        assert log_line(phase) == text
+
+
 def test_long_warnings_wrap():
     lines = lines_of([Warned(reason="word " * 60)])
     assert len(lines) > 2 and all(len(line) <= 100 for line in lines)
@@ -351,7 +360,10 @@ def view_of(events, before=(), **console):
 def test_a_resumed_run_does_not_show_how_it_ended_before():
     before = [step_done(3), RunEnded(step=3, status="failed", error="the disk is full")]
     shown = view_of([Phase(name="compile")], before)
-    assert "failed" not in shown and "a-run · starting · compile · step 3 of 9" in shown
+    assert (
+        "failed" not in shown
+        and "a-run · starting · compiling the first step · step 3 of 9" in shown
+    )
     assert "failed: the GPU is gone" in view_of(
         [RunEnded(step=3, status="failed", error="the GPU is gone")], before
     )

@@ -9,13 +9,14 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.recipe.aliases import known_keys
-from bloomery.recipe.load import load_recipe, load_text
+from bloomery.recipe.load import dump_recipe, load_recipe, load_text
 from bloomery.studio.recipe_form import (
     planned,
     sections_of,
     value_text,
     with_edit,
     with_key,
+    without_defaults,
     write_recipe,
 )
 
@@ -220,3 +221,23 @@ def test_a_recipe_file_is_written_once_and_overwrites_none(tmp_path: Path) -> No
     assert write_recipe(TEXT, "mine") == write_recipe(TEXT, "mine") == Path("mine.yaml")
     assert write_recipe("model: {}\n", "mine") == Path("mine-2.yaml")
     assert Path("mine.yaml").read_text() == TEXT
+
+
+def test_a_new_run_from_a_run_has_the_keys_that_were_set(tmp_path: Path) -> None:
+    """The recipe of a run is complete; its comments say which keys nobody set."""
+    text = (
+        "extends: qwen2.5-1.5b-lora-tiny\nadapter: {kind: lora, rank: 4}\ntrain: {max_steps: 7}\n"
+    )
+    loaded = load_text(text, name="mine", source="recipe")
+    complete = dump_recipe(loaded)
+    shorter = without_defaults(complete, "mine")
+    assert load_text(shorter, name="mine", source="recipe").recipe == loaded.recipe
+    assert "max_steps: 7" in shorter and "# default" not in shorter
+    assert len(shorter.splitlines()) < len(complete.splitlines()) / 2
+
+    # A default that has changed since is no default of that run.
+    older = complete.replace('"12.5%"  # default', '"500 steps"  # default').replace(
+        "seed: 0  # default", "seed: 1  # default"
+    )
+    assert older != complete and without_defaults(older, "mine") == older
+    assert without_defaults("not: [a recipe", "mine") == "not: [a recipe"

@@ -30,7 +30,10 @@ def undisturbed(plan, tmp_path_factory) -> Run:
 
 def test_a_run_tells_all_it_does_in_order(undisturbed):
     assert undisturbed.outcome == "done"
-    assert isinstance(undisturbed.events[0], RunStarted)
+    started = undisturbed.of(RunStarted)[0]
+    first_events = undisturbed.events[: undisturbed.events.index(undisturbed.of(StepDone)[0])]
+    phases = [event.name for event in first_events if isinstance(event, Phase)]
+    assert phases == ["model", "first step"] and first_events.index(started) == 1
     assert [event.step for event in undisturbed.of(StepDone)] == list(range(1, 9))
     assert [event.step for event in undisturbed.of(EvalDone)] == [3, 6, 8]
     assert [event.step for event in undisturbed.of(Sampled)] == [3, 6, 8]
@@ -164,8 +167,8 @@ def test_a_wall_time_run_takes_the_steps_of_its_time_and_no_rate_jumps(timed, tm
     )
     # One evaluation lies within the time.
     assert run.steps_done() == pytest.approx((15 - 1.5) / 0.1, abs=1)
-    lengths = run.of(Phase)
-    assert {event.name for event in lengths} == {"length"} and 30 < len(lengths) <= 50
+    lengths = [event for event in run.of(Phase) if event.name == "length"]
+    assert 30 < len(lengths) <= 50
     assert lengths[-1].total == run.steps_done()
     rates = [event.learning_rate / 0.01 for event in run.of(StepDone)]
     assert rates[0] == 0 and rates[1] == pytest.approx(0.1 / 1.5)

@@ -38,6 +38,7 @@ from bloomery.monitor.sinks import Sink
 from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
 from bloomery.monitor.words import (
     BEST_CHECKPOINT,
+    STARTING_PHASES,
     checked_text,
     devices_of,
     eval_text,
@@ -243,6 +244,8 @@ class PlainView:
                 | StepChecked(from_cache=True)
             ):
                 pass  # for the diagnosis and the live view
+            case Phase(name=name) if name in STARTING_PHASES:
+                pass  # for the live view and the log
             case Phase() if not self._is_due(event):
                 pass
             case StepDone():

@@ -33,6 +33,7 @@ from bloomery.monitor.words import (
     eval_text,
     format_joules,
     incident_text,
+    phase_text,
     short_device_lines,
 )
 
@@ -330,7 +331,7 @@ def _head(
     works = state in ("starting", "running")
     doing = ""
     if phase is not None and works and phase.name != "length":
-        doing = f" · {phase.name}"
+        doing = f" · {phase_text(phase)}"
         if summary.last is not None and phase.total:  # before the first step the bar shows it
             doing += f" {min(phase.done / phase.total, 1.0):.0%}"
     progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")

@@ -24,11 +24,20 @@ from bloomery.monitor.events import (
 from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary, RunSummary
 
 BEST_CHECKPOINT = "checkpoint (best)"
+# Before the first step: a live view shows them, a plain terminal does not.
+STARTING_PHASES = {
+    "libraries": "loading PyTorch",
+    "model": "loading the model",
+    "first step": "computing the first step",
+}
 _PHASES = {
     "tokenizer": "training the tokenizer",
     "tokens": "tokenizing the dataset",
     "checksums": "writing checksums",
     "check": "checking one step against the CPU",
+    "compile": "compiling the first step",
+    "reference": "computing log-probabilities of the reference model",
+    **STARTING_PHASES,
 }
 # Cells of a device that a narrow screen omits: first the memory of PyTorch, then the clock.
 _OPTIONAL = (7, 4)
@@ -87,6 +96,11 @@ def checked_text(event: StepChecked) -> str:
     return f"{text}; not compared: {event.not_compared}" if event.not_compared else text
 
 
+def phase_text(phase: Phase) -> str:
+    """What is done in a phase, in words; of an unknown one its name."""
+    return _PHASES.get(phase.name, phase.name)
+
+
 def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None) -> str:
     """The running phase or step and its progress, for a status line; "" for the news of another run length."""
     if isinstance(event, RunStarted):
@@ -97,9 +111,7 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
         # Checksums are the last phase of preparing.
         if event.name == "checksums" and 0 < event.total <= event.done:
             return "loading PyTorch and the model"
-        return _PHASES.get(event.name, event.name) + (
-            f" {event.done / event.total:.0%}" if event.total else ""
-        )
+        return phase_text(event) + (f" {event.done / event.total:.0%}" if event.total else "")
     loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
     if (reward := event.metrics.get("reward")) is not None:
         loss = f" · reward {reward:.3f}"
@@ -142,6 +154,8 @@ def log_line(event: Event) -> str:
             devices = devices_of(event)
             return f"bloomery {event.version}: {event.parameters:,} parameters on {devices}, {event.attention}"
         case Phase():
+            if not event.total and not event.done:
+                return phase_text(event)
             total = f" of {event.total:,.0f}" if event.total else ""
             return f"{event.name} {event.done:,.0f}{total}"
         case StepDone():

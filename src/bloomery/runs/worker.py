@@ -278,6 +278,8 @@ def _train(
     notes: int | None,
 ) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
+    if int(os.environ.get("RANK", "0")) == 0:
+        emit(Phase(step=flag.step, name="libraries"))
     with loading():
         from bloomery.parallel.placement import check_binding
         from bloomery.parallel.preflight import check_ranks, meet

@@ -27,6 +27,7 @@ from bloomery.studio.recipe_form import (
     value_text,
     with_edit,
     with_key,
+    without_defaults,
     write_recipe,
 )
 from bloomery.studio.watching import Watching, address_of
@@ -49,7 +50,7 @@ async def new_run_page(watching: Watching, commands: Commands, run: str = "") ->
         if run:
             try:
                 content = read_whole(watching.run(run).reader.folder / "recipe.yaml")
-                text = content.decode("utf-8", errors="replace")
+                text = without_defaults(content.decode("utf-8", errors="replace"), run)
                 ui.label(f"with the recipe of {harmless(run)}")
             except (UserError, OSError) as error:
                 problem = error.problem if isinstance(error, UserError) else error.strerror

@@ -1,6 +1,7 @@
 """A recipe as a form and as YAML, both ways, and its plan for this machine. Does not import torch."""
 
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -228,6 +229,34 @@ def with_edit(text: str, edit: str) -> str:
         key, _, value = word.partition("=")
         text = with_key(text, tuple(key.split(".")), value)
     return text
+
+
+DEFAULT_LINE = re.compile(r"\s*\S+: .*  # default")
+
+
+def without_defaults(text: str, name: str) -> str:
+    """The complete recipe of a run without the keys that nobody set, as their comments say.
+
+    The recipe stays as it is where it would be another one: a default may have changed since.
+    """
+    lines = [line for line in text.splitlines() if not DEFAULT_LINE.fullmatch(line)]
+
+    # A section is left out with its last key: nothing deeper follows its line.
+    kept_lines = list[str]()
+    for line in reversed(lines):
+        depth = len(line) - len(line.lstrip())
+        next_depth = len(kept_lines[-1]) - len(kept_lines[-1].lstrip()) if kept_lines else 0
+        is_empty_section = line.endswith(":") and not line.lstrip().startswith("#")
+        if not (is_empty_section and next_depth <= depth):
+            kept_lines.append(line)
+    shorter_text = "\n".join(reversed(kept_lines)) + "\n"
+    try:
+        recipes = [
+            load_text(each, name=name, source=SOURCE).recipe for each in (text, shorter_text)
+        ]
+    except UserError:  # planning the recipe reports it
+        return text
+    return shorter_text if recipes[0] == recipes[1] else text
 
 
 def planned(text: str, name: str) -> Planned:

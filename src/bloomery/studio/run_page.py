@@ -10,6 +10,7 @@ from nicegui import ui
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
+from bloomery.monitor.words import phase_text
 from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import ChartMark, LineChart, marks_of
 from bloomery.studio.commands import Commands
@@ -79,8 +80,6 @@ class RunView:
             )
             self._badge = ui.badge(opened.status).classes("px-2 py-1").props('aria-live="polite"')
             ui.space()
-            self._save = self._button("Save now", "save", "save")
-            self._stop = self._button("Save and stop", "stop", "stop")
             self._resume = self._button("Resume", "resume", "play_arrow")
             self._evaluate = self._button("Evaluate", "eval", "fact_check")
             self._chat = ui.button("Chat", icon="chat_bubble_outline", on_click=self._open_chat)
@@ -91,6 +90,10 @@ class RunView:
             ui.button(
                 "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
             ).props("outline dense no-caps padding='xs sm'")
+            # Last, at the edge, and there while the page is open: no other button comes under the mouse.
+            self._save = self._button("Save now", "save", "save")
+            self._stop = self._button("Save and stop", "stop", "stop")
+            self._was_live = False
         self._problem = ui.label().classes("studio-text").props("role=status")
         self._command = CommandView(commands, self.name)
         self._post_mortem = PostMortemView(opened)
@@ -149,11 +152,16 @@ class RunView:
         reading = (
             f"reading events: step {opened.summary.step:,} so far" if opened.is_reading else ""
         )
-        self._problem.text = harmless(opened.problem or reading)
+        summary = opened.summary
+        doing = ""
+        if status == "running" and not summary.recent and summary.phase is not None:
+            doing = f"{phase_text(summary.phase)} ..."
+        self._problem.text = harmless(opened.problem or reading or doing)
         self._problem.visible = bool(self._problem.text)
         is_live = status in LIVE
         self._save.enabled = self._stop.enabled = status in ("running", "paused")
-        self._save.visible = self._stop.visible = is_live
+        self._was_live |= is_live
+        self._save.visible = self._stop.visible = self._was_live
         self._resume.visible = not is_live and status not in ("done", "deleted")
         has_model = opened.reader.run.saved is not None and status != "deleted"
         self._evaluate.visible = not is_live and has_model
@@ -164,7 +172,6 @@ class RunView:
             return
         has_events = version != self._version
         self._version = version
-        summary = opened.summary
         steps = summary.steps or opened.reader.facts.steps
         self._progress.value = min(summary.step / steps, 1.0) if steps else 0.0
         self._draw_figures()

@@ -310,6 +310,7 @@ def open_context(
     build_seconds = build_kernels(plan)
     settle_tiles(plan, run_dir, mesh, emit, resumes=resume_from is not None)
     check_step(plan, run_dir, emit, mesh, asked=check)
+    emit(Phase(name="model"))
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
@@ -454,9 +455,9 @@ def announce(context: RunContext, *, build_seconds: float) -> None:
             },
         )
     )
-    if plan.train.compile:
-        # Compilation happens in the first step.
-        context.emit(Phase(step=context.step, name="compile"))
+    # Compilation happens in the first step.
+    name = "compile" if plan.train.compile else "first step"
+    context.emit(Phase(step=context.step, name=name))
 
 
 def axes(plan: TrainPlan) -> dict[str, int]:
