@@ -1,15 +1,22 @@
 """Requests that no page of studio sends, to one studio: each is answered, nothing is executed, no log has the token."""
 
+import html
+import json
 import re
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from studio_for_tests import TOKEN, make_run, studio_process
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 AS_USER = f"Authorization: Bearer {TOKEN}"
 AS_BROWSER = f"Cookie: bloomery_studio_PORT={TOKEN}"
@@ -195,6 +202,105 @@ def test_silent_connections_keep_nobody_out(studio: tuple[int, Path]) -> None:
         for _ in range(500):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert answer_to(port, "GET /run/demo HTTP/1.1", AS_USER).startswith("HTTP/1.1 200 ")
+
+
+ODD_MESSAGES = (
+    '42["event",{}]',
+    '42["event",null]',
+    '42["event"]',
+    '42["event",{"client_id":"CLIENT"},1]',
+    '42["event",{"client_id":"CLIENT"}]',
+    '42["event",{"client_id":"CLIENT","id":1,"listener_id":"x","args":["{"]}]',
+    '42["event",{"client_id":"CLIENT","id":[1],"listener_id":"x","args":[]}]',
+    '42["event",{"client_id":"CLIENT","id":1,"listener_id":"x","args":5}]',
+    '42["event",{"client_id":{},"id":1,"listener_id":"x","args":[]}]',
+    *(
+        f'42["event",{{"client_id":"CLIENT","id":{number},"listener_id":"x"}}]'
+        for number in range(9)
+    ),
+    '42["nosuch",1]',
+    '42["connect",{}]',
+    '42["handshake",{}]',
+    '42["handshake",{"client_id":"CLIENT","tab_id":1,"document_id":[]}]',
+    '42["ack",{}]',
+    '42["ack",{"client_id":"CLIENT","next_message_id":"x"}]',
+    '42["javascript_response",{}]',
+    '42["javascript_response",{"client_id":"CLIENT","request_id":[]}]',
+    '42["log",{"client_id":"CLIENT","level":"error","message":"\\u001b[31mFAKE \\u001b[2J"}]',
+    '42["log",{"client_id":"CLIENT","level":"nosuch","message":"x"}]',
+    '42["log",{"client_id":"CLIENT","level":"error","message":{}}]',
+    "42[",
+    "42[]",
+    "42{}",
+    "420",
+    "4",
+    "9",
+    "",
+    "é",
+    "42" + "[" * 100_000,
+    '45999-["event",{"_placeholder":true,"num":0}]',
+    "40/nosuch,",
+    "41",
+    "43",
+    "43[]",
+    "2probe",
+    "6",
+)
+
+
+def live_page(port: int) -> tuple[str, Any]:
+    """The id of a page of studio, and its websocket, as NiceGUI's script opens it."""
+    text = answer_to(port, "GET /run/demo HTTP/1.1", AS_USER)
+    query = re.search(r"query: (\{.*?\}),\s*\n", text)
+    assert query is not None, text
+    fields = dict(re.findall(r"'(\w+)': '?([\w-]+)'?", html.unescape(query[1])))
+    fields |= {"implicit_handshake": "true", "document_id": "d", "tab_id": "t", "EIO": "4"}
+    address = (
+        f"ws://127.0.0.1:{port}/_nicegui_ws/socket.io/?{urlencode(fields)}&transport=websocket"
+    )
+    live = connect(address, additional_headers={"Authorization": f"Bearer {TOKEN}"})
+    live.recv()
+    live.send("40")
+    return fields["client_id"], live
+
+
+@pytest.mark.parametrize("query", ["", "&client_id=x", "&client_id=x&tab_id=y&next_message_id=z"])
+def test_a_websocket_without_the_fields_of_a_page_is_closed(
+    studio: tuple[int, Path], query: str
+) -> None:
+    port, output = studio
+    address = f"ws://127.0.0.1:{port}{LIVE}websocket&implicit_handshake=true{query}"
+    with connect(address, additional_headers={"Authorization": f"Bearer {TOKEN}"}) as live:
+        live.recv()
+        live.send("40")
+        assert live.recv(10).startswith("44")  # refused
+    assert "Traceback" not in output.read_text("utf-8")
+
+
+def test_odd_messages_of_a_page_print_nothing_and_harm_no_other_page(
+    studio: tuple[int, Path],
+) -> None:
+    port, output = studio
+    _, other = live_page(port)
+    with other:
+        for message in ODD_MESSAGES:
+            client_id, live = live_page(port)
+            with live, suppress(ConnectionClosed, TimeoutError):
+                live.send(message.replace("CLIENT", client_id))
+                live.send('42["log",{"client_id":"CLIENT","level":"error","message":"seen"}]')
+                live.recv(0.05)
+        # Another page still gets what it asks for: an answer to a ping of the protocol of its own.
+        client_id, live = live_page(port)
+        with live:
+            log = {"client_id": client_id, "level": "error", "message": "a page's own words"}
+            live.send(f'42["log",{json.dumps(log)}]')
+            deadline = time.monotonic() + 20
+            while "a page's own words" not in output.read_text("utf-8"):
+                assert time.monotonic() < deadline, output.read_text("utf-8")
+                time.sleep(0.02)
+    printed = output.read_text("utf-8")
+    assert "Traceback" not in printed and "\x1b" not in printed, printed[-3000:]
+    assert "FAKE" in printed  # without its control characters
 
 
 def test_after_all_of_that_studio_answers_and_its_output_has_no_token_and_no_traceback(

@@ -263,7 +263,10 @@ def _block(script: str) -> ScalarString:
     """A script as it reads, where YAML can hold it so; characters that end a line there, as U+2028, are escaped."""
     lines = script.split("\n")
     is_plain = all(line.replace("\t", "").isprintable() for line in lines)
-    return LiteralScalarString(script) if is_plain else DoubleQuotedScalarString(script)
+    block: ScalarString = (
+        LiteralScalarString(script) if is_plain else DoubleQuotedScalarString(script)
+    )
+    return block
 
 
 def _yaml(document: dict[str, Any], command: str) -> str:

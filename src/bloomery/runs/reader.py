@@ -63,7 +63,7 @@ class RunReader:
         for known, now in zip(self._files, files, strict=True):
             if known is not None and now is not None and known != now:
                 return True
-        self._files = tuple(now or known for known, now in zip(self._files, files, strict=True))
+        self._files = (files[0] or self._files[0], files[1] or self._files[1])
         with suppress(OSError):
             return self.tail.path.stat().st_size < self.tail.whole_lines_end
         return False

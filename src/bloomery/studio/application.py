@@ -8,7 +8,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.middleware.gzip import GZipMiddleware
-from nicegui import Client, app, ui
+from nicegui import Client, app, core, ui
 from starlette.exceptions import HTTPException
 
 from bloomery.core.text import harmless
@@ -24,6 +24,7 @@ from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.model_server import ModelServers
 from bloomery.studio.models_page import models_page
 from bloomery.studio.new_run_page import new_run_page
+from bloomery.studio.page_messages import leave_out_odd_messages
 from bloomery.studio.run_page import run_page
 from bloomery.studio.runs_page import runs_page
 from bloomery.studio.watching import Watching
@@ -131,6 +132,7 @@ def serve_studio(
         tailwind=False,  # it compiles in the browser, again at each change: style.css has what pages use
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION),
     )
+    leave_out_odd_messages(core.sio)
     # What has been made so far stays: looking at it again and again would be a sixth of reading a long run.
     gc.collect()
     gc.freeze()

@@ -18,6 +18,7 @@ POLICY = (
     "form-action 'none'; object-src 'none'; frame-ancestors 'self'"
 )
 _NOTEBOOKS = f"{POLICY} http://localhost:* http://127.0.0.1:*"  # they may have studio in a frame
+PACKET_TYPES = "0123456"  # the first character of a packet, by Engine.IO's protocol of version 4
 _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -63,7 +64,7 @@ class Guard:
         response = self._refusal(scope)
         if response is None:
             try:
-                await self.app(scope, receive, _with_headers(send, self.policy))
+                await self.app(scope, _packets_of(receive), _with_headers(send, self.policy))
             except RuntimeError as error:
                 # Of a middleware of NiceGUI's, where the browser has left before its page was built.
                 if str(error) != "No response returned.":
@@ -144,6 +145,23 @@ def _cookie(headers: Headers, name: str) -> str:
     except CookieError:
         return ""
     return jar[name].value if name in jar else ""
+
+
+def _packets_of(receive: Receive) -> Receive:
+    """Without messages of a websocket that are no packet of Engine.IO, over which its handler would fail."""
+
+    async def receiving() -> Message:
+        message = await receive()
+        while message["type"] == "websocket.receive" and not _is_packet(message):
+            message = await receive()
+        return message
+
+    return receiving
+
+
+def _is_packet(message: Message) -> bool:
+    text = message.get("text")
+    return bool(message.get("bytes")) if not text else text[0] in PACKET_TYPES
 
 
 def _with_headers(send: Send, policy: str) -> Send:
