@@ -95,7 +95,7 @@ def test_a_prompt_gets_what_transformers_adds_before_it(tmp_path, library, kind,
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         ids = theirs.encode(text)
-        assert [*ours.encode_prompt(text), *ours.suffix] == ids
+        assert [*ours.encode_prompt(text), *ours.suffix] == ours.encode_whole(text) == ids
     # Prompts without a chat template, of chats and of rollouts, begin alike.
     plain = continuation(ours)([Message("user", TEXTS[0])])
     with Renderer(ours, template=None, train_on="assistant") as renderer:

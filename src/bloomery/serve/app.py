@@ -429,7 +429,10 @@ class Server:
             if not isinstance(text, str):
                 prompts.append(list(text))
                 continue
-            encode = partial(model.tokenizer.encode_prompt, text)
+            # The text of an embedding is whole: what the tokenizer adds at its end belongs to it.
+            tokenizer = model.tokenizer
+            encoder = tokenizer.encode_whole if parameter == "input" else tokenizer.encode_prompt
+            encode = partial(encoder, text)
             try:
                 prompts.append(await self._work(request, lane_of(len(text.encode())), encode))
             except UserError as error:

@@ -442,6 +442,12 @@ class Tokenizer:
         ids = self.encode(text, special=True)
         return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
 
+    def encode_whole(self, text: str) -> list[int]:
+        """A text that nothing follows: `encode_prompt`, and what the tokenizer adds at the end."""
+        ids = self.encode_prompt(text)
+        ends = not self.suffix or ids[-len(self.suffix) :] == self.suffix
+        return ids if ends else [*ids, *self.suffix]
+
     @property
     def prefix(self) -> list[int]:
         """The ids that transformers adds before a plain text: the BOS token or none, of some tokenizers two."""
