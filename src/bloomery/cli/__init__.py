@@ -252,8 +252,8 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
         unknown = _unknown_options(arguments, known)
         answers = _answers_of_settings(unknown, may_guess=not error.possibilities)
         if answers:
-            names = ", ".join(f"'{name}'" for name in unknown)
-            problem = f"no such option{'s' if len(unknown) > 1 else ''} {names}"
+            listed = ", ".join(f"'{name}'" for name in unknown)
+            problem = f"no such option{'s' if len(unknown) > 1 else ''} {listed}"
             unanswered = [name for name in unknown if name not in answers]
             lines = list(answers.values())
             if unanswered:

@@ -511,9 +511,11 @@ def copy(name: str, path: Path | None) -> None:
     help="Write the recipe to PATH, not to stdout.",
 )
 def import_(file: Path, out_path: Path | None) -> None:
-    """Convert an Axolotl, LLaMA-Factory or TRL YAML to a recipe.
+    """Convert a file of another training tool to a recipe.
 
-    Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and an alternative.
+    FILE is a YAML or JSON file of Axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or mlx-lm, a shell script with one
+    of their commands, or a Python script or notebook of Unsloth or TRL, of which nothing runs. Every key of FILE is
+    mapped to a recipe key, or listed in a comment with the reason and an alternative.
 
     Example: bloomery recipes import axolotl.yml --out mine.yaml
     """

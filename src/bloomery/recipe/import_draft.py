@@ -93,6 +93,9 @@ class Draft:
     def set(self, key: str, value: Any, *names: str, reason: str = "") -> None:
         """A setting of the recipe. `names`: the other tool's keys that decide it; where the file has none of them, it
         is the tool's default."""
+        computed = [name for name in names if name in self.file.unread and not self.given(name)]
+        if computed:
+            reason = f"set it: {computed[0]} is computed in the file"
         self.settings[key] = Setting(str(plain(value)), self._of_file(names), reason)
 
     def set_from(self, key: str, value: Any, names: Iterable[str]) -> None:
@@ -140,7 +143,9 @@ class Draft:
         for edit in () if alias.guess else alias.edits:
             key, equals, value = edit.partition("=")
             if equals and key not in self.settings:
-                self.settings[key] = Setting(value, (), alias.reason)
+                is_computed = alias.name in self.file.unread
+                reason = f"set it: {alias.name} is computed in the file" if is_computed else ""
+                self.settings[key] = Setting(value, (), reason or alias.reason)
 
     def drop(self, key: str, reason: str) -> None:
         """Takes a setting out again; its origin is listed, but for a default of the tool."""
@@ -193,4 +198,6 @@ def _reason(alias: Alias) -> str:
     reason = alias.reason
     for beginning in ("leave it out: ", "leave it out"):
         reason = reason.removeprefix(beginning)
+    if alias.reason == "leave it out":
+        return "nothing to set: it is off"
     return reason or "no such setting"

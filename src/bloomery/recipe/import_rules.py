@@ -4,9 +4,8 @@ Read from: Axolotl 0.16 (its trainer builders), LLaMA-Factory 0.9.5 (hparams), T
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from bloomery.recipe.aliases import plain
 from bloomery.recipe.import_draft import Draft, Setting
@@ -136,6 +135,7 @@ def llama_factory(draft: Draft) -> None:
             draft.set(f"objective.{key}", draft.number(name), name)
     if kind == "ppo":
         _llama_factory_ppo(draft)
+    draft.leave_all(_GENERATION, "of generation: `bloomery generate` has options")
 
     # The adapter: LoRA where the file names none.
     method = draft.word("finetuning_type")
@@ -464,8 +464,9 @@ def _axolotl_data(draft: Draft, kind: str) -> None:
     per_epoch = draft.number("evals_per_epoch")
     if not has_validation:
         draft.set("eval.every", "none", reason="there is no validation set")
-        names = ("evals_per_epoch", "eval_steps", "eval_strategy")
-        draft.leave_all(names, "there is no validation set")
+        draft.leave_all(
+            ("evals_per_epoch", "eval_steps", "eval_strategy"), "there is no validation set"
+        )
     elif draft.given("eval_steps") and intervals(draft, "eval_steps"):
         draft.set("eval.every", intervals(draft, "eval_steps"), "eval_steps", "eval_strategy")
     elif per_epoch and per_epoch > 0:
@@ -484,6 +485,8 @@ _DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 def trl(draft: Draft) -> None:
     command = draft.file.command or "sft"
     shown = "PPOTrainer, up to TRL 1.15" if command == "ppo" else f"`trl {command}`"
+    if draft.file.tool == "Unsloth":
+        shown = f"the trainer of {command}"
     reason = f"of {shown}"
     if draft.file.is_guess:
         reason += ": the file names no trainer; set objective.kind for another"
@@ -515,6 +518,10 @@ def trl(draft: Draft) -> None:
     if kind == "sft":
         _trl_loss_tokens(draft)
         _trl_packing(draft)
+    elif kind == "distill":
+        reason = "GKDTrainer masks all but the last response"
+        draft.set("data.chat.train_on", "last", "assistant_only_loss", reason=reason)
+        draft.set("data.packing", False)
     else:
         draft.set_default("data.packing", False)
     evaluates = draft.word("eval_strategy") or draft.word("evaluation_strategy")
@@ -748,8 +755,3 @@ def _trl_datasets(draft: Draft) -> None:
     )
     if isinstance(share, int | float) and not isinstance(share, bool) and 0 < share < 1:
         draft.set("data.validation", f"{100 * share:.6g}%", share_name)
-
-
-RULES: Mapping[str, Callable[[Draft], None]] = MappingProxyType(
-    {"Axolotl": axolotl, "LLaMA-Factory": llama_factory, "TRL": trl}
-)

@@ -3,14 +3,12 @@
 Every key, however deep, is mapped or listed with a reason, the tool's own defaults are written, and the recipe loads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bloomery.core.errors import UserError
-from bloomery.core.files import read_input
 from bloomery.recipe.aliases import (
     ROLLOUTS,
     Alias,
@@ -23,30 +21,41 @@ from bloomery.recipe.aliases import (
     plain,
 )
 from bloomery.recipe.import_draft import Draft, Setting, ToolFile
-from bloomery.recipe.import_rules import RULES
+from bloomery.recipe.import_files import read_file
+from bloomery.recipe.import_mlx import mlx_lm
+from bloomery.recipe.import_rules import axolotl, llama_factory, trl
+from bloomery.recipe.import_swift import swift
+from bloomery.recipe.import_torchtune import torchtune
+from bloomery.recipe.import_unsloth import unsloth
 from bloomery.recipe.load import mistakes_in
 from bloomery.recipe.tools import not_recognized, recognized, refuse_other_files, tools
-from bloomery.recipe.yaml import MAX_BYTES, read_yaml
+from bloomery.recipe.yaml import read_yaml
 
 _PROMPT_TOKENS = 512  # TRL has no limit for prompts
 _CONTEXT = ("model.rope_scaling.", "model.rope_theta", "model.max_positions")
 # the first that is set wins
 _LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")
 _DATASETS = ("datasets", "pretraining_dataset")
-_TRAINER_TOOLS = ("LLaMA-Factory", "TRL")  # their files hold TrainingArguments of transformers
+_TRAINER_TOOLS = ("LLaMA-Factory", "TRL", "Unsloth", "ms-swift")  # on TrainingArguments
+_RULES: Mapping[str, Callable[[Draft], None]] = MappingProxyType(
+    {
+        "Axolotl": axolotl,
+        "LLaMA-Factory": llama_factory,
+        "TRL": trl,
+        "Unsloth": unsloth,
+        "mlx-lm": mlx_lm,
+        "ms-swift": swift,
+        "torchtune": torchtune,
+    }
+)
 
 
 def import_recipe(path: Path) -> tuple[str, str]:
     """The recipe as YAML and the tool whose file it was. Raises UserError (code 2)."""
-    text = read_input(path, MAX_BYTES, code=2).decode("utf-8-sig", errors="replace")
-    document = read_yaml(text, source=path.name, folder=path.parent)
-    if document.mistakes:
-        mistake = document.mistakes[0]
-        raise UserError(mistake.problem, where=mistake.place, fix=mistake.fix, code=2)
-    keys = document.data if isinstance(document.data, dict) else {}
-    file = recognized(keys, path)
+    reading = read_file(path)
+    file = recognized(reading.keys, path, program=reading.program, unread=reading.unread)
     if file is None:
-        raise not_recognized(keys, path)
+        raise not_recognized(reading.keys, path)
     refuse_other_files(file, path)
     draft = drafted(file)
     return _text(draft, path.name), file.tool
@@ -57,16 +66,20 @@ def import_recipe(path: Path) -> tuple[str, str]:
 
 def drafted(file: ToolFile) -> Draft:
     """What the file becomes: first the keys that decide about others, then the table, then the tool's defaults."""
-    entry = tools()[file.tool]
-    command = entry.get("commands", {}).get(file.command, {})
-    defaults = {**entry["defaults"], **command}
-    if file.tool in _TRAINER_TOOLS:
-        defaults = {**tools()["Transformers"]["defaults"], **defaults}
-    draft = Draft(file, {**defaults, **entry.get("conditional", {})})
-    RULES[file.tool](draft)
+    parents = ["Transformers"] * (file.tool in _TRAINER_TOOLS) + ["TRL"] * (file.tool == "Unsloth")
+    defaults: dict[str, Any] = {}
+    conditional: dict[str, Any] = {}
+    for name in [*parents, file.tool]:
+        entry = tools()[name]
+        defaults |= entry["defaults"] | entry.get("commands", {}).get(file.command, {})
+        conditional |= entry.get("conditional", {})
+    draft = Draft(file, {**defaults, **conditional})
+    _RULES[file.tool](draft)
 
     is_rollout = draft.value("objective.kind") in ("grpo", "rloo", "ppo")
-    table = ROLLOUTS if file.tool == "TRL" and is_rollout else file.tool
+    table = "TRL" if file.tool == "Unsloth" else file.tool
+    if is_rollout and file.tool in ("TRL", "Unsloth", "ms-swift"):
+        table = ROLLOUTS
     for alias in _aliases(file.keys, (), table, draft):
         draft.add(alias)
     siblings = {**defaults, **file.keys}
@@ -200,11 +213,7 @@ def _complete(draft: Draft) -> None:
     if draft.value("objective.kind") in ("grpo", "rloo", "ppo"):
         _complete_rollouts(draft)
 
-    # What every recipe needs.
-    if not settings.keys() & {"data.path", "data.sources"}:
-        draft.settings["data.path"] = Setting("DATASET", (), "set it: a file, folder or Hub id")
-    if "model.from" not in settings:
-        draft.settings["model.from"] = Setting("MODEL", (), "set it: a folder or Hub id")
+    _ask_for_needed(draft)
 
     # Keys that do not fit the kinds of this recipe.
     kinds = [f"{key}={draft.value(key)}" for key in settings if key.endswith(".kind")]
@@ -218,6 +227,15 @@ def _settle(draft: Draft) -> None:
     while refusal := _refused(draft.settings):
         key, problem = refusal
         draft.drop(key, f"{key} does not fit: {problem}")
+        _ask_for_needed(draft)
+
+
+def _ask_for_needed(draft: Draft) -> None:
+    """A model and a dataset, which every recipe needs."""
+    if not draft.settings.keys() & {"data.path", "data.sources"}:
+        draft.settings["data.path"] = Setting("DATASET", (), "set it: a file, folder or Hub id")
+    if "model.from" not in draft.settings:
+        draft.settings["model.from"] = Setting("MODEL", (), "set it: a folder or Hub id")
 
 
 def _refused(settings: Mapping[str, Setting]) -> tuple[str, str] | None:

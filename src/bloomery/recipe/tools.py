@@ -1,5 +1,6 @@
 """Which tool a file belongs to, by its keys, and whether it is one that trains (signs: tools.toml)."""
 
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -21,10 +22,51 @@ def tools() -> dict[str, Any]:
 # What kind of file it is
 
 
-def recognized(keys: Mapping[str, Any], path: Path) -> ToolFile | None:
-    """The tool whose keys these are: the one with most of its signs; None for none."""
+def recognized(
+    keys: Mapping[str, Any],
+    path: Path,
+    *,
+    program: str = "",
+    unread: Mapping[str, str] = MappingProxyType({}),
+) -> ToolFile | None:
+    """The tool whose keys these are: that of a command line or script, else the one with most of its signs; None for
+    none. `program`: its name and command as the file has them.
+    """
+    name, _, command = program.partition(" ")
+    tool = _TOOLS_OF_PROGRAMS.get(name) or _tool_of(keys)
+    if not tool:
+        return None
+    if tool not in ("TRL", "Unsloth"):
+        return ToolFile(tool, keys, command, unread=unread)
+
+    # Which trainer: that of the command, else the one that has these keys; `beta` alone may be that of several.
+    words = set(re.split(r"[_\W]+", command.lower()))
+    of_program = next((known for known in tools()["TRL"]["commands"] if known in words), "")
+    of_keys = command_of_trl(keys)
+    named = of_program or of_keys or _named_in(path) or ("dpo" if "beta" in keys else "")
+    return ToolFile(tool, keys, named or "sft", not (of_program or of_keys), unread)
+
+
+_TOOLS_OF_PROGRAMS = {
+    "axolotl": "Axolotl",
+    "llamafactory": "LLaMA-Factory",
+    "mlx_lm": "mlx-lm",
+    "swift": "ms-swift",
+    "trl": "TRL",
+    "tune": "torchtune",
+    "unsloth": "Unsloth",
+}
+
+
+def _tool_of(keys: Mapping[str, Any]) -> str:
+    """The tool with most of its signs among the keys; "" for none."""
+    sections = [value for value in keys.values() if isinstance(value, dict)]
+    if any("_component_" in section for section in sections):
+        return "torchtune"
     candidates = {
-        tool: entry for tool, entry in tools().items() if keys.keys() & set(entry.get("needs", ()))
+        tool: entry
+        for tool, entry in tools().items()
+        if any(isinstance(keys.get(name), str) for name in entry.get("needs", ()))
     }
 
     def most(*kinds: str) -> str:
@@ -35,15 +77,7 @@ def recognized(keys: Mapping[str, Any], path: Path) -> ToolFile | None:
         tool = max(counts, key=lambda name: counts[name], default="")
         return tool if tool and counts[tool] >= 2 else ""
 
-    tool = most("signs") or most("signs", "shared")
-    if not tool:
-        return None
-    if tool != "TRL":
-        return ToolFile(tool, keys)
-    # `beta` alone may be that of several commands: the name of the file is surer.
-    command = command_of_trl(keys)
-    named = command or _named_in(path) or ("dpo" if "beta" in keys else "")
-    return ToolFile(tool, keys, named or "sft", is_guess=not command)
+    return most("signs") or most("signs", "shared")
 
 
 # Keys that only one trainer of TRL has, the surest first.
@@ -229,7 +263,10 @@ def not_recognized(keys: Mapping[str, Any], path: Path) -> UserError:
         if key in keys:
             problem = f"this is no training file: {path.name} is {what}"
             return UserError(problem, where=str(path), fix=fix, code=2)
-    names = [tool for tool, entry in tools().items() if "signs" in entry]
+    if {"models", "method"} <= keys.keys():
+        problem = f"this is no training file: {path.name} merges models"
+        raise UserError(problem, where=str(path), fix="`bloomery merge --help`", code=2)
+    names = sorted((tool for tool in tools() if tool != "Transformers"), key=str.lower)
     listed = f"{', '.join(names[:-1])} or {names[-1]}"
     fix = f"give a training file of {listed}: `bloomery recipes import --help` names their formats"
     problem = f"not a file of {listed}: {path.name}"
@@ -271,9 +308,39 @@ def _import_command(label: str, name: str) -> str:
     return f"`bloomery recipes import {shlex.quote(label)} --out {out}`, then `bloomery plan {out}`"
 
 
+# Configs of torchtune and mlx-lm without a training: a key, and what to type.
+_OTHER_CONFIGS = (
+    (
+        "torchtune",
+        "tasks",
+        "a config of `tune run eleuther_eval`",
+        "`bloomery eval MODEL --lm-eval TASKS`",
+    ),
+    (
+        "torchtune",
+        "prompt",
+        "a config of `tune run generate`",
+        "`bloomery generate MODEL --prompt TEXT`",
+    ),
+    (
+        "torchtune",
+        "quantizer",
+        "a config of `tune run quantize`",
+        "`bloomery export MODEL --to gguf --type q4_K_M --out FILE`",
+    ),
+)
+
+
 def refuse_other_files(file: ToolFile, path: Path) -> None:
     """Raises UserError for a file that exports, answers or evaluates, with the command for it."""
     keys = file.keys
+    for tool, key, what, command in _OTHER_CONFIGS:
+        if file.tool == tool and key in keys and not {"dataset", "optimizer"} & keys.keys():
+            problem = f"this is no training file: {path.name} is {what}"
+            raise UserError(problem, where=str(path), fix=command, code=2)
+    if file.tool == "mlx-lm" and keys.get("train") is False and keys.get("test") is True:
+        problem = f"this is no training file: {path.name} tests an adapter (train: false)"
+        raise UserError(problem, where=str(path), fix="`bloomery eval MODEL --data FILE`", code=2)
     trains = bool(keys.keys() & {"dataset", "tokenized_path"}) and keys.get("do_train") is not False
     base = str(keys.get("model_name_or_path") or "MODEL")
     adapter = str(keys.get("adapter_name_or_path") or "").split(",")[0].strip()

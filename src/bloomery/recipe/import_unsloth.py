@@ -1,0 +1,44 @@
+"""What a script or notebook of Unsloth means: FastLanguageModel, get_peft_model and a trainer of TRL."""
+
+from bloomery.recipe.import_draft import Draft
+from bloomery.recipe.import_rules import trl
+
+_IN_FULL = ("embed_tokens", "lm_head")  # Unsloth trains these target modules in full
+
+
+def unsloth(draft: Draft) -> None:
+    """TRL's rules with Unsloth's defaults: 4 bits, the length of from_pretrained, its own checkpointing."""
+    trl(draft)
+    kind = draft.value("objective.kind")
+    model = draft.get("model_name_or_path")
+    if isinstance(model, str):
+        plain_model = model
+        for ending in ("-unsloth-bnb-4bit", "-bnb-4bit"):
+            plain_model = plain_model.removesuffix(ending)
+        reason = "" if plain_model == model else "the model whose 4-bit copy the script loads"
+        draft.set("model.from", plain_model, "model_name_or_path", reason=reason)
+
+    # Without get_peft_model, or with full_finetuning, every weight is trained.
+    if draft.is_on("full_finetuning") or not draft.is_on("use_peft"):
+        draft.set("adapter.kind", "none", "full_finetuning", reason="no adapter is added")
+    elif draft.is_on("load_in_4bit"):
+        draft.set("quantize.kind", "nf4", "load_in_4bit")
+        draft.set("quantize.double_quant", True, "bnb_4bit_use_double_quant")
+    targets = draft.get("lora_target_modules")
+    if isinstance(targets, list) and any(name in _IN_FULL for name in targets):
+        modules = [name for name in targets if name not in _IN_FULL]
+        draft.set("adapter.target_modules", modules, "lora_target_modules")
+        in_full = [name for name in targets if name in _IN_FULL]
+        reason = "Unsloth trains these in full"
+        draft.set("adapter.modules_to_save", in_full, "lora_target_modules", reason=reason)
+
+    # The trainer of SFT takes the length of the model.
+    if kind == "sft" and not draft.given("max_length"):
+        length = draft.number("max_seq_length") or 2048
+        draft.set("data.sequence_length", int(length), "max_seq_length")
+    if draft.given("responses_only"):
+        draft.set("data.chat.train_on", "assistant", "responses_only")
+    checkpointing = draft.word("gradient_checkpointing")
+    if checkpointing == "unsloth":
+        draft.set("train.activation_checkpointing", "full", "gradient_checkpointing")
+        draft.set("train.offload_activations", True, "gradient_checkpointing")
