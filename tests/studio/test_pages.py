@@ -311,6 +311,12 @@ def test_charts_keep_their_order_whichever_has_values_first() -> None:
         with EventLog(folder / "events.jsonl") as log:
             log(step_done(1))
         await until(lambda: len(titles()) > 2)
+        (loss,) = (
+            chart.options["series"][0]
+            for chart in user.find(ui.echart).elements
+            if chart.options["series"][0]["name"] == "loss"
+        )
+        assert loss["showSymbol"] and len(loss["data"]) == 1  # one point is a dot
         assert titles() == [
             "Loss, nats per token",
             "Learning rate",

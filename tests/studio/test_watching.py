@@ -20,6 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.monitor import reader_processes
 from bloomery.monitor.events import (
     DeviceStats,
+    EvalDone,
     Event,
     EventLog,
     Phase,
@@ -373,6 +374,50 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
         assert dict(figures_of(run))["Step"]
         points = snapshot_of(run, "hours").points
         json.dumps({name: values.tolist() for name, values in points.items()}, allow_nan=False)
+
+
+def test_the_list_has_the_figures_that_decide() -> None:
+    """The validation loss; of a run that is judged by rewards the reward, and no loss near 0."""
+    needs_nicegui()
+    from bloomery.studio.run_charts import figures_of
+    from bloomery.studio.runs_page import row_of_table, visible_columns
+
+    make_run("text", end=RunEnded(step=40, status="done"))
+    started = RunStarted(
+        schema=2,
+        version="0",
+        parameters=1,
+        steps=4,
+        attention="mask",
+        device="cpu",
+        loss_unit="completion",
+    )
+    steps = [step_done(step, 1e-7, metrics={"reward": 0.25 * step}) for step in (1, 2, 3, 4)]
+    held_out = EvalDone(
+        step=4,
+        loss=0.0,
+        perplexity=1.0,
+        bits_per_byte=None,
+        tokens=1,
+        seconds=1.0,
+        metrics={"reward": 0.625},
+    )
+    make_run("rollouts", events=[started, *steps])
+    make_run("held-out", events=[started, *steps, held_out])
+    watching = Watching()
+    rows = {row.name: row_of_table(row) for row in watching.rows()}
+    assert rows["text"]["validation_loss"] > 0 and rows["text"]["shown"]["validation_loss"]
+    assert rows["text"]["reward"] is None and rows["text"]["loss"] > 0
+    assert rows["rollouts"]["loss"] is rows["rollouts"]["validation_loss"] is None
+    assert 0.25 < rows["rollouts"]["reward"] <= 1.0
+    assert rows["held-out"]["shown"]["reward"] == "0.625"
+    assert {"validation_loss", "reward"} <= set(visible_columns([*rows.values()]))
+    assert "reward" not in visible_columns([rows["text"]])
+
+    # The figure on the page of a run is a moving average, and says so.
+    run = watching.run("text")
+    run.update()
+    assert [name for name in dict(figures_of(run)) if name.startswith("Loss, moving average")]
 
 
 def test_a_name_that_no_page_shows_is_taken_for_no_other_run() -> None:

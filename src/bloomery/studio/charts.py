@@ -197,7 +197,8 @@ class LineChart:
             if same == len(old) == len(new):
                 continue
             # Points in the middle have changed: the width of the buckets has doubled, or the run went back.
-            is_redrawn = is_redrawn or same < len(old) - 3
+            # So has a second point, after one that was a dot.
+            is_redrawn = is_redrawn or same < len(old) - 3 or len(old) == 1
             tails.append((index, same, new[same:].tolist()))
         self._points = points
         self._extra = dots
@@ -242,7 +243,8 @@ class LineChart:
             line: dict[str, Any] = {
                 "name": self._labels.get(name, name),
                 "type": "line",
-                "showSymbol": False,
+                "showSymbol": len(points) == 1,  # a single point has no line
+                "symbolSize": 6,
                 "data": points,
                 "lineStyle": {"width": 1.4, "type": dash_of(index)},
                 "itemStyle": {"color": color_of(index)},

@@ -385,7 +385,7 @@ def metrics_of(run: OpenRun) -> Iterator[tuple[str, str]]:
     if summary.tokens:
         yield "Tokens", in_millions(summary.tokens)
     if summary.smoothed is not None:
-        yield f"Loss, {summary.unit}", f"{summary.smoothed:.4f}"
+        yield f"Loss, moving average, {summary.unit}", f"{summary.smoothed:.4f}"
     if summary.smoothed_reward is not None:
         yield "Reward", f"{summary.smoothed_reward:.3f}"
     evaluations = [event for event in summary.evaluations.values() if event.loss is not None]

@@ -43,7 +43,7 @@ def figures_of(opened: OpenRun) -> Iterator[tuple[str, str]]:
     steps = summary.steps or facts.steps
     yield "Step", f"{summary.step:,}" + (f" of {steps:,}" if steps else "")
     if summary.smoothed is not None:
-        yield f"Loss, {summary.unit}", f"{summary.smoothed:.4f}"
+        yield f"Loss, moving average, {summary.unit}", f"{summary.smoothed:.4f}"
     if summary.smoothed_reward is not None:
         yield "Reward", f"{summary.smoothed_reward:.3f}"
     if summary.evaluation is not None:

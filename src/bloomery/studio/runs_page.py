@@ -35,7 +35,9 @@ _COLUMNS = (
     ("model", "Model", False),
     ("method", "Method", False),
     ("progress", "Progress", True),
-    ("loss", "Loss", True),
+    ("loss", "Loss, average", True),
+    ("validation_loss", "Validation loss", True),
+    ("reward", "Reward", True),
     ("speed", "Tokens/s", True),
     ("memory_gib", "Memory", True),
     ("temperature", "Temperature", True),
@@ -43,7 +45,8 @@ _COLUMNS = (
     ("began", "Started", True),
     ("seconds", "Duration", True),
 )
-_SENSORS = ("temperature", "power")  # columns that are hidden where no run has a value
+# Columns that are hidden where no run has a value.
+_OPTIONAL = ("validation_loss", "reward", "temperature", "power")
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 # Whoever points at a run is about to open it: it is read by then.
 _LINK = """<a :href="props.row.address" :data-focus="props.row.address" class="studio-name"
@@ -100,6 +103,8 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
         "method": row.method,
         "progress": steps if row.progress is None else f"{row.progress:.0%} · {steps}",
         "loss": figure(row.loss, ".3f", ""),
+        "validation_loss": figure(row.validation_loss, ".3f", ""),
+        "reward": figure(row.reward, ".3f", ""),
         "speed": speed,
         "memory_gib": figure(row.memory_gib, ".1f", " GiB"),
         "temperature": figure(row.temperature, ".0f", " °C"),
@@ -120,11 +125,11 @@ def row_of_table(row: RunRow) -> dict[str, Any]:
 
 
 def visible_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Most machines without a GPU have no sensor to read."""
+    """Most machines without a GPU have no sensor to read, and few runs a reward."""
     return [
         key
         for key, _, _ in _COLUMNS
-        if key not in _SENSORS or any(row[key] is not None for row in rows)
+        if key not in _OPTIONAL or any(row[key] is not None for row in rows)
     ]
 
 
@@ -152,7 +157,8 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
-        for key in ("loss", "speed", "memory_gib", "temperature", "power", "began", "seconds"):
+        own_cells = ("name", "status", "model", "method", "progress")
+        for key in (key for key, _, _ in _COLUMNS if key not in own_cells):
             table.add_slot(f"body-cell-{key}", _TEXT_CELL)
         table.add_slot("item", _CARD)
         table.add_slot("no-data", "<span v-if='props.filter'>no run has this text</span>")

@@ -52,7 +52,10 @@ FIRST_SECONDS = 1.0  # that a page waits for a run to be read before it shows wh
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the list of runs; None: unknown. `speed` and `planned_speed`: tokens per second. `progress`: 0 to 1."""
+    """A run in the list of runs; None: unknown. `speed` and `planned_speed`: tokens per second. `progress`: 0 to 1.
+
+    `loss`: the moving average, of a run that is judged by rewards None. `validation_loss`: of the newest evaluation.
+    """
 
     name: str
     status: str
@@ -62,6 +65,8 @@ class RunRow:
     step: int = 0
     steps: int | None = None
     loss: float | None = None
+    validation_loss: float | None = None
+    reward: float | None = None
     speed: float | None = None
     planned_speed: float | None = None
     memory_gib: float | None = None
@@ -131,7 +136,9 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
         method="" if plan is None else method_of(plan),
         step=summary.step,
         steps=summary.steps or (None if plan is None else plan.train.steps),
-        loss=summary.smoothed,
+        loss=None if summary.scores_completions else summary.smoothed,
+        validation_loss=_validation_loss(summary),
+        reward=_reward(summary),
         speed=summary.tokens_per_second,
         planned_speed=planned_speed(plan),
         memory_gib=summary.last.memory_gib or None if summary.last else None,
@@ -140,6 +147,18 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
         began=summary.began,
         seconds=_seconds(folder, summary, is_live=status in LIVE),
     )
+
+
+def _validation_loss(summary: RunSummary) -> float | None:
+    evaluation = summary.evaluation
+    return None if evaluation is None or summary.scores_completions else evaluation.loss
+
+
+def _reward(summary: RunSummary) -> float | None:
+    """Of held-out prompts, else of the newest rollouts."""
+    evaluation = summary.evaluation
+    held_out = None if evaluation is None else evaluation.metrics.get("reward")
+    return summary.smoothed_reward if held_out is None else held_out
 
 
 def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:
