@@ -76,6 +76,23 @@ def test_a_file_a_name_and_a_text(tmp_path):
         assert find_template(name, {}).text == builtin_template(name)
 
 
+def test_a_template_can_name_every_token_of_the_configuration(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = "{{ bos_token }}|{{ sep_token }}|{{ image_token }}|{{ boi_token }}|{{ mask_token }}|{{ pad_token }}"
+    more = {
+        "sep_token": "</s>",
+        "image_token": "<s>",
+        "extra_special_tokens": {"boi_token": "</s>"},
+        "chat_template": template,
+    }
+    tokenizer = folder_with(tmp_path, more)
+    turns = [{"role": "user", "content": "hi"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with Renderer(tokenizer, template=None, train_on="all") as renderer:
+        text = renderer.rendered([Message("user", "hi")])
+    assert text == theirs.apply_chat_template(turns, tokenize=False) == "<s>|</s>|<s>|</s>||"
+
+
 def test_a_template_that_replaces_the_tokenizer_s_own_is_named_so(tmp_path):
     tokenizer = folder_with(tmp_path, {"chat_template": SIMPLE})
     assert not find_template(None, tokenizer.config).replaces_own

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -16,7 +17,14 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoding import Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.runs.generate import JsonGrammars, Stops, TextStream, generate, load_model
+from bloomery.runs.generate import (
+    JsonGrammars,
+    Stops,
+    TextStream,
+    beginning,
+    generate,
+    load_model,
+)
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
@@ -355,3 +363,32 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
     assert bloomery.evaluate(folder, tmp_path / "a.txt", device="cpu").loss > 0
     done = bloomery.export(folder, tmp_path / "out", verify=False, device="cpu")
     assert isinstance(done, Exported) and done.folder == tmp_path / "out" and RunPlan is not None
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_greedy_text_is_that_of_transformers(folder: Path, tmp_path: Path, adds_bos: bool) -> None:
+    """Whether the tokenizer adds a begin token or, as those of GPT-2, SmolLM2 and Qwen, only has one."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(folder, tmp_path / "model")
+    if not adds_bos:
+        path = tmp_path / "model" / "tokenizer.json"
+        described = {**json.loads(path.read_text()), "post_processor": None}
+        path.write_text(json.dumps(described))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32
+    )
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    decoder, tokenizer = load_model(tmp_path / "model")
+    for prompt in ("def f(x):", "<s>a</s> b", "import"):
+        ids = library.encode(prompt)
+        if prompt.startswith("<s>") and adds_bos:
+            ids = ids[1:]  # no second begin token is added
+        assert beginning(tokenizer, prompt) == ids
+        with torch.no_grad():
+            written = theirs.generate(
+                torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=3
+            )[0, len(ids) :].tolist()
+        sampling = Sampling(max_new_tokens=12, temperature=0.0)
+        found = list(sample_tokens(decoder, beginning(tokenizer, prompt), sampling))
+        assert found[: len(written)] == written

@@ -13,6 +13,7 @@ from pathlib import Path
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import TemplateProcess, as_turn, chat_format
 from bloomery.data.examples import Message
+from bloomery.data.tokenizer.roles import named_tokens
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import license_of
@@ -198,11 +199,7 @@ def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, 
 
 def _translated_template(tokenizer: Tokenizer) -> Translation | None:
     """The tokenizer's chat template as a Go template; None where it has no such form."""
-    special_tokens = {
-        role: _token_text(tokenizer.config[role])
-        for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if tokenizer.config.get(role)
-    }
+    special_tokens = named_tokens(tokenizer.config)
     template = find_template(None, tokenizer.config)
     process = TemplateProcess(template, special_tokens, tokenizer.control_tokens())
     # Ollama adds the BOS token before the prompt.
@@ -225,10 +222,6 @@ def _translated_template(tokenizer: Tokenizer) -> Translation | None:
         return translate(render)
     finally:
         process.close()
-
-
-def _token_text(token: object) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def export_ollama(

@@ -19,6 +19,7 @@ from bloomery.data.chat.masks import loss_tokens
 from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, Example, Message, check_turns, num_equal
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
+from bloomery.data.tokenizer.roles import named_tokens
 from bloomery.data.tokenizer.templates import (
     BUILTIN,
     NONE,
@@ -31,7 +32,6 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations per message to the child
-_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Markup that templates use as one token.
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")
 _FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
@@ -263,7 +263,7 @@ class Renderer:
         text = self.template.text
         marks = [name for name in self._tokenizer.control_tokens() if name in text]
         if self._tokenizer.bos_id is not None:
-            marks.append(_name(self._tokenizer.config["bos_token"]))
+            marks.append(named_tokens(self._tokenizer.config)["bos_token"])
         marks += _MARKUP.findall(text)
         marks += re.findall(r"\[INST\]", text)
         return list(dict.fromkeys(marks))
@@ -421,8 +421,7 @@ class Renderer:
         text = template.tool_use if with_tools and template.tool_use else template.text
         if text in self._processes:
             return self._processes[text]
-        config = self._tokenizer.config
-        names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
+        names = named_tokens(self._tokenizer.config)
         process = TemplateProcess(
             ChatTemplate(text, template.origin), names, self._tokenizer.control_tokens()
         )
@@ -454,10 +453,6 @@ def as_turn(message: Message) -> Json:
     if message.call_id is not None:
         turn["tool_call_id"] = message.call_id
     return turn
-
-
-def _name(token: object) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 class EncodeTurns(Protocol):

@@ -95,6 +95,16 @@ def name_of(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def named_tokens(config: Json) -> dict[str, str]:
+    """The tokens that a chat template can name, such as bos_token, sep_token and image_token: all that a configuration
+    names, also in `extra_special_tokens`, as in transformers.
+    """
+    extra = config.get("extra_special_tokens")
+    settings = {**config, **(extra if isinstance(extra, Mapping) else {})}
+    names = {key: name_of(value) for key, value in settings.items() if key.endswith("_token")}
+    return {key: name for key, name in names.items() if name}
+
+
 def roles(description: Json, config: Json) -> dict[str, str | None]:
     """The BOS, EOS, padding and unknown tokens: those of the configuration, else of the tokenizer's class."""
     defaults = dict(_DEFAULTS.get(_class_of(description, config), {}))
