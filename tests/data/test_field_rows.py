@@ -359,7 +359,13 @@ def test_what_cannot_be_trained_is_refused_with_the_way_out(name, suffix, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "text", ["Write <video src='a'></video> in HTML", "<audio>a</audio>", "a < image >"]
+    "text",
+    [
+        "Explain docker run <image>",
+        "Write <video src='a'></video> in HTML",
+        "<audio>a</audio>",
+        "a < image >",
+    ],
 )
 def test_markup_is_no_picture(text, tmp_path):
     row = {"messages": [{"role": "user", "content": text}, ANSWER]}
@@ -552,6 +558,32 @@ def test_pictures_beside_a_text_are_refused_and_links_are_not(tmp_path):
     write(path, [{"text": "A boat.", "image": "https://a/b.png"}])
     (document,), noted = read(path, "any")
     assert document.text == "A boat." and list(noted.unread_columns) == ["image"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<image>\nWhat?", "What?\n<image>", "<image><image>Which?", "Look:\n<video> <video>\nNow?"],
+)
+def test_a_mark_of_a_picture_is_refused(text, tmp_path):
+    for row in (
+        {"messages": [{"role": "user", "content": text}, ANSWER]},
+        {"prompt": text, "completion": "At nine."},
+    ):
+        with pytest.raises(BadRow, match="pictures, sound and video are not supported"):
+            read(write(tmp_path / "rows.jsonl", [row]), "sft")
+
+
+def test_objects_of_a_row_are_no_table(tmp_path):
+    row = {
+        "prompt": {"who": "user", "said": "When?"},
+        "completion": {"who": "gpt", "said": "At nine."},
+    }
+    path = write(tmp_path / "rows.jsonl", [row])
+    (example,), _ = read(path, "sft", columns={"role": "who", "content": "said"})
+    assert (example.prompt, example.responses) == ((ASK,), ((NINE,),))
+    path = write(tmp_path / "pairs.jsonl", [{"translation": {"en": "a", "de": "b"}}])
+    with pytest.raises(UserError, match="no column with a usual name"):
+        read(path, "sft")
 
 
 def test_bad_rows_can_be_skipped(tmp_path):

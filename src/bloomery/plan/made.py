@@ -164,7 +164,7 @@ def made_recipe(
     }
     objective_text = method.reason
     use = ColumnUse() if assumed else _column_use(source, format_found, method)
-    if method is _TEXT and kind is None and (also := _other_reading(use)):
+    if kind is None and (also := _other_reading(use)):
         objective_text += f"; also possible: {also}"
     elif format in _ALSO and kind is None:
         objective_text += f"; also possible: {_ALSO[format]}"
@@ -223,7 +223,12 @@ def _reading(use: ColumnUse) -> str:
 
 
 def _other_reading(use: ColumnUse) -> str:
-    """What a text column may be instead: the response to a prompt in another column, or a prompt."""
+    """What the columns may be instead: another response; for a text column, the response to a prompt in another column,
+    or a prompt. "" without any.
+    """
+    responses = [name for name in use.unread_columns if name.lower() in COLUMN_NAMES["output"]]
+    if responses and "output" in use.roles:
+        return f"{responses[0]} as the response, with data.columns={{output: {responses[0]}}}"
     text = use.roles.get("text")
     if text is None:
         return ""

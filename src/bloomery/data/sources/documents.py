@@ -384,7 +384,7 @@ def _format_of(
     no objective is chosen yet, and these rows decide it.
     """
     content = first_row.content if isinstance(first_row, Value) else None
-    if isinstance(content, dict) and isinstance(first_row, Value):
+    if isinstance(content, dict) and isinstance(first_row, Value) and not dataset.columns:
         error = refuse_columns(content, first_row.where)
         if error is not None:
             raise error

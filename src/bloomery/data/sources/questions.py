@@ -7,7 +7,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import kind_of
-from bloomery.data.sources.columns import COLUMN_NAMES, LISTS, is_empty
+from bloomery.data.sources.columns import COLUMN_NAMES, LISTS, is_empty, known_columns
 
 # Columns that describe a row, and are neither a prompt nor a response.
 _DESCRIPTIONS = re.compile(
@@ -192,6 +192,8 @@ def refuse_columns(row: Mapping[str, Any], where: str) -> UserError | None:
             if len(keys) != len(values) or any(key != keys[0] for key in keys):
                 return None
             columns_by_number = all(key.isdigit() for key in keys[0])
+            if not columns_by_number and (len(values) < 2 or known_columns() & row.keys()):
+                return None
             form = (
                 "the columns of a whole table, by number" if columns_by_number else "rows by name"
             )

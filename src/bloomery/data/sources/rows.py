@@ -284,7 +284,9 @@ class Row:
         """Adds the columns that were taken, and those that hold something and were not, to `use`. `keeps_columns`: the
         example has all of them.
         """
-        self.use.roles |= {role: name for role, name in self.taken.items() if name in self.cells}
+        self.use.roles |= {
+            role: name for role, name in self.taken.items() if not is_empty(self.cells.get(name))
+        }
         if keeps_columns:
             return
         taken_columns = set(self.taken.values())

@@ -113,14 +113,14 @@ def refuse_media(cells: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_markers(text: str, where: str) -> None:
-    """Raises BadRow for a text with a mark of a picture, sound or video at a begin or an end of a line. A tag of HTML
-    that is closed is no such mark.
+    """Raises BadRow for a text that begins with the mark of a picture, sound or video, or has one on a line of its own.
+    A tag of HTML that is closed is no such mark, nor is a word to fill in, as in `docker run <image>`.
     """
     if not any(marker in text for marker in MARKERS):
         return
     for marker in MARKERS:
-        at_ends = re.search(rf"^\s*{marker}|{marker}\s*$", text, re.MULTILINE)
-        if at_ends is not None and marker.replace("<", "</") not in text:
+        is_mark = re.search(rf"\A\s*{marker}|^\s*({marker}\s*)+$", text, re.MULTILINE)
+        if is_mark is not None and marker.replace("<", "</") not in text:
             fix = f"{_LEAVE_OUT}, or remove {marker} to train on the text alone"
             raise BadRow(where, f"holds {marker}, and {_PICTURES}", fix)
 
