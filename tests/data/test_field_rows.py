@@ -594,10 +594,11 @@ def test_bad_rows_can_be_skipped(tmp_path):
     assert stats.skipped == 2 and BadRow.__name__ == "BadRow"
 
 
-def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(tmp_path):
+@pytest.mark.parametrize("first", ["", None])
+def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(first, tmp_path):
     rows = [
         {"instruction": "Sum up.", "context": context, "response": "They do."}
-        for context in ("", "Boats leave.")
+        for context in (first, "Boats leave.")
     ]
     path = write(tmp_path / "rows.jsonl", rows)
     found = peek(Source(path=str(path)))
