@@ -79,7 +79,7 @@ def _conversation(
     """The format of a list of turns, by its content, as both formats use the same columns."""
     is_sharegpt = "from" in cells[column][0] or named.get("conversations") == column
     roles = {} if column in LISTS or column in named.values() else {"messages": column}
-    system = {} if named else _optional_names(cells, {column})
+    system = {} if named else optional_names(cells, {column})
     return ("sharegpt" if is_sharegpt and not roles else "messages"), dict(named) or {
         **roles,
         **system,
@@ -132,11 +132,11 @@ def _other_names(
         column = _find(role, others, named)
         if column is not None and not (role == "prompt" and column != role and listed is not None):
             found[role] = column
-    found |= _optional_names(cells, set(found.values()))
+    found |= optional_names(cells, set(found.values()))
     return {role: column for role, column in found.items() if role != column}
 
 
-def _optional_names(cells: Mapping[str, Any], taken: Collection[str]) -> dict[str, str]:
+def optional_names(cells: Mapping[str, Any], taken: Collection[str]) -> dict[str, str]:
     """The columns of roles that no row must have, of texts alone, where their name is another one. Later rows may have
     a text where this one has none.
     """
@@ -199,16 +199,17 @@ def format_of_row(
     if answers is not None and _are_calls(parsed(cells[answers])):
         texts["output"] = texts.get("output", answers)
     roles: dict[str, str] = {}
-    for role in ("instruction", "output", "input", "system"):
+    for role in ("instruction", "output"):
         names = COLUMN_NAMES[role]
         column = next(
             (texts[name] for name in names if name in texts and texts[name] not in roles.values()),
             None,
         )
-        if column is not None:
-            roles[role] = column
-    guessed = {role: column for role, column in roles.items() if role != column}
-    return ("alpaca", guessed) if {"instruction", "output"} <= roles.keys() else None
+        if column is None:
+            return None
+        roles[role] = column
+    roles |= optional_names(cells, set(roles.values()))
+    return "alpaca", {role: column for role, column in roles.items() if role != column}
 
 
 def _are_calls(value: Any) -> bool:
@@ -233,5 +234,5 @@ def _prompts_of_row(
         column = "prompt"
     if column is None:
         return None
-    found = {"prompt": column, **_optional_names(cells, {column})}
+    found = {"prompt": column, **optional_names(cells, {column})}
     return PROMPTS, {role: name for role, name in found.items() if role != name}
