@@ -1,6 +1,8 @@
 """Folders that hold code which will be run belong to this user alone, whoever was there first."""
 
+import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,20 @@ def test_a_folder_that_others_can_write_to_is_not_used(
 
 def test_without_any_folder_the_libraries_keep_their_own_defaults(tmp_path: Path) -> None:
     assert local_caches(named(tmp_path / "missing" / "bloomery-7")) == OTHER
+
+
+def test_kernels_are_kept_in_the_temporary_folder_where_the_home_folder_cannot_be_written(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_caches(OTHER) == OTHER
+    for home in ("/dev/null", str(tmp_path / "missing")):
+        monkeypatch.setenv("HOME", home)
+        folder = tmp_path / f"bloomery-{os.getuid()}"
+        assert local_caches(OTHER) == OTHER | {"TRITON_CACHE_DIR": str(folder / "triton")}
+        assert folder.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert local_caches(OTHER) == OTHER

@@ -33,7 +33,8 @@ CUDA_ALLOCATOR = "expandable_segments:True"
 BUS_ORDER = "PCI_BUS_ID"  # of CUDA_DEVICE_ORDER: that of nvidia-smi
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Not MIOpen's folders: language models have no convolutions.
-NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+TRITON_CACHE = "TRITON_CACHE_DIR"
+NODE_LOCAL = (TRITON_CACHE, "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Override(NamedTuple):
@@ -567,9 +568,13 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` with the parent of its NODE_LOCAL folders created, readable by this user only.
 
     If that folder belongs to another user, a temporary folder replaces it; if none can be created, the variables are
-    left out.
+    left out. Where the home folder cannot be written, Triton's kernels are kept in TMPDIR.
     """
     caches = {name: Path(environment[name]) for name in NODE_LOCAL if name in environment}
+    is_set = any(name in os.environ or name in caches for name in (TRITON_CACHE, "TRITON_HOME"))
+    if not is_set and not _writes_home():
+        root = Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}"
+        caches[TRITON_CACHE] = root / "triton"
     variables = {name: value for name, value in environment.items() if name not in caches}
     roots = {path.parent for path in caches.values()}
     usable = dict[Path, Path]()
@@ -580,6 +585,15 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     except OSError:
         return variables
     return variables | {name: str(usable[path.parent] / path.name) for name, path in caches.items()}
+
+
+def _writes_home() -> bool:
+    """Whether Triton can keep its kernels where it does by default."""
+    try:
+        folder = Path.home() / ".triton"
+    except RuntimeError:  # a user ID that is not in /etc/passwd
+        return False
+    return os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK)
 
 
 def apply_environment(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:
