@@ -103,7 +103,8 @@ def test_it_shows_life_at_once_and_while_it_prepares(tmp_path):
     [
         (Phase(name="tokenizer", done=1, total=4), "training the tokenizer 25%"),
         (Phase(name="checksums", done=4, total=4), "loading PyTorch and the model"),
-        (Phase(name="compile"), "compile"),
+        (Phase(name="compile"), "compiling the first step"),
+        (Phase(name="model"), "loading the model"),
         (Phase(name="length", done=3, total=240), ""),
     ],
 )

@@ -161,6 +161,20 @@ def test_larger_models_are_pretrained_at_lower_rates(parameters, rate):
     assert usual.rates.start == rate and usual.weight_decay == 0.1
 
 
+def test_the_matrices_of_a_new_model_take_muons_rate():
+    new = bare("pretrain", optimizer="muon", model={"preset": "go-coder-tiny"})
+    settled, choices = with_usual_values(new, CONFIG)
+    assert settled.optimizer.muon_learning_rate == MUON.low
+    assert "of the matrices 2e-3" in choices["optimizer.learning_rate"].reason
+    for recipe in (
+        bare("sft", optimizer="muon"),
+        new.model_copy(
+            update={"optimizer": new.optimizer.model_copy(update={"learning_rate": 1e-3})}
+        ),
+    ):
+        assert with_usual_values(recipe, CONFIG)[0].optimizer.muon_learning_rate is None
+
+
 def test_a_recipe_that_sets_nothing_is_planned_without_a_warning_of_its_defaults():
     for sections in ({}, {"train": {"max_steps": 9}}):
         recipe = loaded(**sections)

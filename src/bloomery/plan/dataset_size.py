@@ -120,6 +120,11 @@ class DatasetSize:
     spread: float
 
     @property
+    def is_counted(self) -> bool:
+        """Whether every row was tokenized."""
+        return self.spread == COUNTED
+
+    @property
     def sequences(self) -> int:
         return sum(
             round(source.sequences * weight)

@@ -463,8 +463,9 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         vocab_size=planned_vocabulary(recipe),
         spread=size.spread,
         loss_share=size.loss_share if recipe.objective.spec.data_kind != "prompts" else 1.0,
-        left_out=sum(source.left_out for source in size.sources),
-        cut_short=sum(source.cut_short for source in size.sources),
+        # Rows that are named must be counted, not estimated.
+        left_out=sum(source.left_out for source in size.sources) if size.is_counted else 0,
+        cut_short=sum(source.cut_short for source in size.sources) if size.is_counted else 0,
         template=template,
         texts=texts,
     )

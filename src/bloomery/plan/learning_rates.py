@@ -135,6 +135,7 @@ def with_usual_values(
     """The recipe with the table's values where its optimizer has "auto", and these choices by key."""
     usual = usual_of(recipe, config)
     section = recipe.optimizer
+    new_model = recipe.model.from_ is None and recipe.adapter.kind == "none"
     values = dict[str, float | Duration]()
     choices = dict[str, Choice[float | str]]()
     if section.learning_rate == "auto":
@@ -142,6 +143,11 @@ def with_usual_values(
         values["learning_rate"] = rate
         reason = f"usual for {usual.method}: {usual.rates}"
         choices["optimizer.learning_rate"] = Choice(short(rate), reason)
+        # Muon's matrices of a new model take more. Those of a pretrained one take what its other weights do.
+        if section.kind == "muon" and section.muon_learning_rate is None and new_model:
+            values["muon_learning_rate"] = MUON.low
+            reason = f"{reason}; of the matrices {short(MUON.low)}: {MUON}"
+            choices["optimizer.learning_rate"] = Choice(short(rate), reason)
     if section.weight_decay == "auto":
         values["weight_decay"] = usual.weight_decay
         reason = f"usual for {usual.method}"

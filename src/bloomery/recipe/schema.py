@@ -785,7 +785,10 @@ class OptimizerSection(Section):
         "auto", "Peak learning rate; auto: the usual one of the objective and the adapter.", 2e-4
     )
     muon_learning_rate: PositiveFloat | None = key(
-        None, "muon: learning rate of the matrices; unset: learning_rate.", 0.02
+        None,
+        "muon: learning rate of the matrices; unset: learning_rate, 0.002 for a new model whose"
+        " learning_rate is auto.",
+        0.02,
     )
     momentum: Share = key(0.95, "muon: momentum.")
     betas: tuple[Share, Share] = key((0.9, 0.95), "AdamW: decay rates of the two averages.")
