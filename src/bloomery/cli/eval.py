@@ -298,6 +298,9 @@ def _table(report: "TaskReport") -> list[str]:
             difference.value, difference.low, difference.high, f"+{number_format}"
         )
         lines.append(f"  {'difference':<{width}}{signed_figure}")
+        if difference.better is None or difference.worse is None:
+            lines.append(f"  {'':<{width}}no test: a metric of all items together")
+            continue
         test = "no test: one item"
         if difference.p_value is not None:
             test = f"p = {difference.p_value:.2g} ({difference.test})"

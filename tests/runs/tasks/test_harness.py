@@ -66,6 +66,36 @@ doc_to_target: "{{choices[answer]}}"
 generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12}
 metric_list: [{metric: exact_match}]
 """,
+    "local_corpus": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs: {until: ["\n\n"], max_gen_toks: 12}
+metric_list: [{metric: bleu}, {metric: chrf}, {metric: chrf++}, {metric: ter}]
+""",
+    "local_classes": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer % 2}}"
+doc_to_choice: ["yes", "no"]
+metric_list: [{metric: acc}, {metric: f1}, {metric: mcc}]
+""",
+    "local_words": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: byte_perplexity}, {metric: word_perplexity}]
+""",
+    "local_filters": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["e", "\n\n"], max_gen_toks: 12}
+filter_list:
+  - {name: first, filter: [{function: take_first}]}
+  - {name: word, filter: [{function: regex, regex_pattern: '(\\w+)'}, {function: take_first}]}
+metric_list: [{metric: exact_match}]
+""",
 }
 
 
@@ -146,17 +176,19 @@ def test_the_figures_of_whole_tasks_equal_those_of_hf(model, both, tmp_path, mon
     theirs = lm_eval.simple_evaluate(
         model=both[1], tasks=list(names), task_manager=manager, bootstrap_iters=0
     )
-    means = ("acc", "acc_norm", "exact_match", "bits_per_byte")
-    expected = {
-        f"{task}.{key.partition(',')[0]}": value
-        for task, results in theirs["results"].items()
-        for key, value in results.items()
-        if isinstance(value, float | int) and key.partition(",")[0] in means
-    }
-    assert found.keys() == expected.keys() and len(found) == 4
+    expected = {}
+    for task, results in theirs["results"].items():
+        for key, value in results.items():
+            metric, _, filter_name = key.partition(",")
+            if isinstance(value, float | int) and filter_name and not metric.endswith("_stderr"):
+                name = f"{task}.{metric}"
+                expected[f"{name}.{filter_name}" if task == "local_filters" else name] = value
+    assert found.keys() == expected.keys() and len(found) == 16
     for name, one in found.items():
-        assert math.isclose(one.estimate().value, expected[name], rel_tol=1e-5), name
-        assert len(one.values) == len(ROWS)
+        estimate = one.estimate()
+        assert math.isclose(estimate.value, expected[name], rel_tol=1e-5), name
+        assert (estimate.low, estimate.high) != (None, None), name
+        assert estimate.low <= estimate.value <= estimate.high, name
     words = [
         str(model),
         "--lm-eval",
@@ -171,6 +203,30 @@ def test_the_figures_of_whole_tasks_equal_those_of_hf(model, both, tmp_path, mon
     assert printed.exit_code == 0, printed.output
     shown = json.loads(printed.stdout[printed.stdout.index("{\n") :])
     assert shown["kind"] == "lm-eval" and shown["results"][0]["difference"]["p_value"] == 1.0
+
+
+@needs_harness
+def test_a_metric_of_all_documents_is_that_of_the_harness(model, tmp_path, monkeypatch):
+    """Also on the command line, with items that are tuples of texts, and of numpy's numbers."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = task_files(tmp_path)
+    words = [str(model), "--include-path", str(folder), "-d", "cpu"]
+    tasks = "local_corpus,local_classes"
+    asked = [*words, "--lm-eval", tasks, "--against", str(model), "--json"]
+    printed = CliRunner().invoke(command, [*asked, "--outputs", str(tmp_path / "items.jsonl")])
+    assert printed.exit_code == 0, printed.output
+    results = {
+        result["metric"]: result
+        for result in json.loads(printed.stdout[printed.stdout.index("{\n") :])["results"]
+    }
+    for metric in ("bleu", "chrf", "chrf++", "ter"):
+        result = results[f"local_corpus.{metric}"]
+        assert result["model"]["interval"] == "bootstrap"
+        assert result["difference"]["value"] == 0 and result["difference"]["p_value"] is None
+        assert (result["difference"]["low"], result["difference"]["high"]) == (0, 0)
+    assert results["local_classes.acc"]["difference"]["test"] == "mcnemar-exact"
+    table = CliRunner().invoke(command, [*words, "--lm-eval", tasks, "--against", str(model)])
+    assert "no test: a metric of all items together" in table.output
 
 
 @needs_harness

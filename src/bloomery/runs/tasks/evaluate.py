@@ -32,7 +32,14 @@ from bloomery.runs.tasks.items import (
     refuse_settings,
     solve,
 )
-from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
+from bloomery.runs.tasks.statistics import (
+    CorpusScores,
+    Difference,
+    Estimate,
+    Scores,
+    compare,
+    compare_corpora,
+)
 from bloomery.train.evaluation.scoring import score_documents
 from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.use import OnText, Use
@@ -227,6 +234,12 @@ def _results(
     left_out = 0
     pairs = zip(first_scores.scores, (second_scores or first_scores).scores, strict=True)
     for model_scores, against_scores in pairs:
+        if isinstance(model_scores, CorpusScores):
+            results.append(
+                _corpus_result(model_scores, None if second_scores is None else against_scores)
+            )
+            continue
+        assert isinstance(against_scores, Scores), "both models have the same metrics"
         if len(model_scores.values) != len(against_scores.values):
             counts = f"{len(model_scores.values):,} and {len(against_scores.values):,}"
             raise UserError(
@@ -257,6 +270,20 @@ def _results(
             Result(model.metric, items, model.estimate(), against.estimate(), difference)
         )
     return tuple(results), left_out
+
+
+def _corpus_result(model: CorpusScores, against: Scores | CorpusScores | None) -> Result:
+    """Of a metric of all items together."""
+    if against is None:
+        return Result(model.metric, len(model.items), model.estimate())
+    assert isinstance(against, CorpusScores), "both models have the same metrics"
+    return Result(
+        model.metric,
+        len(model.items),
+        model.estimate(),
+        against.estimate(),
+        compare_corpora(model, against),
+    )
 
 
 def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport:

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness (extra `lm-eval`) on our decoder: its three kinds of requests, in batches."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Sampling
 from bloomery.runs.tasks.items import Request, TaskScores, complete
-from bloomery.runs.tasks.statistics import Scores
+from bloomery.runs.tasks.statistics import CorpusScores, Scores
 from bloomery.train.evaluation.scoring import score_continuations
 
 NEW_TOKENS = 256  # of a request that sets no limit, as in the harness's own `hf` model
@@ -160,7 +160,7 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
 
 
 def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSettings) -> TaskScores:
-    """The metrics of all tasks that are means over documents, each named TASK.METRIC. Raises UserError."""
+    """The metrics of all tasks, each named TASK.METRIC. Raises UserError."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -187,45 +187,123 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
         problem = f"lm-evaluation-harness failed: {str(error)[:300]}"
         fix = "`lm_eval ls tasks` lists the tasks; files of your own need --include-path"
         raise UserError(problem, where="--lm-eval", fix=fix) from error
-    scores = []
+    scores = list[Scores | CorpusScores]()
     outputs = []
+    notes = []
     for task, samples in evaluation["samples"].items():
-        scores += list(_scores_of(task, samples, evaluation["results"].get(task, {})))
+        scores += _scores_of(
+            task,
+            samples,
+            evaluation["results"].get(task, {}),
+            evaluation["configs"].get(task, {}).get("metric_list") or [],
+        )
         outputs += [
-            {"item": f"{task}.{sample['doc_id']}", **{m: sample[m] for m in sample["metrics"]}}
+            {"item": f"{task}.{sample['doc_id']}"}
+            | {metric: _as_json(sample[metric]) for metric in sample["metrics"]}
             for sample in samples
         ]
     if not scores:
-        raise UserError(
-            "no metric of these tasks is a mean over documents",
-            where="--lm-eval",
-            fix="name other tasks",
-        )
-    return TaskScores(tuple(scores), tuple(outputs))
+        raise UserError("these tasks have no metric", where="--lm-eval", fix="name other tasks")
+    unknown = [
+        score.metric
+        for score in scores
+        if isinstance(score, CorpusScores) and score.aggregate is None
+    ]
+    if unknown:
+        notes.append(f"no interval, how documents are aggregated is unknown: {', '.join(unknown)}")
+    return TaskScores(tuple(scores), tuple(outputs), tuple(notes))
 
 
 def _scores_of(
-    task: str, samples: Sequence[Mapping[str, Any]], results: Mapping[str, Any]
-) -> Iterator[Scores]:
-    """The metrics whose figure in the harness's own results is the mean of its figures per document."""
-    for key, value in results.items():
-        metric, _, filter_name = key.partition(",")
-        figures = [
-            figure[metric]
-            for figure in samples
-            if metric in figure and figure.get("filter", filter_name) == filter_name
+    task: str,
+    samples: Sequence[Mapping[str, Any]],
+    results: Mapping[str, Any],
+    metric_list: Sequence[Mapping[str, Any]],
+) -> Iterator[Scores | CorpusScores]:
+    """Every metric of the harness's own results. `metric_list`: of the task's configuration.
+
+    A metric that is a mean of figures of documents, as the harness's result confirms, has a score per document; any
+    other is one of all documents together.
+    """
+    keys = [
+        key
+        for key, value in results.items()
+        if "," in key
+        and not key.partition(",")[0].endswith("_stderr")
+        and isinstance(value, int | float)
+    ]
+    metrics = [key.partition(",")[0] for key in keys]
+    for key, metric in zip(keys, metrics, strict=True):
+        filter_name = key.partition(",")[2]
+        items = [
+            sample[metric]
+            for sample in samples
+            if metric in sample and sample.get("filter", filter_name) == filter_name
         ]
-        if not figures or not isinstance(value, int | float):
+        if not items:
             continue
-        # log-likelihood and its weight
-        if all(isinstance(figure, tuple | list) and len(figure) == 2 for figure in figures):
-            nats, weights = np.array(figures, np.float64).T
-            score = Scores(f"{task}.{metric}", -nats / math.log(2), weights)
-        elif all(isinstance(figure, bool | int | float) for figure in figures):
-            score = Scores(f"{task}.{metric}", np.array(figures, np.float64), np.ones(len(figures)))
-        else:
-            continue
-        if math.isclose(
-            score.values.sum() / score.weights.sum(), value, rel_tol=1e-6, abs_tol=1e-9
-        ):
+        # Two filters of the same answers, such as a strict and a lenient one, are two metrics.
+        name = f"{task}.{metric}" + (f".{filter_name}" if metrics.count(metric) > 1 else "")
+        figure = float(results[key])
+        score = _mean_score(name, items, figure)
+        if score is not None:
             yield score
+        else:
+            yield CorpusScores(
+                name, tuple(items), figure, _aggregation(metric, items, figure, metric_list)
+            )
+
+
+def _mean_score(name: str, items: Sequence[Any], figure: float) -> Scores | None:
+    """The items as figures per document whose mean is the metric; None where it is not."""
+
+    def are_numbers(values: Sequence[Any]) -> bool:
+        return all(isinstance(value, bool | int | float | np.number) for value in values)
+
+    if are_numbers(items):
+        score = Scores(name, np.array(items, np.float64), np.ones(len(items)))
+    elif all(
+        isinstance(item, tuple | list) and len(item) == 2 and are_numbers(item) for item in items
+    ):
+        nats, weights = np.array(items, np.float64).T  # a log-likelihood and its weight
+        score = Scores(name, -nats / math.log(2), weights)
+    else:
+        return None
+    total = score.weights.sum()
+    if not total:
+        return None
+    is_mean = math.isclose(score.values.sum() / total, figure, rel_tol=1e-6, abs_tol=1e-9)
+    return score if is_mean else None
+
+
+def _aggregation(
+    metric: str, items: Sequence[Any], figure: float, metric_list: Sequence[Mapping[str, Any]]
+) -> Callable[[Sequence[Any]], float] | None:
+    """The function that made the harness's figure of the items: the task's own, else the metric's; None if unknown."""
+    from lm_eval.api.registry import get_aggregation, get_metric_aggregation
+
+    named = [entry.get("aggregation") for entry in metric_list if entry.get("metric") == metric]
+    candidates = [
+        aggregation if callable(aggregation) else get_aggregation(str(aggregation))
+        for aggregation in named
+        if aggregation is not None
+    ]
+    candidates.append(get_metric_aggregation(metric))
+    for aggregate in candidates:
+        if aggregate is not None and math.isclose(
+            float(aggregate(list(items))), figure, rel_tol=1e-9, abs_tol=1e-12
+        ):
+            function: Callable[[Sequence[Any]], float] = aggregate
+            return function
+    return None
+
+
+def _as_json(value: Any) -> Any:
+    """A metric's item of a document: numbers of numpy, and tuples of them, have no JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_as_json(item) for item in value]
+    return value

@@ -29,7 +29,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite, Past, RunningBatch, Sampling, Text, known_ids
 from bloomery.runs.generate import Stops, TextStream
-from bloomery.runs.tasks.statistics import Scores, pass_at_k, shares
+from bloomery.runs.tasks.statistics import CorpusScores, Scores, pass_at_k, shares
 from bloomery.train.evaluation.scoring import score_continuations
 from bloomery.train.forward import eval_mode
 
@@ -97,7 +97,7 @@ class Task:
 class TaskScores:
     """`scores`: of the same items; the first metric is the headline. `outputs`: one JSON object per item."""
 
-    scores: tuple[Scores, ...]
+    scores: tuple[Scores | CorpusScores, ...]
     outputs: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=())
 

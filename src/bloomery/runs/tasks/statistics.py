@@ -5,14 +5,18 @@ that another set of documents would not show (Miller 2024, "Adding error bars to
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
 _Z = 1.959963984540054  # two-sided 95% of the normal distribution
 _DRAWS = 10_000
+_CORPUS_DRAWS = (
+    100  # as lm-evaluation-harness takes for BLEU, chrF and TER: each one scores the whole corpus
+)
 _EXACT = 14  # items whose sign flips are all enumerated
 _SEED = 0
 _CELLS = 2**22  # random numbers at once: 32 MiB
@@ -20,7 +24,7 @@ _CELLS = 2**22  # random numbers at once: 32 MiB
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95% confidence interval. `interval`: wilson, bootstrap, or none (of a single item)."""
+    """A figure with its 95% confidence interval. `interval`: wilson, bootstrap, or none (one item, or unknown)."""
 
     value: float
     low: float | None
@@ -31,8 +35,8 @@ class Estimate:
 @dataclass(frozen=True)
 class Difference:
     """First model minus second on the same items. `p_value`: of no difference, two-sided; None with too few items.
-    `test`: mcnemar-exact, sign-flip-exact or sign-flip. `better`, `worse`: items on which the first model scores higher
-    or lower.
+    `test`: mcnemar-exact, sign-flip-exact, sign-flip or none. `better`, `worse`: items on which the first model scores
+    higher or lower; None where an item has no score of its own.
     """
 
     value: float
@@ -40,8 +44,8 @@ class Difference:
     high: float | None
     p_value: float | None
     test: str
-    better: int
-    worse: int
+    better: int | None
+    worse: int | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,54 @@ class Scores:
             ]
         )
         return Estimate(value, *_percentiles(means), "bootstrap")
+
+
+@dataclass(frozen=True)
+class CorpusScores:
+    """A metric of all items together, such as BLEU: `aggregate` of the items is the figure.
+
+    `aggregate`: None where it is unknown: `figure` then has no interval.
+    """
+
+    metric: str
+    items: tuple[Any, ...]
+    figure: float
+    aggregate: Callable[[Sequence[Any]], float] | None
+
+    def estimate(self) -> Estimate:
+        """The figure, and 1.96 standard deviations of it over items drawn again on each side."""
+        drawn = self.drawn()
+        if drawn is None:
+            return Estimate(self.figure, None, None, "none")
+        return Estimate(self.figure, *_around(self.figure, drawn), "bootstrap")
+
+    def drawn(self) -> np.ndarray | None:
+        """The figures of items drawn with replacement, the same ones for every model."""
+        if self.aggregate is None or len(self.items) < 2:
+            return None
+        random = np.random.default_rng(_SEED)
+        figures = []
+        for _ in range(_CORPUS_DRAWS):
+            rows = random.integers(0, len(self.items), len(self.items))
+            figures.append(float(self.aggregate([self.items[row] for row in rows])))
+        return np.array(figures, np.float64)
+
+
+def compare_corpora(first: CorpusScores, second: CorpusScores) -> Difference:
+    """Of the same items in the same order. No item has a score of its own, so that nothing is tested."""
+    assert len(first.items) == len(second.items), "both models score the same items"
+    value = first.figure - second.figure
+    drawn = first.drawn()
+    other_drawn = second.drawn()
+    low = high = None
+    if drawn is not None and other_drawn is not None:
+        low, high = _around(value, drawn - other_drawn)
+    return Difference(value, low, high, None, "none", None, None)
+
+
+def _around(value: float, drawn: np.ndarray) -> tuple[float, float]:
+    margin = _Z * float(drawn.std(ddof=1))
+    return value - margin, value + margin
 
 
 def shares(metric: str, correct: list[bool] | list[float]) -> Scores:
