@@ -46,7 +46,8 @@ def load(
     quantize: str | None = None,
     on_load: OnText = lambda _: None,
 ) -> "Model":
-    """A model with its tokenizer: `.generate(prompt)`, `.chat(message)`, `.decoder` (a torch module in eval mode).
+    """A model with its tokenizer: `.generate(prompt)`, `.chat(message)`, `.decoder` (a torch module in eval mode,
+    which returns the logits as `.head`).
 
     `quantize`: none, nf4 or int8 frozen weights; None: as in training. `on_load` gets a line about what is loaded.
 
