@@ -146,6 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # on stdout is its result.
     sys.stderr = cast("TextIO", ClosableStream(sys.stderr))
 
+    # An empty entry of PYTHONPATH, as `export PYTHONPATH=$PYTHONPATH:/mine` may make it, is the working folder, which
+    # then comes before the library: no child imports from there.
+    if entries := os.environ.get("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, entries.split(os.pathsep)))
+
     # Libraries expect a home folder, which a user ID that is not in /etc/passwd lacks, as in Docker.
     try:
         Path.home()
