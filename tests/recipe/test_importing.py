@@ -1,8 +1,13 @@
 """Files of other tools mean the same as recipes: the expected values are those of the tools' own sources."""
 
+import json
+import tempfile
 from functools import reduce
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
 from bloomery.recipe.importing import import_recipe
@@ -452,6 +457,205 @@ CASES = {
         {"optim"},
     ),
     "save_no": (TRL + "save_strategy: 'no'\n", {}, {}),
+    "revision": (
+        TRL + "model_revision: v2\n",
+        {"model.from_": "a/b@v2"},
+        {},
+    ),
+    "main_revision": (TRL + "model_revision: main\n", {"model.from_": "a/b"}, {"model_revision"}),
+    "optimizer_that_is_not_here": (
+        TRL + "optim: lion_8bit\n",
+        {"optimizer.kind": "adamw"},
+        {"optim"},
+    ),
+    "lf_galore": (
+        LF + "finetuning_type: full\nuse_galore: true\n",
+        {"optimizer.kind": "adamw"},
+        {"use_galore"},
+    ),
+    "axolotl_constant_by_its_ratio": (
+        AX + CHATS + "cosine_min_lr_ratio: 1.0\n",
+        {"optimizer.schedule": "constant"},
+        {},
+    ),
+    # ms-swift: swift/arguments
+    "swift": (
+        "model: a/b\ndataset: ['c/d#500']\ntuner_type: lora\n",
+        {
+            "objective.kind": "sft",
+            "adapter.rank": 8,
+            "adapter.alpha": 32.0,
+            "adapter.dropout": 0.05,
+            "adapter.target_modules": ["all-linear"],
+            "optimizer.learning_rate": 1e-4,
+            "optimizer.weight_decay": 0.1,
+            "optimizer.betas": (0.9, 0.95),
+            "optimizer.schedule": "cosine",
+            "train.batch_size": 16,
+            "train.micro_batch_size": 1,
+            "data.path": "hub:c/d",
+            "data.validation": "0%",
+            "eval.every": "none",
+        },
+        {"dataset"},
+    ),
+    "swift_full": (
+        "model: a/b\ndataset: c/d\ntuner_type: full\nloss_scale: last_round\n",
+        {
+            "adapter.kind": "none",
+            "optimizer.learning_rate": 1e-5,
+            "data.chat.train_on": "last",
+        },
+        {},
+    ),
+    "swift_simpo": (
+        "model: a/b\ndataset: c/d\nrlhf_type: simpo\nmax_length: 1000\n",
+        {
+            "objective.kind": "simpo",
+            "objective.beta": 2.0,
+            "objective.gamma": 1.0,
+            "data.sequence_length": 2000,
+        },
+        {"cpo_alpha"},
+    ),
+    "swift_cpo": (
+        "model: a/b\ndataset: c/d\nrlhf_type: cpo\n",
+        {},
+        {"rlhf_type"},
+    ),
+    "swift_grpo": (
+        "model: a/b\ndataset: c/d\nrlhf_type: grpo\nreward_funcs: [accuracy]\n",
+        {
+            "objective.kind": "grpo",
+            "objective.beta": 0.04,
+            "objective.loss_type": "grpo",
+            "objective.temperature": 0.9,
+            "train.batch_size": 1,
+        },
+        {},
+    ),
+    "swift_embedding": (
+        "model: a/b\ndataset: c/d\ntuner_type: lora\ntask_type: embedding\n",
+        {},
+        {"task_type"},
+    ),
+    # mlx-lm: mlx_lm/lora.py
+    "mlx": (
+        "model: a/b\ndata: folder\niters: 600\nlora_parameters: {rank: 16, scale: 10.0, dropout: 0.1}\n",
+        {
+            "adapter.rank": 16,
+            "adapter.alpha": 160.0,
+            "adapter.dropout": 0.1,
+            "adapter.target_modules": ["all-linear"],
+            "train.max_steps": 600,
+            "train.batch_size": 4,
+            "train.max_grad_norm": None,
+            "optimizer.schedule": "constant",
+            "optimizer.weight_decay": 0.0,
+            "optimizer.learning_rate": 1e-5,
+            "data.chat.train_on": "all",
+            "data.sequence_length": 2048,
+            "data.packing": False,
+        },
+        {"num_layers"},
+    ),
+    "mlx_accumulation": (
+        "model: a/b\ndata: folder\niters: 600\ngrad_accumulation_steps: 4\nmask_prompt: true\n"
+        "lr_schedule: {name: cosine_decay, warmup: 10, arguments: [1e-4, 600, 1e-5]}\nnum_layers: -1\n",
+        {
+            "train.max_steps": 150,
+            "train.batch_size": 16,
+            "optimizer.schedule": "cosine",
+            "optimizer.learning_rate": 1e-4,
+            "optimizer.min_lr_ratio": pytest.approx(0.1),
+            "data.chat.train_on": "last",
+        },
+        {"lr_schedule.arguments"},
+    ),
+    # torchtune: recipes, datasets, rlhf/loss
+    "torchtune": (
+        """
+output_dir: /tmp/out
+model:
+  _component_: torchtune.models.llama3_2.lora_llama3_2_1b
+  lora_attn_modules: ['q_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 64
+  lora_alpha: 128
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: 2048}
+checkpointer: {checkpoint_dir: models/base, output_dir: "${output_dir}/c"}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: True}
+batch_size: 4
+gradient_accumulation_steps: 8
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+epochs: 2
+dtype: bf16
+""",
+        {
+            "objective.kind": "sft",
+            "adapter.rank": 64,
+            "adapter.alpha": 128.0,
+            "adapter.target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "data.path": "hub:yahma/alpaca-cleaned",
+            "data.format": "alpaca",
+            "data.chat.train_on": "all",
+            "data.packing": True,
+            "data.document_masking": True,
+            "data.sequence_length": 2048,
+            "train.batch_size": 32,
+            "train.epochs": 2.0,
+            "train.max_grad_norm": None,
+            "optimizer.weight_decay": 0.01,
+            "optimizer.learning_rate": 3e-4,
+            "train.precision": "bfloat16",
+        },
+        {"tokenizer.path", "output_dir"},
+    ),
+    "torchtune_dpo": (
+        """
+model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b}
+tokenizer: {_component_: x.y, max_seq_len: 1024}
+dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.2}
+optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit, lr: 5e-4}
+max_steps_per_epoch: 1000
+epochs: 1
+batch_size: 4
+""",
+        {
+            "objective.kind": "dpo",
+            "objective.beta": 0.2,
+            "quantize.kind": "nf4",
+            "adapter.rank": 8,
+            "adapter.alpha": 16.0,
+            "adapter.target_modules": ["q_proj", "v_proj"],
+            "data.columns": {
+                "prompt": "question",
+                "chosen": "response_j",
+                "rejected": "response_k",
+            },
+            "data.sequence_length": 2048,
+            "train.max_steps": 1000,
+            "optimizer.schedule": "constant",
+            "optimizer.state_dtype": "int8",
+            "optimizer.paged": True,
+        },
+        {},
+    ),
+    "torchtune_full": (
+        "model: {_component_: torchtune.models.qwen2_5.qwen2_5_0_5b}\ndtype: bf16\nbatch_size: 2\n"
+        "dataset: {_component_: torchtune.datasets.text_completion_dataset, source: c/d, column: body}\n"
+        "optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\n",
+        {
+            "objective.kind": "pretrain",
+            "adapter.kind": "none",
+            "train.precision": "bfloat16-pure",
+            "data.columns": {"text": "body"},
+        },
+        {},
+    ),
     "max_steps_win": (
         TRL + "num_train_epochs: 2\nmax_steps: 10\n",
         {"train.max_steps": 10, "train.epochs": None},
@@ -566,3 +770,266 @@ def test_a_script_in_place_of_a_recipe_names_the_command(name, tmp_path):
     with pytest.raises(UserError) as caught:
         load_recipe(tmp_path / name)
     assert f"bloomery recipes import {tmp_path / name}" in caught.value.fix
+
+
+# Scripts
+
+SWIFT = """#!/bin/bash
+# a comment
+MODEL=a/b
+export STEPS=7
+CUDA_VISIBLE_DEVICES=0 \\
+swift rlhf \\
+    --rlhf_type dpo \\
+    --model $MODEL \\
+    --dataset 'c/d#50' e/f \\
+    --learning_rate 5e-5 \\
+    --warmup_steps ${STEPS} \\
+    --gradient_accumulation_steps $(expr 16 / 4) \\
+    --packing
+echo done
+"""
+COMMANDS = {
+    "swift": (SWIFT, "ms-swift", {"objective.kind": "dpo", "model.from_": "a/b"}),
+    "trl": (
+        "trl orpo --model_name_or_path a/b --dataset_name c/d --beta 0.2 --use_peft --bf16 false\n",
+        "TRL",
+        {"objective.kind": "orpo", "objective.beta": 0.2, "adapter.kind": "lora"},
+    ),
+    "accelerate": (
+        "accelerate launch --num_processes 8 examples/scripts/dpo.py --model_name_or_path a/b"
+        " --dataset_name=c/d --max_length 512\n",
+        "TRL",
+        {"objective.kind": "dpo", "data.sequence_length": 1024},
+    ),
+    "llamafactory": (
+        "FORCE_TORCHRUN=1 llamafactory-cli train theirs.yml learning_rate=1e-5 lora_rank=4\n",
+        "LLaMA-Factory",
+        {"optimizer.learning_rate": 1e-5, "adapter.rank": 4, "objective.kind": "simpo"},
+    ),
+    "axolotl": (
+        "accelerate launch -m axolotl.cli.train ax.yml --learning_rate 1e-3\n",
+        "Axolotl",
+        {"optimizer.learning_rate": 1e-3, "data.sequence_length": 512},
+    ),
+    "axolotl_cli": (
+        "axolotl train ax.yml --micro-batch-size 8\n",
+        "Axolotl",
+        {"train.micro_batch_size": 8},
+    ),
+    "tune": (
+        "tune run --nproc_per_node 2 lora_finetune_distributed --config tune.yaml batch_size=3"
+        " optimizer.lr=1e-3\n",
+        "torchtune",
+        {"train.micro_batch_size": 3, "optimizer.learning_rate": 1e-3},
+    ),
+    "mlx": (
+        "mlx_lm.lora --model a/b --train --data folder --iters 5 --mask-prompt --batch-size 2\n",
+        "mlx-lm",
+        {"train.max_steps": 5, "data.chat.train_on": "last", "train.batch_size": 2},
+    ),
+    "mlx_module": (
+        "python -m mlx_lm lora --model a/b --train --data folder --iters 5\n",
+        "mlx-lm",
+        {"train.max_steps": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_options_of_a_command_line_are_keys(name, tmp_path):
+    text, tool, expected = COMMANDS[name]
+    (tmp_path / "theirs.yml").write_text(LF + "stage: dpo\npref_loss: simpo\nlearning_rate: 1\n")
+    (tmp_path / "ax.yml").write_text(AX + CHATS)
+    (tmp_path / "tune.yaml").write_text(CASES["torchtune"][0])
+    _, recipe, found = imported(text, tmp_path, "run.sh")
+    assert found == tool
+    assert values(recipe, expected) == expected
+
+
+def test_what_a_script_computes_is_not_read(tmp_path):
+    written, recipe, _ = imported(SWIFT, tmp_path, "run.sh")
+    assert listed(written)["gradient_accumulation_steps"].startswith("not read")
+    assert "set it: gradient_accumulation_steps is computed" in written
+    assert recipe.optimizer.warmup.amount == 7
+    assert [source.path for source in recipe.data.sources] == ["hub:c/d", "hub:e/f"]
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("swift infer --adapters out\n", "bloomery chat"),
+        ("swift export --adapters out --merge_lora true\n", "bloomery export"),
+        ("llamafactory-cli export merge.yaml\n", "bloomery export"),
+        ("axolotl merge-lora ax.yml\n", "bloomery export"),
+        ("python -m mlx_lm generate --model x\n", "bloomery generate"),
+        ("echo nothing\n", "swift sft"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_refused(text, command, tmp_path):
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(UserError) as caught:
+        import_recipe(tmp_path / "run.sh")
+    assert command in caught.value.fix
+
+
+UNSLOTH = """
+import os
+from unsloth import FastLanguageModel, is_bfloat16_supported
+os.system("touch executed")
+open("executed", "w").write("")
+max_seq_length = 1024 * 2
+rank = 32
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/llama-3-8b-bnb-4bit", max_seq_length=max_seq_length, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(
+    model, r=rank, lora_alpha=rank // 2, lora_dropout=0, bias="none", random_state=3407,
+    target_modules=["q_proj", "v_proj", "embed_tokens"], use_gradient_checkpointing="unsloth",
+    use_rslora=True)
+from datasets import load_dataset
+dataset = load_dataset("org/chats", split="train")
+dataset = dataset.map(lambda row: row)
+trainer = SFTTrainer(
+    model=model, train_dataset=dataset, dataset_text_field="text", packing=False,
+    args=SFTConfig(
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_steps=5, max_steps=60,
+        learning_rate=2e-4, optim="adamw_8bit", weight_decay=0.01, lr_scheduler_type="linear",
+        fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported(), seed=3407,
+        save_steps=len(dataset)))
+trainer = train_on_responses_only(trainer, instruction_part="a", response_part="b")
+trainer.train()
+if False:
+    model, tokenizer = FastLanguageModel.from_pretrained(model_name="other", load_in_4bit=False)
+"""
+FROM_UNSLOTH = {
+    "objective.kind": "sft",
+    "model.from_": "unsloth/llama-3-8b",
+    "data.path": "hub:org/chats",
+    "data.sequence_length": 2048,
+    "data.chat.train_on": "assistant",
+    "data.packing": False,
+    "adapter.rank": 32,
+    "adapter.alpha": 16.0,
+    "adapter.use_rslora": True,
+    "adapter.target_modules": ["q_proj", "v_proj"],
+    "adapter.modules_to_save": ["embed_tokens"],
+    "quantize.kind": "nf4",
+    "train.batch_size": 8,
+    "train.max_steps": 60,
+    "train.seed": 3407,
+    "train.precision": "auto",
+    "train.offload_activations": True,
+    "optimizer.learning_rate": 2e-4,
+    "optimizer.state_dtype": "int8",
+    "optimizer.schedule": "linear",
+}
+
+
+@pytest.mark.parametrize("kind", ["py", "ipynb"])
+def test_a_script_of_unsloth_is_read_and_never_run(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = UNSLOTH
+    if kind == "ipynb":
+        lines = ["!pip install unsloth\n", "%%capture\n", *UNSLOTH.splitlines(keepends=True)]
+        cells = [
+            {"cell_type": "markdown", "source": ["# Title"]},
+            {"cell_type": "code", "source": lines, "outputs": []},
+            {"cell_type": "code", "source": "this is no python ("},
+        ]
+        text = json.dumps({"cells": cells, "nbformat": 4})
+    written, recipe, tool = imported(text, tmp_path, f"theirs.{kind}")
+    assert tool == "Unsloth" and values(recipe, FROM_UNSLOTH) == FROM_UNSLOTH
+    assert "is computed" in listed(written)["save_steps"]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kind"),
+    [
+        ("DPOTrainer(args=DPOConfig(beta=0.3), max_length=512)", "dpo"),
+        ("ORPOTrainer(args=ORPOConfig(beta=0.3, max_length=512))", "orpo"),
+        ("KTOTrainer(args=KTOConfig(beta=0.3, max_length=1024))", "kto"),
+    ],
+)
+def test_the_trainer_of_a_script_names_the_objective(trainer, kind, tmp_path):
+    text = 'model = AutoModelForCausalLM.from_pretrained("a/b", torch_dtype=torch.bfloat16)\n'
+    text += f'data = load_dataset("c/d")\ntrainer = {trainer}\n'
+    _, recipe, tool = imported(text, tmp_path, "theirs.py")
+    assert (tool, recipe.objective.kind, recipe.objective.beta) == ("TRL", kind, 0.3)
+    assert (recipe.model.from_, recipe.data.sequence_length) == ("a/b", 1024)
+
+
+def test_rewards_of_a_script_are_functions_of_a_file(tmp_path):
+    text = 'model = AutoModelForCausalLM.from_pretrained("a/b")\n'
+    text += "trainer = GRPOTrainer(reward_funcs=[short, mine.right], args=GRPOConfig(num_generations=4))\n"
+    _, recipe, _ = imported(text, tmp_path, "theirs.py")
+    assert recipe.objective.kind == "grpo"
+    assert [reward.python.rpartition("/")[2] for reward in recipe.rewards] == [
+        "rewards.py:short",
+        "mine.py:right",
+    ]
+
+
+WORDS = st.sampled_from(
+    [
+        "swift",
+        "sft",
+        "rlhf",
+        "trl",
+        "--model",
+        "a/b",
+        "--dataset",
+        "=",
+        "'",
+        '"',
+        "\\",
+        "\n",
+        "$X",
+        "$(ls)",
+        "--",
+        "-m",
+        "accelerate",
+        "launch",
+        "x.py",
+        "axolotl",
+        "train",
+        "x.yml",
+        "--lr=1e-3",
+        "FastLanguageModel.from_pretrained(",
+        "SFTTrainer(",
+        ")",
+        "args=SFTConfig(",
+        "r=",
+        "1",
+        "**x",
+        "def f(",
+        "if False:",
+        "{",
+        "}",
+        "(",
+        "# c",
+        "\t",
+        "é",
+        "\0",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    words=st.lists(WORDS, max_size=30), suffix=st.sampled_from([".sh", ".py", ".ipynb", ".yaml"])
+)
+def test_any_text_is_read_or_refused(words, suffix):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"theirs{suffix}"
+        text = " ".join(words)
+        if suffix == ".ipynb":
+            text = json.dumps({"cells": [{"cell_type": "code", "source": [text]}]})
+        path.write_text(text)
+        try:
+            written, _ = import_recipe(path)
+        except UserError as error:
+            assert error.problem and error.fix
+            return
+        (Path(folder) / "mine.yaml").write_text(written)
+        load_recipe(Path(folder) / "mine.yaml")

@@ -262,7 +262,7 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
             unanswered = [name for name in unknown if name not in answers]
             lines = list(answers.values())
             if unanswered:
-                lines.append(f"{', '.join(unanswered)}: {fix}")
+                lines.append(f"{', '.join(unanswered)}: {command} --help")
             fix = "\n       ".join(lines)
     return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
 

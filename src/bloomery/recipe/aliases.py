@@ -420,7 +420,7 @@ def dataset_aliases(name: str, value: Any, *, method: str = "") -> Iterator[Alia
     sources = [_source(dataset, place, method) for place, dataset in datasets]
     if len(sources) == 1:
         for key, (part, origin) in sources[0].items():
-            reason = _FORMATTED if key == "format" else ""
+            reason = _FORMATTED if key == "format" and part != "text" else ""
             yield Alias(origin, edits=(f"data.{key}={plain(part)}",), reason=reason)
     elif sources:
         text = plain([{key: part for key, (part, _) in source.items()} for source in sources])
@@ -441,6 +441,8 @@ def _dataset_alias(path: tuple[str, ...], value: Any) -> Alias:
     for part in reversed(path[1:]):
         if part == "roles_to_train":
             return _trained_roles(name, value)
+        if "roles" in path[:-1]:  # {user: [human]}
+            part = "roles"
         row = _row(f"datasets.{part}", "Axolotl") or _row(part, "Axolotl")
         if (alias := row and _answer(row, name, value, {})) and not (
             alias.edits and "data.columns" in alias.edits[0]
@@ -598,6 +600,7 @@ def _generation_batch(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str
 # Reward functions that are a part of TRL, as verifiers.
 _TRL_REWARDS: Mapping[str, dict[str, Any]] = {
     "accuracy_reward": {"verifier": "math", "column": "solution"},
+    "accuracy": {"verifier": "math", "column": "solution"},  # of open-r1 and ms-swift
     "reasoning_accuracy_reward": {"verifier": "math", "column": "solution"},
     "think_format_reward": {
         "verifier": "regex",

@@ -129,7 +129,9 @@ def _read_shell(text: str, path: Path) -> Reading:
         others += [
             (" ".join(words[start : start + 2]), command)
             for word, command in _NO_TRAINING.items()
-            if word in words[start : start + 4] or f"{word}.py" in words[start : start + 4]
+            if any(
+                part in (word, f"{word}.py", f"mlx_lm.{word}") for part in words[start : start + 4]
+            )
         ]
     if others:
         shown, command = others[0]
@@ -253,8 +255,10 @@ def _launched(words: Sequence[str]) -> tuple[str, list[str]]:
             module = behind[0]
             if module == "axolotl.cli.train":
                 return "axolotl train", behind[1:]
-            if module in ("mlx_lm.lora", "mlx_lm") or module.startswith("mlx_lm"):
-                return "mlx_lm lora", [part for part in behind[1:] if part != "lora"]
+            if module == "mlx_lm.lora":
+                return "mlx_lm lora", behind[1:]
+            if module == "mlx_lm" and behind[1:2] == ["lora"]:
+                return "mlx_lm lora", behind[2:]
             if module.startswith("swift.cli."):
                 return f"swift {module.rpartition('.')[2]}", behind[1:]
             if module in ("trl", "trl.cli") and len(behind) > 1:

@@ -216,6 +216,9 @@ def llama_factory(draft: Draft) -> None:
         double = draft.is_on("double_quantization")
         if str(draft.get("quantization_bit")) == "4":
             draft.set("quantize.double_quant", double, "double_quantization")
+    for name in ("use_galore", "use_apollo", "use_badam", "use_adam_mini"):
+        if draft.is_on(name):
+            draft.set("optimizer.kind", "adamw", reason=f"set it: {name} is not supported")
     trainer_arguments(draft)
     _full_precision(draft)
 
@@ -331,6 +334,12 @@ def axolotl(draft: Draft) -> None:
     floor = draft.number("cosine_min_lr_ratio")
     if floor is not None and 0 <= floor < 1 and draft.word("lr_scheduler") == "cosine":
         draft.set("optimizer.min_lr_ratio", floor, "cosine_min_lr_ratio")
+    elif floor == 1 and draft.word("lr_scheduler") == "cosine":
+        reason = "the rate falls to all of itself"
+        draft.set(
+            "optimizer.schedule", "constant", "cosine_min_lr_ratio", "lr_scheduler", reason=reason
+        )
+        draft.settings.pop("optimizer.min_lr_ratio", None)
 
     # Checkpoints: `save_steps` wins over the rest, and each epoch is saved where nothing is set.
     saving(draft)
@@ -515,6 +524,8 @@ def trl(draft: Draft) -> None:
     if kind not in ("grpo", "rloo", "ppo"):
         sequence_length(draft, "max_length", "max_seq_length")
     _trl_datasets(draft)
+    if draft.word("dataset_text_field") == "text":
+        draft.leave("dataset_text_field", "the usual name of the column")
     if kind == "sft":
         _trl_loss_tokens(draft)
         _trl_packing(draft)
@@ -753,5 +764,5 @@ def _trl_datasets(draft: Draft) -> None:
     draft.leave(
         "dataset_configs", "a subset is a folder of the dataset: choose its files with data.glob"
     )
-    if isinstance(share, int | float) and not isinstance(share, bool) and 0 < share < 1:
-        draft.set("data.validation", f"{100 * share:.6g}%", share_name)
+    if share_name and draft.given(share_name) and share is not None:
+        validation_size(draft, share_name)

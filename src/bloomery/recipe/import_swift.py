@@ -31,6 +31,8 @@ def swift(draft: Draft) -> None:
         names = ("temperature", "top_p", "top_k", "max_new_tokens", "num_beams")
         draft.leave_all(names, "of generation: `bloomery generate` has options")
 
+    draft.leave("model_name", "the texts of the dataset are used as they are")
+
     # The model and its adapter.
     tuner_name = "train_type" if draft.given("train_type") else "tuner_type"
     if draft.given("sft_type"):  # of version 2
@@ -89,6 +91,7 @@ def swift(draft: Draft) -> None:
         draft.defaults = {**draft.defaults, "gradient_accumulation_steps": steps}
     rate = 1e-5 if draft.value("adapter.kind") == "none" else 1e-4
     draft.defaults = {**draft.defaults, "learning_rate": rate}
+    draft.set("optimizer.learning_rate", draft.number("learning_rate") or rate, "learning_rate")
     trainer_arguments(draft)
     if not draft.given("eval_strategy") and not draft.given("evaluation_strategy"):
         strategy = draft.get("save_strategy")

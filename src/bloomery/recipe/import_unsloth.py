@@ -18,6 +18,17 @@ def unsloth(draft: Draft) -> None:
         reason = "" if plain_model == model else "the model whose 4-bit copy the script loads"
         draft.set("model.from", plain_model, "model_name_or_path", reason=reason)
 
+    # Unsloth has templates of its own for many models; those of the same name are the tokenizer's.
+    template = draft.word("chat_template")
+    known = {"llama-3": "llama3", "llama-3.1": "llama3", "llama-3.2": "llama3", "qwen-2.5": "qwen"}
+    known |= {name: name for name in ("chatml", "llama2", "llama3", "mistral", "gemma")}
+    if template in known:
+        draft.set("data.chat.template", known[template], "chat_template")
+    elif template:
+        draft.leave(
+            "chat_template", f"the tokenizer's own template, which may differ from {template}"
+        )
+
     # Without get_peft_model, or with full_finetuning, every weight is trained.
     if draft.is_on("full_finetuning") or not draft.is_on("use_peft"):
         draft.set("adapter.kind", "none", "full_finetuning", reason="no adapter is added")

@@ -3,6 +3,7 @@
 Every key, however deep, is mapped or listed with a reason, the tool's own defaults are written, and the recipe loads.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -214,12 +215,41 @@ def _complete(draft: Draft) -> None:
         _complete_rollouts(draft)
 
     _ask_for_needed(draft)
+    _append_revision(draft)
+
+    # An optimizer that is not supported, and a model of another revision.
+    if "optimizer.kind" not in settings:
+        name = next((name for name in ("optim", "optimizer") if draft.given(name)), "")
+        shown = draft.word(name) or plain(draft.get(name)) if name else ""
+        reason = f"set it: {name}={shown} is not supported" if name else ""
+        draft.set_default("optimizer.kind", "adamw", reason=reason)
 
     # Keys that do not fit the kinds of this recipe.
     kinds = [f"{key}={draft.value(key)}" for key in settings if key.endswith(".kind")]
     for key in [key for key in settings if not accepted(f"{key}={draft.value(key)}", *kinds)]:
         draft.drop(key, f"{key} does not fit {draft.value('objective.kind')}")
     _settle(draft)
+
+
+_REVISIONS = ("model_revision", "revision_of_model", "revision")
+
+
+def _append_revision(draft: Draft) -> None:
+    """A revision other than the main one belongs to the id of a model on the Hub."""
+    model = draft.settings["model.from"]
+    for name in _REVISIONS:
+        revision = draft.get(name) if draft.given(name) else None
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", model.text) is not None
+        if not isinstance(revision, str) or not is_hub_id:
+            continue
+        if revision == "main":
+            draft.left[name] = "the main revision is the default"
+        else:
+            draft.settings["model.from"] = Setting(
+                f"{model.text}@{revision}", (*model.names, name), model.reason
+            )
+            draft.left.pop(name, None)
+        return
 
 
 def _settle(draft: Draft) -> None:
