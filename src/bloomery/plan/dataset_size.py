@@ -58,7 +58,7 @@ class RowSample:
         if all(file.path.suffix == ".parquet" for file in self.dataset.files):
             from pyarrow.parquet import read_metadata
 
-            return sum(read_metadata(file.path).num_rows for file in self.dataset.files)
+            return float(sum(read_metadata(file.path).num_rows for file in self.dataset.files))
         sample_bytes = sum(self.sizes)
         if first_file.suffix in JSON_LINES:
             with first_file.open("rb") as lines:
