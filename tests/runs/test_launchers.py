@@ -43,7 +43,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
-from bloomery.recipe.load import load_recipe
+from bloomery.recipe.load import load_recipe, unset_keys
 from bloomery.runs import supervisor, worker
 from bloomery.runs.devices import chosen_devices
 from bloomery.runs.folder import RunFolder, locked, new_run
@@ -200,8 +200,19 @@ def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe
     ):
         start(load_recipe(recipe, ["train.seed=77"]), run_dir=folder.path)
     # what a resumed run may change
-    longer = load_recipe(recipe, ["train.max_steps=77", "eval.every=5"]).recipe
-    refuse_other_recipe(folder, load_recipe(folder.recipe).recipe, longer, job="torchrun-job7")
+    longer = load_recipe(recipe, ["train.max_steps=77", "eval.every=5"])
+    refuse_other_recipe(folder, longer, job="torchrun-job7")
+
+    # A default that another version had, in a run of that version: neither recipe sets the key.
+    text = folder.recipe.read_text()
+    older = text.replace("momentum: 0.95  # default", "momentum: 0.9  # default")
+    assert older != text and "optimizer.momentum" in unset_keys(text)
+    write_sealed(folder.path, {folder.recipe.name: older})
+    refuse_other_recipe(folder, load_recipe(recipe), job="torchrun-job7")
+    with pytest.raises(UserError, match=r"optimizer.momentum is 0.9 there, and 0.8 now"):
+        refuse_other_recipe(
+            folder, load_recipe(recipe, ["optimizer.momentum=0.8"]), job="torchrun-job7"
+        )
 
 
 def test_the_run_folder_has_the_name_of_the_job(monkeypatch) -> None:

@@ -172,6 +172,22 @@ def dump_recipe(loaded: LoadedRecipe) -> str:
     return _HEADER + "\n".join(_dumped(loaded.recipe, loaded.provenance, ())) + "\n"
 
 
+def unset_keys(complete_text: str) -> set[str]:
+    """The keys of `dump_recipe`'s text that nobody set, such as "train.seed": their comments say so."""
+    keys = set[str]()
+    sections = list[str]()
+    for line in complete_text.splitlines():
+        match = re.fullmatch(r"( *)([^\s:#]+):(.*)", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 2
+        path = [*sections[:depth], match[2]]
+        sections = path
+        if match[3].endswith("  # default"):
+            keys.add(".".join(path))
+    return keys
+
+
 def provenance(
     recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPath = ()
 ) -> dict[str, str]:

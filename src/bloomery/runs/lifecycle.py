@@ -108,8 +108,7 @@ def start(
     if launch is not None:
         earlier_run = RunFolder(expanded(path).absolute())
         if began_by_job(earlier_run, launch):
-            stored_recipe = load_recipe(earlier_run.recipe).recipe
-            refuse_other_recipe(earlier_run, stored_recipe, loaded_recipe.recipe, job=launch.job)
+            refuse_other_recipe(earlier_run, loaded_recipe, job=launch.job)
             return resume(
                 path,
                 devices=devices,

@@ -23,7 +23,8 @@ from bloomery.plan.fallback import (
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
-from bloomery.recipe.schema import LENGTHS, Recipe, Rollouts
+from bloomery.recipe.load import LoadedRecipe, load_recipe, unset_keys
+from bloomery.recipe.schema import LENGTHS, Rollouts
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.stage_ends import StageResult
 from bloomery.runs.worker import (
@@ -109,10 +110,13 @@ def _may_change(key: str) -> bool:
     )
 
 
-def refuse_other_recipe(
-    folder: RunFolder, stored_recipe: Recipe, new_recipe: Recipe, *, job: str
-) -> None:
-    """Raises UserError (code 2) where a `job` that began the run is started again with another recipe."""
+def refuse_other_recipe(folder: RunFolder, new_recipe: LoadedRecipe, *, job: str) -> None:
+    """Raises UserError (code 2) where a `job` that began the run is started again with another recipe.
+
+    A key that neither sets is the same: the run keeps the default that it began with, which may be an older one.
+    """
+    stored_recipe = load_recipe(folder.recipe).recipe
+    unset = unset_keys(folder.recipe.read_text(encoding="utf-8"))
 
     def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         if isinstance(value, dict) and value:
@@ -123,12 +127,14 @@ def refuse_other_recipe(
 
     old_values, new_values = (
         dict(leaves(recipe.model_dump(mode="json", by_alias=True)))
-        for recipe in (stored_recipe, new_recipe)
+        for recipe in (stored_recipe, new_recipe.recipe)
     )
     changed_keys = [
         key
         for key in new_values | old_values
-        if new_values.get(key) != old_values.get(key) and not _may_change(key)
+        if new_values.get(key) != old_values.get(key)
+        and not _may_change(key)
+        and not (key in unset and new_recipe.provenance.get(key, "default") == "default")
     ]
     if changed_keys:
         key = changed_keys[0]
