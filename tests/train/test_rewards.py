@@ -140,6 +140,9 @@ def unprintable(**_):
             raise ValueError
     raise Odd
 
+def as_bytearray(completions, **_):
+    return bytearray(len(completions))
+
 def as_bytes(completions, **_):
     return b"\\x01" * len(completions)
 
@@ -183,6 +186,7 @@ def odd(tmp_path):
         ("arrays", "ndarray, whose item() failed"),
         ("unprintable", "Odd: its text cannot be read"),
         ("as_bytes", "returned bytes, not a list"),
+        ("as_bytearray", "returned bytearray, not a list"),
         ("forges", "answered with something else than its rewards"),
         ("forges_texts", "answered with something else than its rewards"),
         ("forges_a_list", "answered with something else than its rewards"),

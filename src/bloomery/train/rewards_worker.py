@@ -261,7 +261,7 @@ def checked(
     """
     fix = f"return a list of {count:,} numbers, None where the function has no opinion"
     first_prompt = f"the first prompt was {shown(request, 0)}" if count else "there was no prompt"
-    if isinstance(answer, str | bytes) or (
+    if isinstance(answer, str | bytes | bytearray | memoryview) or (
         not isinstance(answer, Sequence) and not hasattr(answer, "tolist")
     ):
         problem = f"the reward {name} returned {type(answer).__name__}, not a list; {first_prompt}"
