@@ -9,6 +9,9 @@ import pytest
 
 from bloomery.data.chat.render import Renderer, continuation
 from bloomery.data.examples import Example, Message
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.prepare.split import size_warnings
+from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -185,3 +188,23 @@ def test_of_a_sentencepiece_model_alone_the_configuration_decides(tmp_path, add_
     ours.save(tmp_path / "saved")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert again.encode("hello") == ours.encode_prompt("hello")
+
+
+@pytest.mark.parametrize(("config", "adds"), [({}, ([], [])), ({"eos_token": "</s>"}, ([], [2]))])
+def test_plain_text_gets_the_tokens_that_have_a_role(tmp_path, library, recipe_of, config, adds):
+    """A tokenizer without BOS or EOS adds none to documents, whatever its vocabulary holds, and `prepare` says so."""
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"the quick brown fox {number}")
+    folder = folder_of(tmp_path / "tokenizer", library, config)
+    recipe = recipe_of(
+        tokenizer={"from": str(folder)}, path=str(tmp_path / "texts"), validation="0%"
+    )
+    prepare(recipe, tmp_path / "prepared")
+    manifest = read_manifest(tmp_path / "prepared")
+    assert (manifest.bos_id, manifest.eos_id) == (None, adds[1][0] if adds[1] else None)
+    document = open_split(tmp_path / "prepared", "train", manifest).document(0).tolist()
+    text = transformers.AutoTokenizer.from_pretrained(folder).encode("the quick brown fox 0")
+    assert document == [*adds[0], *text, *adds[1]]
+    warnings = [*size_warnings(manifest, sequence_length=16)]
+    assert any("no EOS token" in warning for warning in warnings) == (not adds[1])

@@ -221,7 +221,7 @@ def make_splitter(
 
 
 def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
-    """What `prepare` and `train` say about a dataset that is too small to train on, or to measure."""
+    """What `prepare` and `train` say about a dataset that is too small to train on or to measure, or without EOS."""
     train = manifest.train
     validation = manifest.validation
     rows = train.documents // DOCUMENTS_PER_UNIT[manifest.kind]
@@ -239,6 +239,11 @@ def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
     for file, number in manifest.held_files:
         rest = "is also in the validation set" if number == 1 else "are also in the validation set"
         yield f"{one_line(file)}: {counted(number, 'rows')} {rest}; not trained on"
+    if manifest.eos_id is None and (manifest.kind == "text" or manifest.mixed):
+        yield (
+            "the tokenizer has no EOS token, so that no plain text ends with one and the model will not stop: "
+            "name it as eos_token in tokenizer_config.json"
+        )
 
 
 def _held_keys(dataset: Dataset, *, on_error: str) -> frozenset[int]:

@@ -301,11 +301,6 @@ def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
         yield f"{counted(check.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
     if not manifest.validation.tokens:
         yield "no validation set: overfitting cannot be detected"
-    if manifest.eos_id is None and (manifest.kind == "text" or manifest.mixed):
-        yield (
-            "the tokenizer has no EOS token, so that no plain text ends with one and the model will not stop: "
-            "name it as eos_token in tokenizer_config.json"
-        )
     if check.double_bos:
         texts = counted(check.double_bos, "texts")
         yield f"{texts} begin with two BOS tokens (id {manifest.bos_id}); models are trained with one"
