@@ -1,7 +1,8 @@
 """/v1/messages, in the shapes that Anthropic's clients send and read."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_serve import post
 from test_tools import WEATHER, check_weather
 
 from bloomery.data.examples import Message
+from bloomery.serve.app import kept_alive
 from models_for_tests import make_chat_model
 
 PATH = "/v1/messages"
@@ -135,6 +137,35 @@ class TestMessages:
         status, count = post(server, f"{PATH}/count_tokens", body)
         message = post(server, PATH, {**body, "max_tokens": 1})[1]
         assert status == 200 and count == {"input_tokens": message["usage"]["input_tokens"]}
+
+    def test_a_silent_stream_has_pings_and_ends_with_its_client(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("bloomery.serve.app.PING_SECONDS", 0.05)
+        ended = list[str]()
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                yield "a"
+                await asyncio.sleep(0.2)
+                yield "b"
+            finally:
+                ended.append("lines")
+
+        async def read(most: int) -> list[str]:
+            received = list[str]()
+            stream = kept_alive(lines(), "ping")
+            async for line in stream:
+                received.append(line)
+                if len(received) == most:
+                    break
+            await stream.aclose()
+            await asyncio.sleep(0.01)
+            return received
+
+        received = asyncio.run(read(100))
+        assert received[0] == "a" and received[-1] == "b" and received.count("ping") >= 2
+        assert asyncio.run(read(2)) == ["a", "ping"] and ended == ["lines", "lines"]
 
 
 class TestTools:

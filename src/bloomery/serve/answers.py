@@ -21,10 +21,13 @@ Events = AsyncIterator[tuple[int, Piece | End]]  # of each completion of a reque
 
 
 class Answer(Protocol):
-    """How an endpoint words what the engine generates. `top`: how many of the likeliest tokens it reports."""
+    """How an endpoint words what the engine generates. `top`: how many of the likeliest tokens it reports. `ping`: the
+    event of a silent stream; None: the API has none.
+    """
 
     model: Served
     top: int | None
+    ping: str | None
 
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
@@ -57,6 +60,7 @@ class ChatShape:
 
     def __init__(self, name: str, model: Served, top: int | None, form: AnswerForm) -> None:
         self.model = model
+        self.ping: str | None = None
         self.top = top
         self.form = form
         self.head = _head("chatcmpl-", name)
@@ -144,6 +148,7 @@ class CompletionShape:
         scores: Sequence[Scores] | None,
     ) -> None:
         self.model = model
+        self.ping: str | None = None
         self.params = params
         self.texts = texts
         self.prompts = prompts

@@ -55,6 +55,7 @@ from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 from bloomery.serve.tools import AnswerRules
 
 MOST_SCORES = 2**18  # log-probabilities of prompts in one answer
+PING_SECONDS = 10.0  # of silence in a stream
 PROMPT_END = 16  # tokens that show whether a prompt begins a thought
 BODY_SECONDS = 30.0  # for a client to send its request
 POLICY = (
@@ -604,9 +605,11 @@ class Server:
         usage = sum(len(ids) for ids in prompts)
         if params.stream:
             with_usage = params.stream_options is not None and params.stream_options.include_usage
-            events = shape.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
+            lines = shape.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
             return StreamingResponse(
-                events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+                lines if shape.ping is None else kept_alive(lines, shape.ping),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-store"},
             )
         try:
             return JSONResponse(
@@ -627,6 +630,29 @@ class Server:
         except UserError as error:
             raise Refused(400, error.problem, parameter=parameter) from error
         return [constraint, *(constraint.copy() for _ in range(count - 1))]
+
+
+async def kept_alive(lines: AsyncIterator[str], ping: str) -> AsyncIterator[str]:
+    """The lines, and a ping in every silence between them, such as that in which a long prompt is read."""
+    following = asyncio.ensure_future(_next(lines))
+    try:
+        while True:
+            await asyncio.wait((following,), timeout=PING_SECONDS)
+            if not following.done():
+                yield ping
+                continue
+            line = following.result()
+            if line is None:
+                return
+            following = asyncio.ensure_future(_next(lines))
+            yield line
+    finally:
+        # Where the client goes away, what waits for a line ends with it, and frees the slot.
+        following.cancel()
+
+
+async def _next(lines: AsyncIterator[str]) -> str | None:
+    return await anext(lines, None)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

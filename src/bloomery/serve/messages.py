@@ -278,6 +278,7 @@ class MessageShape:
 
     def __init__(self, name: str, model: Served, form: AnswerForm, stops: Sequence[str]) -> None:
         self.model = model
+        self.ping: str | None = _line({"type": "ping"})
         self.top: int | None = None  # no log-probabilities
         self.name = name
         self.form = form

@@ -323,6 +323,7 @@ class ResponseShape:
     ) -> None:
         self.params = params
         self.model = model
+        self.ping: str | None = None
         self.form = form
         self.keep = keep
         self.top = params.top_logprobs if params.reports_logprobs else None
@@ -482,8 +483,8 @@ class Output:
             return
         yield from self._close("completed")
         item: Json = {"id": prefix + secrets.token_hex(24), "type": kind, "status": "in_progress"}
-        item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        yield from self._add({**item, "content": []})
+        fields: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        yield from self._add({**item, **fields, "content": []})
         part = _part(kind)
         self.items[-1]["content"].append(part)
         yield {"type": "response.content_part.added", **self._place(), "part": dict(part)}
