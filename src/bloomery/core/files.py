@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -210,9 +211,38 @@ def private_folder(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """The cache folder of this user, for measurements of this machine."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(folder) if Path(folder).is_absolute() else Path.home() / ".cache") / "bloomery"
+    """The cache folder of this user, for measurements of this machine and compiled code.
+
+    Where it cannot be written, as in a home folder on a read-only disk, one in TMPDIR that is this user's alone: each
+    command would measure and compile again.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(root) if Path(root).is_absolute() else Path.home() / ".cache") / "bloomery"
+    if _can_be_written(folder):
+        return folder
+    temporary_folder = temporary_cache()
+    with suppress(OSError):
+        if private_folder(temporary_folder):
+            return temporary_folder
+    return folder
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in the folder, or the folder itself, which is not made here."""
+    if folder.is_dir():
+        return os.access(folder, os.W_OK | os.X_OK)
+    parent = next((parent for parent in folder.parents if parent.exists()), Path("/"))
+    try:
+        # Rights do not tell it: nobody can make a folder in /proc.
+        Path(tempfile.mkdtemp(prefix=".bloomery-", dir=parent)).rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def temporary_cache() -> Path:
+    """The cache in place of one in the home folder. Others can create it, too: `private_folder` tells."""
+    return Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}"
 
 
 def write_json(path: Path, value: object) -> bool:

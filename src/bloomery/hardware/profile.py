@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bloomery.core import Choice
-from bloomery.core.files import private_folder
+from bloomery.core.files import private_folder, temporary_cache
 from bloomery.hardware.machine import (
     CUDA_ORDER,
     MASKS,
@@ -573,8 +573,7 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     caches = {name: Path(environment[name]) for name in NODE_LOCAL if name in environment}
     is_set = any(name in os.environ or name in caches for name in (TRITON_CACHE, "TRITON_HOME"))
     if not is_set and not _writes_home():
-        root = Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}"
-        caches[TRITON_CACHE] = root / "triton"
+        caches[TRITON_CACHE] = temporary_cache() / "triton"
     variables = {name: value for name, value in environment.items() if name not in caches}
     roots = {path.parent for path in caches.values()}
     usable = dict[Path, Path]()

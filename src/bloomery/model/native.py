@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from bloomery.core.files import cache_folder, private_folder
+from bloomery.core.files import cache_folder, private_folder, temporary_cache
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
@@ -58,7 +58,7 @@ def library(source: Library) -> ctypes.CDLL:
 
     # Where the home folder cannot be written, or nothing there may be executed, the code is kept in TMPDIR.
     problems: list[str] = []
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}"):
+    for folder in dict.fromkeys((cache_folder(), temporary_cache())):
         try:
             return _library_in(folder, name, compiler, code, is_shared=folder != cache_folder())
         except OSError as error:
