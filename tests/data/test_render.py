@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat import render
-from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
+from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn, chat_format
 from bloomery.data.examples import BadRow, Example, Message
 from bloomery.data.sources.formats import read_example
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
@@ -601,6 +601,31 @@ def test_responses_are_found_where_the_prompt_differs_from_the_turns(name):
     (found,) = trained_text(chat(*talk), template)
     assert len(found) == 2 and "<think>" in found[0] and "assistant" in found[1]
     assert "<|im_start|>" not in "".join(found)
+
+
+STOPS = {
+    "chatml": ("chatml", ["<|im_end|>"]),
+    "a response begins with a control token": (
+        turns_of("<|im_start|>assistant\n<|eot_id|>{{ m.content }}<|im_end|>\n"),
+        ["<|im_end|>"],
+    ),
+    "two tokens end a turn": (
+        turns_of(ANSWER + "<|eot_id|><|im_end|>\n"),
+        ["<|eot_id|>", "<|im_end|>"],
+    ),
+    "every text ends with a prompt": (
+        turns_of(ANSWER + "<|im_end|>\n", prompt="") + "<|im_start|>assistant\n",
+        ["<|im_end|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_tokens_that_end_a_response_of_a_chat(name):
+    template, stops = STOPS[name]
+    tokenizer = chat_tokenizers.ours()
+    with chat_format(tokenizer, template) as form:
+        assert [tokenizer.decode([token]) for token in form.stop_ids] == stops
 
 
 @pytest.mark.parametrize("name", REFUSED)

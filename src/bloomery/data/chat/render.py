@@ -37,6 +37,7 @@ _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")
 _FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
+_ANSWER = "bloomeryanswer"
 CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch
 _PATIENCE = 3  # conversations that may kill the process; one more per thousand
@@ -300,7 +301,7 @@ class Renderer:
         prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        job = {"messages": turns, "tools": list(tools), "train_on": None, "prompt": prompt}
+        job: Json = {"messages": turns, "tools": list(tools), "train_on": None, "prompt": prompt}
         job["variables"] = dict(variables or {})
         answer = self._process(bool(tools)).read([job])[0]
         if "error" in answer:
@@ -391,8 +392,8 @@ class Renderer:
             return jobs
         assert isinstance(example.prompt, tuple)
         turns = [as_turn(message) for message in example.prompt]
-        job = {"messages": turns, "tools": list(example.tools), "train_on": None, "prompt": True}
-        return [{**job, "parts": True}]
+        job: Json = {"messages": turns, "tools": list(example.tools), "train_on": None}
+        return [{**job, "prompt": True, "parts": True}]
 
     def _job(self, example: Example, response: object) -> Json:
         """A conversation for the child. `train_on`: the numbers of the turns to train on; None: all of the text."""
@@ -497,27 +498,7 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
         yield ChatFormat(continuation(tokenizer), (), (), description)
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
-        # A short conversation shows how turns end. Some templates require a system turn.
-        trial_with_system = (Message("system", "c"), *_TRIAL)
-        examples = [
-            Example("the template", "chat", (), (turns,)) for turns in (_TRIAL, trial_with_system)
-        ]
-        results = renderer.encode_batch(examples)
-        encoded_trials = [result[0] for result in results if not isinstance(result, BadRow)]
-        if encoded_trials:
-            encoded = encoded_trials[0]
-        else:
-            (encoded,) = renderer.encode(examples[0])  # raises its error
-
-        # Control tokens that are trained on come after the content: they end a turn. Without any,
-        # the template's markup ends it as text.
-        control_ids = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-        response_ids = [
-            token
-            for token, is_loss_token in zip(encoded.ids, encoded.loss_mask, strict=True)
-            if is_loss_token
-        ]
-        stop_ids = tuple(token for token in dict.fromkeys(response_ids) if token in control_ids)
+        stop_ids = _stop_ids(renderer, tokenizer)
         yield ChatFormat(
             encode=renderer.prompt,
             stop_ids=stop_ids,
@@ -525,6 +506,39 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
             description=renderer.template.origin,
             render=renderer.rendered,
         )
+
+
+def _stop_ids(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The control tokens that end a response: those behind its content that are trained on.
+
+    Raises UserError for a template that refuses the simplest conversations.
+    """
+    # A short conversation shows how turns end. Some templates require a system turn.
+    trials = [(Message("user", "a"), Message("assistant", _ANSWER))]
+    trials.append((Message("system", "c"), *trials[0]))
+    results = renderer.encode_batch(
+        [Example("the template", "chat", (), (turns,)) for turns in trials]
+    )
+    number = next((n for n, result in enumerate(results) if not isinstance(result, BadRow)), 0)
+    result = results[number]
+    if isinstance(result, BadRow) and result.fix != _UNCLEAR:
+        raise result
+
+    # The content shows where the end of the turn begins: a response may begin with control tokens, too.
+    text = renderer.rendered(trials[number])
+    end = text.rpartition(_ANSWER)[2] if _ANSWER in text else text
+    control_ids = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
+    end_ids = [token for token in tokenizer.encode_rendered(end) if token in control_ids]
+    if isinstance(result, BadRow):
+        # A template without a provable mask cannot train, and still answers: its first control token ends the turn.
+        return tuple(end_ids[:1])
+    (encoded,) = result
+    trained_ids = {
+        token
+        for token, is_loss_token in zip(encoded.ids, encoded.loss_mask, strict=True)
+        if is_loss_token
+    }
+    return tuple(token for token in dict.fromkeys(end_ids) if token in trained_ids)
 
 
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:

@@ -93,13 +93,13 @@ def described(folder: Path, config: Json) -> Json:
     # Without a tokenizer.json, transformers asks the configuration what a text begins and ends with.
     ids = {**vocabulary, **{entry["content"]: entry["id"] for entry in added_tokens}}
     names = roles(description, config)
-    before, after = (
-        {name: ids[name]} if config.get(key) is True and name in ids else {}
-        for key, name in (
-            ("add_bos_token", names["bos_token"]),
-            ("add_eos_token", names["eos_token"]),
-        )
-    )
+
+    def added(key: str, role: str) -> dict[str, int]:
+        name = names[role]
+        return {name: ids[name]} if config.get(key) is True and name in ids and name else {}
+
+    before = added("add_bos_token", "bos_token")
+    after = added("add_eos_token", "eos_token")
     if before or after:
         description["post_processor"] = added_around(before, after)
     return description
@@ -140,6 +140,8 @@ def _added_tokens(folder: Path, config: Json, vocabulary: Mapping[str, int]) -> 
     role_names = roles({}, config)
     for token in (*(role_names[role] for role in ROLES), *names):
         name = name_of(token)
+        if name is None:
+            continue
         if name in vocabulary and name not in entries:
             entries[name] = _entry(name, vocabulary[name], {"special": True})
         elif name in entries:
