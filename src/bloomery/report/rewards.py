@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bloomery.report.record import RunRecord
 
 MOST_BYTES = 64 * 2**20  # of a file of completions that the page reads
 SHOWN_CHARACTERS = 1200  # of a prompt or a completion
+SHOWN_REWARDS = 50  # of a completion
 
 # Charts of several metrics: the title, the unit, and the metrics with the names of their lines.
 GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
@@ -247,7 +249,11 @@ def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
         prompt=_cut(str(prompt)),
         completion=_cut(row["completion"]),
         reward=_number(row.get("reward")),
-        rewards=", ".join(f"{name} {_number(value)}" for name, value in by_name.items()),
+        rewards=_cut(
+            ", ".join(
+                f"{name} {_number(value)}" for name, value in islice(by_name.items(), SHOWN_REWARDS)
+            )
+        ),
         advantage=_number(_advantage_of(row), sign="+"),
         ended=not row.get("truncated"),
     )
