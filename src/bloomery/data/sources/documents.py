@@ -306,6 +306,7 @@ def _reader(
                 columns=columns_by_role,
                 where=value.where,
                 use=stats.use,
+                guesses=dataset.format in FORMATS and not dataset.columns,
             )
             return [
                 Document(part.source, part)

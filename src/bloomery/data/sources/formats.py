@@ -347,10 +347,17 @@ ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in 
 
 
 def read_example(
-    row: object, *, format: str, columns: Columns, where: str, use: ColumnUse | None = None
+    row: object,
+    *,
+    format: str,
+    columns: Columns,
+    where: str,
+    use: ColumnUse | None = None,
+    guesses: bool = False,
 ) -> Example:
-    """The example in a row. `columns` maps roles to columns of other names (FORMATS). What becomes of each
-    column is added to `use`. Raises BadRow.
+    """The example in a row. `columns` maps roles to columns of other names (FORMATS); with `guesses`, the format was
+    named without columns, so that usual names count for every role. What becomes of each column is added to `use`.
+    Raises BadRow.
     """
     if not isinstance(row, dict):
         raise BadRow(where, f"is {kind_of(row)}, not an object with columns")
@@ -361,6 +368,7 @@ def read_example(
         row,
         ColumnUse() if use is None else use,
         format != PROMPTS,
+        guesses,
     )
     parts.refuse_media()
     example = FORMATS[format].reader(parts)

@@ -92,6 +92,8 @@ def list_column(cells: Mapping[str, Any], named: Columns) -> str | None:
     return others[0] if len(others) == 1 and others[0] not in ("prompt", "completion") else None
 
 
+# Roles that the first row decides: a later row without their columns is invalid.
+_REQUIRED = ("prompt", "completion", "instruction", "output", "chosen", "rejected")
 _SIDES = ("chosen", "rejected", "history")
 
 
@@ -120,6 +122,9 @@ class Row:
     unparsed: Mapping[str, Any]
     use: ColumnUse = field(default_factory=ColumnUse)
     strict: bool = True  # a column of a role's own name must hold what the role needs
+    guesses: bool = (
+        False  # usual names count for sides, too: the recipe names the format, and no columns
+    )
     taken: dict[str, str] = field(default_factory=dict)
 
     def column(self, role: str) -> str | None:
@@ -135,7 +140,7 @@ class Row:
             return role
         usual = (
             None
-            if self.named
+            if self.named or (role in _REQUIRED and not self.guesses)
             else first_name(COLUMN_NAMES.get(SAME_ROLE.get(role, role), ()), free)
         )
         return usual or (role if role in free else None)
