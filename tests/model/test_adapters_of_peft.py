@@ -24,7 +24,7 @@ Q = ["q_proj"]
 VOCABULARY = CASES[UNTIED][1]["vocab_size"]
 
 
-def saved_by_peft(case, folder, *, new_tokens=0, **settings):
+def saved_by_peft(case, folder, *, new_tokens=0, tokens_alone=(), **settings):
     """An adapter with random numbers, saved to folder/adapter, and its base, to folder/base; as PEFT reads it again."""
     saved_reference(case, folder / "base")
 
@@ -37,6 +37,8 @@ def saved_by_peft(case, folder, *, new_tokens=0, **settings):
     config = peft.LoraConfig(
         **({"r": 4, "lora_alpha": 6, "target_modules": Q, "task_type": "CAUSAL_LM"} | settings)
     )
+    if tokens_alone:
+        config = peft.TrainableTokensConfig(token_indices=list(tokens_alone))
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(base(), config)
     numbers = torch.Generator().manual_seed(0)
@@ -57,6 +59,8 @@ def merged_by_us(folder):
     return AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
 
 
+# Tokens of the sequences below.
+FIRST, SECOND = (int(token) for token in (tokens() % VOCABULARY)[0].unique()[:2])
 HEADS = {
     "new tokens": {"new_tokens": 8},
     "new tokens, modules to save": {
@@ -86,12 +90,15 @@ HEADS = {
         "rank_pattern": {"lm_head": 2},
         "alpha_pattern": {".*embed.*": 3},
     },
-    "token rows": {"trainable_token_indices": [5, 7]},
-    "token rows of both": {"trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5]}},
+    "token rows": {"trainable_token_indices": [FIRST, SECOND]},
+    "token rows of both": {
+        "trainable_token_indices": {"embed_tokens": [FIRST, SECOND], "lm_head": [FIRST]}
+    },
     "equal token rows of both": {
-        "trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5, 7]}
+        "trainable_token_indices": {"embed_tokens": [FIRST, SECOND], "lm_head": [FIRST, SECOND]}
     },
     "token rows of the head": {"trainable_token_indices": {"lm_head": [9]}},
+    "token rows without lora": {"tokens_alone": [FIRST, SECOND]},
     "rows of new tokens": {
         "trainable_token_indices": [VOCABULARY, VOCABULARY + 1],
         "new_tokens": 8,
@@ -107,7 +114,10 @@ OTHERS = {
     "lora of gemma's embedding": ("gemma2", {"target_modules": ["q_proj", "embed_tokens"]}),
     "dora of gemma's embedding": ("gemma", {"target_modules": ["embed_tokens"], "use_dora": True}),
     "lora of gpt2's embedding": ("gpt2", {"target_modules": ["c_attn", "wte"]}),
-    "token rows of gpt2": ("gpt2", {"target_modules": ["c_attn"], "trainable_token_indices": [3]}),
+    "token rows of gpt2": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "trainable_token_indices": [FIRST]},
+    ),
     "pissa": (UNTIED, {"init_lora_weights": "pissa", "target_modules": ["q_proj", "down_proj"]}),
     "olora": (UNTIED, {"init_lora_weights": "olora", "target_modules": ["v_proj", "up_proj"]}),
     "pissa and dora": (UNTIED, {"init_lora_weights": "pissa", "use_dora": True}),

@@ -25,16 +25,18 @@ from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added
-from bloomery.model.adapters.peft_files import read_trained
+from bloomery.model.adapters.peft_files import read_trained, write_as_peft
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.adapters.peft_reading import read_adaptation
 from bloomery.model.adapters.settings import (
     CONFIG,
     TENSORS,
+    adapter_file,
     base_of,
     is_adapter_folder,
     read_settings,
     refuse_other_base,
+    stated_settings,
 )
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
@@ -177,17 +179,25 @@ def export_adapter(
     base_name = base_of(model_files.base).name
     proofs = []
     with draft_of(out) as draft:
-        settings = read_settings(model_files.weights) | {"base_model_name_or_path": base_name}
-        write_json(draft / CONFIG, settings)
-        shutil.copyfile(model_files.weights / TENSORS, draft / TENSORS)
-        load_tokenizer(model_files.tokenizer).save(draft)
+        is_peft = adapter_file(model_files.weights) == TENSORS
         config = read_config(model_files.base)
-        if settings["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
+        if is_peft:
+            settings = stated_settings(model_files.weights)
+            write_json(draft / CONFIG, settings | {"base_model_name_or_path": base_name})
+            shutil.copyfile(model_files.weights / TENSORS, draft / TENSORS)
+        else:
+            write_as_peft(model_files.weights, config, draft, base=base_name)
+        load_tokenizer(model_files.tokenizer).save(draft)
+        if (
+            read_settings(draft)["peft_type"] == "LORA"
+        ):  # with the adapter's own vocabulary and head
             config = read_adaptation(draft, config, base=model_files.base)[1]
         sources = [model_files.weights, model_files.base]
         write_card(draft, out.name, config, sources, base=base_name)
         if verify:
-            if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
+            if is_peft and (
+                (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes()
+            ):
                 raise UserError(
                     f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk"
                 )

@@ -21,7 +21,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.adapters.peft_names import PREFIX
-from bloomery.model.adapters.peft_reading import MAGNITUDE, base_tensors
+from bloomery.model.adapters.peft_reading import MAGNITUDE, base_tensors, read_adaptation
 from bloomery.model.adapters.settings import (
     CONFIG,
     EMBEDDING,
@@ -29,6 +29,7 @@ from bloomery.model.adapters.settings import (
     TENSORS,
     Adaptation,
     linear_modules,
+    read_settings,
     shares_head,
     stored_modules,
 )
@@ -137,6 +138,34 @@ def write_named(
     """Writes both files of an adapter: tensors on the CPU with PEFT's names, and its config."""
     save_file(dict(tensors), folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
+
+
+def write_as_peft(source: Path, config: ModelConfig, folder: Path, *, base: str) -> None:
+    """Writes an adapter of mlx-lm for a model with this config in PEFT's format into a folder that exists.
+
+    Raises UserError where it holds whole parameters of the model.
+    """
+    settings, _ = read_adaptation(source, config)
+    if settings.modules_to_save:
+        raise UserError(
+            "whole parameters of the model are no adapter",
+            where=str(source),
+            fix="use --to merged",
+            code=2,
+        )
+    tensors = base_tensors(source, config, is_tied=False).by_name
+    parts = ("lora_A", "lora_embedding_A")
+    targets = [
+        name.rpartition(f".{part}")[0] for name in tensors for part in parts if f".{part}" in name
+    ]
+    with TensorReader() as reader:
+        peft_tensors = {PREFIX + name: reader.read(tensor) for name, tensor in tensors.items()}
+    peft_settings = read_settings(source) | {
+        "base_model_name_or_path": base,
+        "target_modules": sorted(targets),
+        "inference_mode": True,
+    }
+    write_named(peft_tensors, peft_settings, folder)
 
 
 def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> dict[str, object]:

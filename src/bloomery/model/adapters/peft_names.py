@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.settings import AGAIN, MERGE
 from bloomery.model.io.stored import LANGUAGE, VISION, StoredTensor
 from bloomery.model.io.tensor_names import INNER_WRAPPERS
 
 PREFIX = "base_model.model."
+AGAIN = "download or save the adapter again"
+MERGE = "merge it with PEFT (merge_and_unload) where it was trained, and use the merged model"
 # What PEFT names by the adapter: a module or a parameter, and then the adapter's name.
 NAMED_PARTS = (
     r"lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|modules_to_save|trainable_tokens_delta"
@@ -60,6 +61,9 @@ def names_of_base(
         if match := ADAPTER_NAME.search(name):
             adapter_names.add(match[2])
             name = name[: match.start(2) - 1] + name[match.end(2) :]
+        # Trained tokens alone have no wrapper of their own.
+        if name.endswith(f".{TOKEN_ROWS}") and ".token_adapter." not in name:
+            name = f"{name.removesuffix(TOKEN_ROWS)}token_adapter.{TOKEN_ROWS}"
         if ORIGINAL_PART in name:  # what a module to save was before training
             continue
         if COPY_PART in name:

@@ -13,8 +13,12 @@ from pathlib import Path
 import torch
 
 from bloomery.core.errors import UserError
+from bloomery.model.adapters import mlx_files
+from bloomery.model.adapters.mlx_files import peft_tensors
 from bloomery.model.adapters.patterns import first_matches
 from bloomery.model.adapters.peft_names import (
+    AGAIN,
+    MERGE,
     TOKEN_ROWS,
     AdapterTensors,
     names_of_base,
@@ -22,16 +26,15 @@ from bloomery.model.adapters.peft_names import (
     without_ties,
 )
 from bloomery.model.adapters.settings import (
-    AGAIN,
     CONFIG,
     EMBEDDING,
     HEAD,
-    MERGE,
     TENSORS,
     VALUES,
     Adaptation,
     Pair,
     VocabularyChange,
+    adapter_file,
     read_settings,
     right_base,
     shares_head,
@@ -115,7 +118,7 @@ def adapter_tensors(folder: Path) -> dict[str, StoredTensor]:
             where=str(folder),
             fix="ask its author for safetensors, or save it again with PEFT's save_pretrained",
         )
-    tensors = stored_in(folder, TENSORS)
+    tensors = stored_in(folder, adapter_file(folder))
     with TensorReader() as reader:
         for name, tensor in tensors.items():
             if tensor.kind not in WEIGHTS:
@@ -135,9 +138,11 @@ def base_tensors(folder: Path, config: ModelConfig, *, is_tied: bool = True) -> 
     `is_tied`: a tensor that PEFT loads into the embedding or the head itself counts for both.
     """
     modules = dict.fromkeys(stored_modules(config)) | {HEAD: None}
-    where = str(folder / TENSORS)
-    stored = stored_in(folder, TENSORS)
-    tensors = names_of_base(stored, modules, where=where)
+    file = adapter_file(folder)
+    stored = stored_in(folder, file)
+    if file == mlx_files.TENSORS:
+        stored = peft_tensors(stored)
+    tensors = names_of_base(stored, modules, where=str(folder / file))
     # PEFT's files differ in whether the magnitude's name ends with ".weight".
     by_name = {
         name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name: tensor
@@ -160,7 +165,7 @@ def read_adaptation(
     or is unsupported.
     """
     settings = _settings(folder)
-    where = str(folder / TENSORS)
+    where = str(folder / adapter_file(folder))
     adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     tensors = base_tensors(folder, config, is_tied=shares_head(config))
     for name, tensor in tensors.by_name.items():
@@ -209,7 +214,9 @@ class _Reading:
         self.tensors = tensors.by_name
         self.folder = folder
         self.base = base
-        self.where = str(folder / TENSORS)
+        self.where = str(folder / adapter_file(folder))
+        self.is_of_mlx = adapter_file(folder) == mlx_files.TENSORS
+        self.merge = mlx_files.FUSE if self.is_of_mlx else MERGE
         self.embedding = tensor_locations(config)[f"{EMBEDDING}.weight"].name
         self.head = f"{HEAD}.weight"
         # The names of the files: those of embedding and head are the vocabulary's, the others' are layers'.
@@ -240,7 +247,7 @@ class _Reading:
             raise UserError(
                 "the adapter changes the embedding apart from the head, which this model shares with it",
                 where=self.where,
-                fix=MERGE,
+                fix=self.merge,
             )
         return replace(config, tie_embeddings=False)
 
@@ -304,13 +311,13 @@ class _Reading:
                 raise UserError(
                     f"lora_bias gives {stored_module} a bias, which it cannot have here",
                     where=self.where,
-                    fix=MERGE,
+                    fix=self.merge,
                 )
             if pair is not None and token_ids:
                 raise UserError(
                     "the adapter has LoRA matrices and trained tokens of the embedding or the head",
                     where=self.where,
-                    fix=MERGE,
+                    fix=self.merge,
                 )
             rows, width = shape
             if pair is not None and module == EMBEDDING:
@@ -319,6 +326,12 @@ class _Reading:
             elif pair is not None:
                 self._expect(f"{stored_module}.lora_A.weight", (pair.rank, width))
                 self._expect(f"{stored_module}.lora_B.weight", (rows, pair.rank))
+            if pair is not None and self.settings.dora and module == EMBEDDING and self.is_of_mlx:
+                raise UserError(
+                    "mlx-lm scales the rows of an embedding with DoRA, PEFT its columns",
+                    where=self.where,
+                    fix=self.merge,
+                )
             if pair is not None and self.settings.dora:
                 magnitudes = width if module == EMBEDDING else rows
                 self._expect(f"{stored_module}.{MAGNITUDE}", (magnitudes,))

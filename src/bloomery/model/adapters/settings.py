@@ -15,6 +15,9 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.hub import fetch_model, is_hub_id
+from bloomery.model.adapters import mlx_files
+from bloomery.model.adapters.mlx_files import is_of_mlx, peft_settings
+from bloomery.model.adapters.peft_names import AGAIN, MERGE
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.io.stored import (
@@ -457,7 +460,6 @@ def refuse_stored_otherwise(config: ModelConfig) -> None:
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-AGAIN = "download or save the adapter again"
 LONGEST_PATH = 4000  # characters; the system refuses longer ones
 
 
@@ -529,13 +531,32 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def stated_settings(folder: Path) -> dict[str, Any]:
+    """adapter_config.json as it is. Raises UserError when it is no object."""
+    return read_object(folder / CONFIG, fix=AGAIN)
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises UserError when it is none."""
+    """adapter_config.json as PEFT's LoRA would have written it, where the adapter is one. Raises UserError."""
     path = folder / CONFIG
-    settings = read_object(path, fix=AGAIN)
+    settings = stated_settings(folder)
+    if is_of_mlx(settings):
+        return peft_settings(settings, where=str(path))
     if not isinstance(settings.get("peft_type"), str):
-        raise UserError(f"{CONFIG} names no peft_type", where=str(path), fix=AGAIN)
+        problem = f"{CONFIG} names no peft_type: it is neither PEFT's nor mlx-lm's"
+        raise UserError(problem, where=str(path), fix=AGAIN)
+    # PEFT trains single tokens with LoRA or alone.
+    if settings["peft_type"] == "TRAINABLE_TOKENS":
+        shared = {key: settings[key] for key in ("base_model_name_or_path",) if key in settings}
+        tokens = {"trainable_token_indices": settings.get("token_indices")}
+        return {"peft_type": "LORA", **shared, **tokens}
     return settings
+
+
+def adapter_file(folder: Path) -> str:
+    """The name of the file with the adapter's tensors."""
+    is_peft = (folder / TENSORS).is_file() or not (folder / mlx_files.TENSORS).is_file()
+    return TENSORS if is_peft else mlx_files.TENSORS
 
 
 def base_folder(folder: Path) -> Path:
@@ -559,9 +580,6 @@ def base_folder(folder: Path) -> Path:
     return fetch_model(name)
 
 
-MERGE = "merge it with PEFT (merge_and_unload) where it was trained, and use the merged model"
-
-
 def right_base(folder: Path, used_base: Path | None = None) -> str:
     """The fix for an adapter that does not fit `used_base`: the arguments with the base that it was trained on.
 
@@ -572,7 +590,7 @@ def right_base(folder: Path, used_base: Path | None = None) -> str:
         candidates = [Path(name), folder / name]
         same_folder = any(candidate.resolve() == used_base.resolve() for candidate in candidates)
         if same_folder or name == base_of_name(used_base):
-            return MERGE
+            return mlx_files.FUSE if adapter_file(folder) == mlx_files.TENSORS else MERGE
     if name is None or len(name) >= LONGEST_PATH:
         return "name the base that it was trained on: BASE+ADAPTER"
     return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}')}"

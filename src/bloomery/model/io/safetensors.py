@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from io import FileIO
 from itertools import cycle
 from pathlib import Path
@@ -134,6 +135,10 @@ class TensorReader:
 
     def read(self, source: StoredTensor, rows: tuple[int, int] | None = None) -> Tensor:
         """The stored tensor on the CPU, in the dtype of the file; of `rows` (the first one, how many) these alone."""
+        if source.is_transposed:
+            stored = replace(source, shape=source.shape[::-1], is_transposed=False)
+            matrix = self.read(stored).t().contiguous()
+            return matrix if rows is None else matrix[rows[0] : rows[0] + rows[1]]
         first = 0
         shape = source.shape
         if rows is not None:

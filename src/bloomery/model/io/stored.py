@@ -188,12 +188,16 @@ COMPARED_NUMBERS = 2**20  # of two tensors at a time
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape."""
+    """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape.
+
+    `is_transposed`: a matrix of another program, whose file has the reverse of that shape; it is only read in full.
+    """
 
     path: Path
     offset: int
     kind: str
     shape: tuple[int, ...]
+    is_transposed: bool = False
 
     @property
     def dtype(self) -> "torch.dtype":
