@@ -12,7 +12,7 @@ from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Parallel
+from bloomery.recipe.schema import Grpo, Parallel
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.resume_inputs import find_devices_now
 from bloomery.runs.resume_plan import (
@@ -116,6 +116,20 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
     reason = next(choice.reason for choice in fresh.choices if choice.key == "train.attention")
     kept = f"model.attention: {stored.model.attention} -> {fresh.model.attention}: {reason}"
     assert kept in told
+
+
+def test_a_frozen_copy_moves_to_where_it_fits(plan) -> None:
+    stored, fresh = (
+        plan(CPU).model_copy(
+            update={
+                "objective": Grpo(kind="grpo", beta=beta, reference=place, num_generations=4),
+            }
+        )
+        for place, beta in (("device", 0.1), ("host", 0.2))
+    )
+    now, told = with_machine_choices(stored, fresh)
+    assert (now.objective.reference, now.objective.beta) == ("host", 0.1)
+    assert told == ["objective.reference: device -> host"], "the same divergence, to the bit"
 
 
 def test_moving_to_an_equal_machine_changes_nothing(plan) -> None:

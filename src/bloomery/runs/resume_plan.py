@@ -70,6 +70,7 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
+    "objective": ("reference",),  # of rollouts: the place of a frozen copy of the start
 }
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
 EXACT = ("train.pipeline_link",)  # but for these fields: they move numbers, and change none
@@ -186,7 +187,11 @@ def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[Run
         old_section = getattr(stored_plan, section)
         new_section = getattr(fresh_plan, section)
         # What a fallback chose stays.
-        movable = [field for field in fields if f"{section}.{field}" not in stored_plan.recovered]
+        movable = [
+            field
+            for field in fields
+            if f"{section}.{field}" not in stored_plan.recovered and hasattr(old_section, field)
+        ]
         changed_fields = {
             field: getattr(new_section, field)
             for field in movable
