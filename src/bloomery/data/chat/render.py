@@ -514,8 +514,8 @@ def _stop_ids(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:
     Raises UserError for a template that refuses the simplest conversations.
     """
     # A short conversation shows how turns end. Some templates require a system turn.
-    trials = [(Message("user", "a"), Message("assistant", _ANSWER))]
-    trials.append((Message("system", "c"), *trials[0]))
+    trial = (Message("user", "a"), Message("assistant", _ANSWER))
+    trials: list[tuple[Message, ...]] = [trial, (Message("system", "c"), *trial)]
     results = renderer.encode_batch(
         [Example("the template", "chat", (), (turns,)) for turns in trials]
     )
