@@ -241,7 +241,10 @@ REWARDS = """
 def score(completion_ids, **_):
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 """
-LORA = ("adapter={kind: lora, rank: 4, alpha: 32}", "optimizer.learning_rate=1e-2")
+LORA = (
+    "adapter={kind: lora, rank: 4, alpha: 32, target_modules: [q_proj, v_proj]}",
+    "optimizer.learning_rate=1e-2",
+)
 SECOND_PASS = ("objective.num_iterations=2", "optimizer.learning_rate=1e-3")
 LOSSES = {
     "dapo": ("objective.epsilon=0.1",),
