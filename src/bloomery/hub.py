@@ -9,6 +9,7 @@ import glob
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,14 @@ def parse_id(name: str, kind: Kind) -> Repository:
                 "this is a local path: there is nothing to download",
                 where=name,
                 fix="use the path itself as the model or dataset",
+            )
+        base, _, adapter = name.rpartition("+")
+        if base and adapter and (expanded(adapter) / "adapter_config.json").is_file():
+            raise UserError(
+                "not supported: training from a base and its adapter",
+                where=name[:200],
+                fix=f"merge them first: bloomery export {shlex.quote(name)} --to merged --out merged; "
+                "then name that folder",
             )
         similar = _similar_folder(expanded(name)) if name else None
         meant = "" if similar is None else f"did you mean {similar}? Otherwise "

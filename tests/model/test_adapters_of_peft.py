@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import open_merged
+from bloomery.hub import local_model
 from bloomery.model.adapters import patterns
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder, quantize_model, write_model_piecewise
+from bloomery.model.presets import read_config, untied_note
 from bloomery.recipe.schema import Quantize
 
 UNTIED = "llama2"
@@ -339,3 +341,20 @@ def test_adapters_that_change_their_base_do_not_share_it(settings, tmp_path):
     with pytest.raises(UserError, match="does not share its base") as refused:
         Adapters(load_decoder(tmp_path / "base"), {"one": tmp_path / "adapter"})
     assert "BASE+ADAPTER" in refused.value.fix
+
+
+def test_a_base_that_an_adapter_unties_is_named(tmp_path):
+    saved_by_peft(TIED, tmp_path, modules_to_save=["lm_head"])
+    assert "two weights" in untied_note(
+        tmp_path / "base", load_decoder(tmp_path / "adapter").config
+    )
+    assert untied_note(tmp_path / "base", read_config(tmp_path / "base")) is None
+    assert untied_note(None, read_config(tmp_path / "base")) is None
+
+
+def test_training_from_a_base_and_its_adapter_names_the_merge(tmp_path):
+    saved_by_peft(UNTIED, tmp_path)
+    name = f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"
+    with pytest.raises(UserError, match="a base and its adapter") as refused:
+        local_model(name)
+    assert f"bloomery export {name} --to merged" in refused.value.fix

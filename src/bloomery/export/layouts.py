@@ -57,7 +57,7 @@ from bloomery.model.io.weights import (
     write_model,
     write_model_piecewise,
 )
-from bloomery.model.presets import headers_of, read_config, stated_config
+from bloomery.model.presets import headers_of, read_config, stated_config, untied_note
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
@@ -239,6 +239,8 @@ def export_merged(
         )
     with draft_of(out) as draft:
         config, target_dtype = _write_merged(model_files, model_files.base, draft, dtype, use)
+        if (note := untied_note(model_files.base, config)) is not None:
+            proofs.append(f"adapter: {note}")
         write_other_files(draft, out.name, config, model_files)
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)

@@ -347,6 +347,13 @@ def headers_of(folder: Path) -> StoredParameters:
     return replace(headers, notes=tuple(notes))
 
 
+def untied_note(base: Path | None, config: ModelConfig) -> str | None:
+    """A line where an adapter changes the head apart from the embedding, which its base ties; else None."""
+    if base is None or config.tie_embeddings or not read_config(base).tie_embeddings:
+        return None
+    return "it changes the head apart from the embedding, which its base shares: they are two weights from now on"
+
+
 # The keys under which configs state the number of experts.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 

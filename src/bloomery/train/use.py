@@ -19,7 +19,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
-from bloomery.model.presets import headers_of
+from bloomery.model.presets import headers_of, untied_note
 from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import autocast_forward, prepare_weights
@@ -189,6 +189,8 @@ def _load(
         base=files.base,
         arrange=arrange,
     )
+    if (note := untied_note(files.base, decoder.config)) is not None:
+        on_load(f"adapter: {note}")
     autocast_forward(decoder, precision or "float32")
     if decodes:
         _use_decoding_kernel(decoder, use, precision, on_load)
