@@ -41,7 +41,7 @@ def cells_of(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(asked, dict) and isinstance(asked.get("messages"), list):
         cells = {name: value for name, value in cells.items() if name != "input"}
         for key, value in asked.items():
-            column = {"messages": "prompt"}.get(key, key)
+            column = "prompt" if key == "messages" else key
             cells[f"input.{key}" if column in cells else column] = value
     return cells
 
