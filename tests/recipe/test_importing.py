@@ -457,6 +457,16 @@ CASES = {
         {"optim"},
     ),
     "save_no": (TRL + "save_strategy: 'no'\n", {}, {}),
+    "axolotl_builder": (
+        AX + "datasets: [{path: json, data_files: [rows.jsonl], ds_type: json, type: alpaca}]\n",
+        {"data.format": "alpaca"},
+        {},
+    ),
+    "axolotl_roles_of_a_dataset": (
+        AX + "datasets: [{path: c.jsonl, type: chat_template, roles: {system: [x]}}]\n",
+        {},
+        {"datasets[0].roles.system"},
+    ),
     "revision": (
         TRL + "model_revision: v2\n",
         {"model.from_": "a/b@v2"},
@@ -1033,3 +1043,23 @@ def test_any_text_is_read_or_refused(words, suffix):
             return
         (Path(folder) / "mine.yaml").write_text(written)
         load_recipe(Path(folder) / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.yml", AX + "datasets: [{path: json, data_files: rows.jsonl, type: alpaca}]\n"),
+        (
+            "t.yml",
+            "model_name_or_path: a/b\nuse_peft: true\ndatasets: [{path: json, data_files: rows.jsonl}]\n",
+        ),
+        (
+            "t.py",
+            'd = load_dataset("json", data_files="rows.jsonl")\nSFTTrainer(args=SFTConfig())\n',
+        ),
+    ],
+)
+def test_a_builder_of_datasets_is_no_dataset(name, text, tmp_path):
+    """`path: json` with `data_files` is the file."""
+    _, recipe, _ = imported(text, tmp_path, name)
+    assert Path(recipe.data.path).name == "rows.jsonl"

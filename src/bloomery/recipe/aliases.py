@@ -522,6 +522,8 @@ def _source(
 
     path = dataset.get("path")
     path_origin = f"{place}.path"
+    if (file := file_of_builder(path, dataset.get("data_files"))) is not None:
+        path, path_origin = file, f"{place}.path, {place}.data_files"
     revision = dataset.get("revision")
     if isinstance(path, str) and isinstance(revision, str) and _HUB_ID.fullmatch(path):
         path = f"hub:{path.removeprefix('hub:')}@{revision}"
@@ -536,6 +538,16 @@ def _source(
     if not renamed_columns and origins and "path" in source:  # usual names, which need no setting
         source["path"] = (path, f"{path_origin}, {', '.join(origins)}")
     return source
+
+
+_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+
+
+def file_of_builder(path: Any, data_files: Any) -> str | None:
+    """The file of `path: json, data_files: rows.jsonl`, which names a builder of datasets; None for other paths."""
+    files = data_files if isinstance(data_files, list) else [data_files]
+    is_file = path in _BUILDERS and len(files) == 1 and isinstance(files[0], str) and files[0]
+    return files[0] if is_file else None
 
 
 def _prompt_column(type_name: str, method: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from bloomery.recipe.aliases import plain
+from bloomery.recipe.aliases import file_of_builder, plain
 from bloomery.recipe.import_draft import Draft, Setting
 from bloomery.recipe.import_trainer import (
     batch,
@@ -707,6 +707,10 @@ def _trl_datasets(draft: Draft) -> None:
         share, share_name = None, ""
         draft.answered.add("dataset_mixer")
     else:
+        # load_dataset("json", data_files="rows.jsonl") names a builder of datasets.
+        file = file_of_builder(draft.get("dataset_name"), draft.get("dataset_files"))
+        if file is not None:
+            draft.set("data.path", file, "dataset_name", "dataset_files")
         split = draft.get("dataset_train_split")
         if isinstance(split, str) and split != "train" and draft.given("dataset_train_split"):
             reason = "the files of this split"
@@ -720,6 +724,10 @@ def _trl_datasets(draft: Draft) -> None:
     names = []
     for place, entry in entries:
         path = entry.get("path") or entry.get("id")
+        file = file_of_builder(path, entry.get("data_files"))
+        if file is not None:
+            path = file
+            names.append(f"{place}.data_files")
         if not isinstance(path, str):
             draft.left[place] = "no dataset: it has no path"
             continue
@@ -739,6 +747,8 @@ def _trl_datasets(draft: Draft) -> None:
             names.append(f"{place}.split")
         for key, value in entry.items():
             if key in ("path", "id", "mixer", "weight", "split") or value in (None, "", [], {}):
+                continue
+            if key == "data_files" and file is not None:
                 continue
             reasons = {
                 "config": f"a subset is a folder of the dataset: choose its files with data.glob={value}/*",
