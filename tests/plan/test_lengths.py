@@ -238,3 +238,13 @@ def test_a_wall_time_run_takes_at_least_its_steps():
 def test_a_step_that_outlasts_the_run_is_one_warning():
     report = reported(load_recipe("go-coder-125m", ("train.max_time=1s",)), machine())
     assert sum(text.startswith("train.max_time is") for text in report.warnings) == 1
+
+
+def test_a_run_plans_its_epochs_without_its_dataset():
+    """As imported recipes have them: `train` prepares the dataset before it plans."""
+    recipe = loaded(
+        train={"epochs": 2}, eval={"every": "0.25 epochs"}, checkpoint={"every": "1 epochs"}
+    )
+    plan = planned(recipe, machine())
+    assert plan.train.steps is None
+    assert 0 < plan.eval.every_steps < plan.checkpoint.every_steps
