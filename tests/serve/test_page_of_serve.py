@@ -12,7 +12,7 @@ import pytest
 from server_for_tests import LIMITS, Running, running
 
 from browser import PROGRAM, Browser
-from models_for_tests import make_model
+from models_for_tests import make_chat_model, make_model
 
 pytestmark = [
     pytest.mark.soak,
@@ -167,3 +167,30 @@ def test_views(browser: Browser, server: Running, width: int, dark: bool, tmp_pa
     browser.value("show($('settings').hidden)")
     browser.picture(kept / f"{name}-settings.png")
     assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+def test_a_thought_is_shown_before_the_answer_and_sent_back(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = make_chat_model(tmp_path / "chat", "<think>", "</think>")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    with running({"chat": folder}, template=template) as server:
+        browser.problems.clear()
+        browser.open(server.url)
+        browser.until("columns.length === 1")
+        browser.value("$('max_tokens').value = 20; $('prompt').focus()")
+        browser.write("a")
+        browser.press("Enter")
+        answered(browser, 1)
+        assert browser.value("document.querySelectorAll('.answer .thought').length")
+        thought = browser.value("columns[0].turns[1].reasoning_content")
+        assert thought and browser.value(
+            "document.querySelector('.answer').textContent"
+        ).startswith(thought)
+        browser.write("b")
+        browser.press("Enter")
+        answered(browser, 2)
+        assert browser.value("document.querySelectorAll('.error').length") == 0

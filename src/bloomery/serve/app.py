@@ -183,7 +183,13 @@ class Server:
             "chat": model.form is not None,
         }
         created = datetime.fromtimestamp(self.begun, UTC).isoformat().replace("+00:00", "Z")
-        anthropic = {"type": "model", "display_name": name, "created_at": created}
+        anthropic = {
+            "type": "model",
+            "display_name": name,
+            "created_at": created,
+            "max_input_tokens": model.context,
+            "max_tokens": min(self.limits.new_tokens, model.context),
+        }
         return {
             "id": name,
             "object": "model",
