@@ -101,7 +101,7 @@ def schedule(draft: Draft, name: str, arguments: str) -> None:
         floor = argument("min_lr_rate")
         lowest = argument("min_lr")
         if floor is None and lowest is not None and learning_rate:
-            floor = lowest / learning_rate
+            floor = float(f"{lowest / learning_rate:.6g}")
         if floor is not None and 0 <= floor < 1:
             draft.set("optimizer.min_lr_ratio", floor, *named("min_lr_rate", "min_lr"))
     elif shape in ("cosine", "linear", "cosine_with_restarts"):
