@@ -499,6 +499,7 @@ def test_another_run_of_the_same_name_is_read_anew(way: str) -> None:
         assert [row.step for row in Watching().rows() if row.name == "demo"] == [expected_step]
         before.update()
         assert before.status == "unreadable" and "another run" in before.problem
+        assert before.is_replaced and not after.is_replaced
         assert watching.run("demo") is after
 
 

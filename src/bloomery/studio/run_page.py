@@ -94,6 +94,7 @@ class RunView:
             self._save = self._button("Save now", "save", "save")
             self._stop = self._button("Save and stop", "stop", "stop")
             self._was_live = False
+        self._reloads = False
         self._problem = ui.label().classes("studio-text").props("role=status")
         self._command = CommandView(commands, self.name)
         self._post_mortem = PostMortemView(opened)
@@ -136,6 +137,10 @@ class RunView:
     async def update(self) -> None:
         if not self.opened.is_reading:
             await asyncio.to_thread(self.opened.update)
+        if self.opened.is_replaced and not self._reloads:
+            # A deleted run's page becomes that of the run which has its name now, as after `bloomery demo`.
+            self._reloads = True
+            ui.navigate.reload()
         self._command.update()
         with self.opened.lock:
             self._draw()

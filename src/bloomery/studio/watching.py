@@ -183,6 +183,7 @@ class OpenRun:
         self.curves = RunCurves()
         self.status = UNREAD
         self.problem = ""  # why its events cannot be read
+        self.is_replaced = False  # whether another run has its name now
         # The newest by task, metric and the model of a comparison.
         self.tasks: dict[tuple[str, str, str], TaskDone] = {}
         self.samples: deque[Sampled] = deque(maxlen=KEPT_SAMPLES)
@@ -235,6 +236,7 @@ class OpenRun:
         except (UserError, OSError) as error:
             self.status = "unreadable"
             self.problem = error.problem if isinstance(error, UserError) else str(error)
+            self.is_replaced = self.reader.is_replaced
 
     def _add(self, group: Event | StepColumns) -> None:
         if isinstance(group, StepColumns):
