@@ -73,6 +73,7 @@ def test_any_text_comes_back(trained, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert b"".join(map(tokenizer.spelled, ids)) == text.encode()
     assert tokenizer.unk_id not in ids
     assert tokenizer.encode_array(text).tolist() == ids
 
@@ -267,6 +268,16 @@ def piece_model(tmp_path_factory) -> Path:
         minloglevel=2,
     )
     return folder / "m.model"
+
+
+def test_pieces_spell_the_bytes_of_a_text(piece_model):
+    tokenizer = load_tokenizer(piece_model)
+    for text in ("größer 世界 🎈", "two  spaces "):
+        spelled = [tokenizer.spelled(token) for token in tokenizer.encode(text)]
+        # SentencePiece writes a space before a text, and one for several.
+        assert b"".join(spelled).decode() == " " + " ".join(text.split())
+    balloon = [tokenizer.spelled(token) for token in tokenizer.encode("🎈")]
+    assert [len(part) for part in balloon[-4:]] == [1, 1, 1, 1]
 
 
 def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
