@@ -189,8 +189,8 @@ def _load(
         base=files.base,
         arrange=arrange,
     )
-    if (note := untied_note(files.base, decoder.config)) is not None:
-        on_load(f"adapter: {note}")
+    if (untied := untied_note(files.base, decoder.config)) is not None:
+        on_load(f"adapter: {untied}")
     autocast_forward(decoder, precision or "float32")
     if decodes:
         _use_decoding_kernel(decoder, use, precision, on_load)
