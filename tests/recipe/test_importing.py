@@ -49,6 +49,11 @@ CASES = {
         {"objective.kind": "simpo", "objective.beta": 2.5, "objective.gamma": 1.2},
         {},
     ),
+    "trl_arguments_of_adamw": (
+        TRL + "optim_args: eps=1e-7\nadam_epsilon: 1.0e-6\n",
+        {"optimizer.eps": 1e-6},
+        {"optim_args"},
+    ),
     "lf_orpo": (LF + "stage: dpo\npref_loss: orpo\n", {"objective.kind": "orpo"}, {}),
     "lf_ipo": (
         LF + "stage: dpo\npref_loss: ipo\ndpo_label_smoothing: 0.1\n",
@@ -917,6 +922,7 @@ FROM_UNSLOTH = {
     "data.path": "hub:org/chats",
     "data.sequence_length": 2048,
     "data.chat.train_on": "assistant",
+    "data.columns": {},  # not the text that the script makes: every token of it would be trained on
     "data.packing": False,
     "adapter.rank": 32,
     "adapter.alpha": 16.0,
@@ -950,6 +956,7 @@ def test_a_script_of_unsloth_is_read_and_never_run(kind, tmp_path, monkeypatch):
     written, recipe, tool = imported(text, tmp_path, f"theirs.{kind}")
     assert tool == "Unsloth" and values(recipe, FROM_UNSLOTH) == FROM_UNSLOTH
     assert "is computed" in listed(written)["save_steps"]
+    assert "dataset_text_field" in listed(written)
     assert not (tmp_path / "executed").exists()
 
 

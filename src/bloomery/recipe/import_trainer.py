@@ -71,6 +71,13 @@ def optimizer(draft: Draft, name: str) -> None:
                 f"optimizer.learning_rate={rate:g} means another size of step here: {reason}"
             )
 
+    # transformers hands them to other optimizers alone (trainer_optimizer.py).
+    if draft.word(name).startswith("adam"):
+        reason = (
+            "transformers does not read it for AdamW: adam_beta1, adam_beta2, adam_epsilon count"
+        )
+        draft.leave("optim_args", reason)
+
 
 def schedule(draft: Draft, name: str, arguments: str) -> None:
     """The shape of the learning rate with its arguments (transformers.optimization.get_scheduler)."""

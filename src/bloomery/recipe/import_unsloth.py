@@ -49,6 +49,10 @@ def unsloth(draft: Draft) -> None:
         draft.set("data.sequence_length", int(length), "max_seq_length")
     if draft.given("responses_only"):
         draft.set("data.chat.train_on", "assistant", "responses_only")
+        # Only conversations say which tokens are responses; of a text every token is trained on.
+        draft.settings.pop("data.columns", None)
+        reason = "the script makes this text of conversations: give the conversations to data.path"
+        draft.leave("dataset_text_field", reason)
     checkpointing = draft.word("gradient_checkpointing")
     if checkpointing == "unsloth":
         draft.set("train.activation_checkpointing", "full", "gradient_checkpointing")
