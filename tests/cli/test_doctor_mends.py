@@ -35,7 +35,7 @@ def pip_of_a_venv(tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
     python = tmp_path / "its python"
     python.write_text(
-        f"#!/bin/sh\ncase $4 in get) cat {tmp_path}/constraint; exit;; esac\n"
+        f"#!/bin/sh\ncase $5 in get) cat {tmp_path}/constraint; exit;; esac\n"
         f'echo "$PIP_CONSTRAINT:$*" >> {tmp_path}/asked; exit $(cat {tmp_path}/code)\n'
     )
     python.chmod(0o755)
@@ -55,7 +55,7 @@ def test_the_pin_is_written_as_set_up_writes_it(pip_of_a_venv, monkeypatch, caps
     apply_fix(*pin, ask=lambda question: True)
     assert f"torch=={pin[2].software.torch}" in file.read_text().splitlines()
     asked = (pip_of_a_venv / "asked").read_text()
-    assert asked == f":-m pip config --site set install.constraint {file.as_uri()}\n"
+    assert asked == f":-P -m pip config --site set install.constraint {file.as_uri()}\n"
     assert asked[1:-1].partition("-m pip")[2] in capsys.readouterr().out
 
 
@@ -114,7 +114,7 @@ def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
     index = "https://stable.repo.amd.com/rocm/whl-next/"
     assert (
         told
-        == f":-m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
+        == f":-P -m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
     )
     assert wrong[1][0].fix[0] in capsys.readouterr().out
 
@@ -137,7 +137,7 @@ def test_a_pin_of_the_wrong_build_is_moved_to_the_new_one(pip_of_a_venv, monkeyp
         update={"software": machine.software.model_copy(update={"pinned": "torch==2.13.0+cu130"})}
     )
     apply_fix(1, diagnose(pinned), pinned, ask=lambda question: True)
-    assert (pip_of_a_venv / "asked").read_text().startswith("/dev/null:-m pip install ")
+    assert (pip_of_a_venv / "asked").read_text().startswith("/dev/null:-P -m pip install ")
     assert pin.read_text().splitlines()[0] == f"torch=={metadata.version('torch')}"
 
 

@@ -179,7 +179,7 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
 
         # A mistake is in view, whatever hides its field.
         editor.value = "extends: go-coder-tiny\noptimizer: {weight_decay: lots}\n"
-        await user.should_see("must be a number, not 'lots'", retries=50)
+        await user.should_see("must be auto or a number, not 'lots'", retries=50)
         folds = user.find(ui.expansion).elements
         assert {fold.text for fold in folds if fold.value} == {"data", "train", "optimizer"}
         editor.value = "extends: go-coder-tiny\ntrain: {micro_batch_size: 3}\n"

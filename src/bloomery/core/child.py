@@ -63,13 +63,13 @@ Silence = Literal["ended", "silent"]
 
 
 def python_module(
-    module: str, *arguments: str, python: str = sys.executable, options: Sequence[str] = ()
+    module: str, *arguments: str, python: str | None = None, options: Sequence[str] = ()
 ) -> list[str]:
-    """The command that runs a module in an interpreter, and imports nothing from the working folder.
+    """The command that runs a module in an interpreter (this one), and imports nothing from the working folder.
 
     `python -m` alone puts that folder first: a file `random.py` there would be executed in place of the library's.
     """
-    return [python, "-P", *options, "-m", module, *arguments]
+    return [python or sys.executable, "-P", *options, "-m", module, *arguments]
 
 
 _HEAD = struct.Struct("<IQ")  # bytes of JSON, bytes of content
