@@ -162,6 +162,13 @@ def test_preview_shows_what_is_learned(workshop):
     assert "\x1b" not in output
 
 
+def test_preview_refuses_completions_that_fill_a_sequence(workshop):
+    write_chat(workshop, [{"prompt": "2 + 2?", "answer": "4"}], objective="grpo", length=256)
+    (workshop / "score.py").write_text("def score(prompts, completions, **columns): return []\n")
+    with pytest.raises(UserError, match="leave no room for a prompt in sequences of 256"):
+        typed("prepare", "chat.yaml", "rewards=[{python: score.py:score}]", "--preview", "1")
+
+
 def test_preview_shows_both_sides_of_a_pair_and_what_is_left_out(workshop):
     write_chat(
         workshop, [{"prompt": LONG, "chosen": "yes, and " + LONG, "rejected": "no"}], "dpo", 24

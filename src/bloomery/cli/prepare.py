@@ -265,10 +265,11 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
     from rich.console import Console
     from rich.text import Text
 
-    from bloomery.data.prepare.prepare import preparation
+    from bloomery.data.prepare.prepare import preparation, refuse_layout
     from bloomery.data.prepare.stats import preview
     from bloomery.plan.gather import left_out_parts, unread_columns
 
+    refuse_layout(loaded_recipe.recipe)
     data = loaded_recipe.recipe.data
     length = data.sequence_length
     console = Console(highlight=False)
