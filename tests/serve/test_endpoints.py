@@ -17,7 +17,6 @@ from test_serve import client_of, idle, post
 from test_tools import WEATHER, check_weather
 from transformers import AutoModelForCausalLM
 
-from bloomery.serve import embeddings
 from bloomery.serve.kept import KeptResponses
 from bloomery.serve.limits import Refused
 from models_for_tests import make_chat_model
@@ -55,7 +54,7 @@ class TestEmbeddings:
         pooling: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(embeddings, "PIECE", 5)  # tokens of a text are read in several forwards
+        monkeypatch.setattr("bloomery.serve.served.PIECE", 5)  # tokens of a text are read in several forwards
         reference, tokenizer = (
             AutoModelForCausalLM.from_pretrained(folder),
             server.models[0].tokenizer,

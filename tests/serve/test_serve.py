@@ -262,7 +262,7 @@ class TestOpenAI:
     def test_echo_reports_the_prompt_as_the_decoder_scores_it(
         self, client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("bloomery.serve.prompt_scores.PIECE", 5)  # in several forwards
+        monkeypatch.setattr("bloomery.serve.served.PIECE", 5)  # in several forwards
         model = server.models[0]
         prompts = [model.tokenizer.encode("def f(x): für"), model.tokenizer.encode("a b")]
         asked = {"model": "tiny", "prompt": prompts, "temperature": 0.0, "echo": True}

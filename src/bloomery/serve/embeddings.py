@@ -11,12 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from bloomery.model.cache import Cache
-from bloomery.model.decoding import in_one_forward
 from bloomery.model.heads import Hidden
 from bloomery.serve.engine import End
 from bloomery.serve.parameters import Body, Json
 from bloomery.serve.requests import Text, Token
-from bloomery.serve.served import PIECE, Served
+from bloomery.serve.served import Served
 
 MOST_INPUTS = 256
 Pooling = Literal["mean", "last"]
@@ -54,22 +53,14 @@ class Embedding:
     def step(self) -> bool:
         """True when every text is embedded, and `put` was called."""
         ids = self.prompts[len(self._found)]
-        decoder = self.model.decoder
-        # In any other model a token depends on the piece in which it is read.
-        exact = in_one_forward(decoder.config)
         if self._cache is None:
-            self._cache = Cache(decoder.config, len(ids))
-        piece = ids[self._read : self._read + PIECE] if exact else ids
-        if self.model.adapters is not None:
-            self.model.adapters.choose([self.adapter])
-        device = decoder.model.embed_tokens.weight.device
-        with torch.no_grad():
-            hidden_TD = decoder(
-                torch.tensor([list(piece)], device=device), head=_HIDDEN, cache=self._cache
-            ).head[0]
+            self._cache = Cache(self.model.decoder.config, len(ids))
+        hidden_TD = self.model.read_piece(
+            ids, read=self._read, cache=self._cache, adapter=self.adapter, head=_HIDDEN
+        )
         summed = hidden_TD[-1] if self.pooling == "last" else hidden_TD.sum(0)
         self._sum = summed if self._sum is None or self.pooling == "last" else self._sum + summed
-        self._read += len(piece)
+        self._read += len(hidden_TD)
         if self._read == len(ids):
             # The length is 1 either way: a sum and a mean have one direction.
             self._found.append(torch.nn.functional.normalize(self._sum, dim=0).tolist())

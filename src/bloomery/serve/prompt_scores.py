@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import ALL_LOGITS
-from bloomery.model.decoding import NotFinite, in_one_forward
+from bloomery.model.decoding import NotFinite
 from bloomery.serve.engine import Chance, End
-from bloomery.serve.served import PIECE, Served
+from bloomery.serve.served import Served
 
 # Of one prompt: of each token after those before it; the first has none.
 Scores = list[Chance | None]
@@ -41,20 +41,14 @@ class PromptScores:
     def step(self) -> bool:
         """True when every prompt is read, and `put` was called. Raises NotFinite."""
         ids = self.prompts[len(self._finished)]
-        decoder = self.model.decoder
-        # In any other model a token depends on the piece in which it is read.
-        exact = in_one_forward(decoder.config)
         if self._cache is None:
-            self._cache = Cache(decoder.config, len(ids))
-        piece = ids[self._read : self._read + PIECE] if exact else ids
-        if self.model.adapters is not None:
-            self.model.adapters.choose([self.adapter])
-        device = decoder.model.embed_tokens.weight.device
+            self._cache = Cache(self.model.decoder.config, len(ids))
+        logits_TV = self.model.read_piece(
+            ids, read=self._read, cache=self._cache, adapter=self.adapter, head=ALL_LOGITS
+        )
+        following = ids[self._read + 1 : self._read + len(logits_TV) + 1]
+        self._read += len(logits_TV)
         with torch.no_grad():
-            tokens = torch.tensor([list(piece)], device=device)
-            logits_TV = decoder(tokens, head=ALL_LOGITS, cache=self._cache).head[0]
-            self._read += len(piece)
-            following = ids[self._read - len(piece) + 1 : self._read + 1]
             self._scores += self._chances(logits_TV[: len(following)].float(), following)
         if self._read == len(ids):
             self._finished.append(self._scores)

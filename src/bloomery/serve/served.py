@@ -8,16 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+import torch
+from torch import Tensor
+
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
+from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past, RunningBatch, known_ids
+from bloomery.model.decoding import Past, RunningBatch, in_one_forward, known_ids
+from bloomery.model.heads import Head
 from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.thoughts import ThoughtFormat, thought_format
@@ -66,6 +71,21 @@ class Served:
             "long": threading.Lock(),
         }
         self.reset()
+
+    def read_piece(
+        self, ids: Sequence[int], *, read: int, cache: Cache, adapter: str | None, head: Head
+    ) -> Tensor:
+        """The head's output [T, ...] of the next tokens of a text, of which `read` are in the cache."""
+        # In a model whose tokens depend on the piece in which they are read, one piece is the text.
+        exact = in_one_forward(self.decoder.config)
+        piece = ids[read : read + PIECE] if exact else ids
+        if self.adapters is not None:
+            self.adapters.choose([adapter])
+        device = self.decoder.model.embed_tokens.weight.device
+        with torch.no_grad():
+            tokens = torch.tensor([list(piece)], device=device)
+            output: Tensor = self.decoder(tokens, head=head, cache=cache).head[0]
+        return output
 
     def reset(self) -> None:
         """Empty slots."""

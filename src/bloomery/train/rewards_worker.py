@@ -268,7 +268,7 @@ def checked(
         raise Unusable(problem, fix)
     try:
         values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
-    except Exception as error:
+    except Exception as error:  # of the user's own class
         kind = type(answer).__name__
         problem = f"the reward {name} returned {kind}, whose tolist() failed: {described(error)}"
         raise Unusable(f"{problem}; {first_prompt}", fix) from error
@@ -305,7 +305,7 @@ def _number_in(value: Any) -> tuple[float | None, str | None]:
     """The number, None for no opinion, and else what the value is in place of a finite number."""
     try:
         number = value.item() if hasattr(value, "item") else value  # numpy, torch
-    except Exception as error:
+    except Exception as error:  # of the user's own class
         return None, f"{type(value).__name__}, whose item() failed ({described(error)}),"
     if number is None:
         return None, None
@@ -324,7 +324,7 @@ def described(error: BaseException) -> str:
     location = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
     try:
         text = str(error)[:200]
-    except Exception:
+    except Exception:  # a __str__ of the user's own
         text = "its text cannot be read"
     return f"{type(error).__name__}: {text}{location}"
 

@@ -59,18 +59,47 @@ _CLASS_OF_MODEL = {
     "CodeLlamaTokenizer": ("code_llama",),
     "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "recurrent_gemma"),
     "CohereTokenizer": ("cohere", "cohere2"),
-    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl"),
+    "Qwen2Tokenizer": (
+        "qwen2",
+        "qwen2_moe",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl",
+    ),
     "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     "XGLMTokenizer": ("xglm",),
     "BertTokenizer": ("bert", "distilbert", "electra"),
     "RobertaTokenizer": ("roberta",),
-}  # fmt: skip
+}
 # Model types that transformers opens with its generic class, whatever class the folder names.
 _GENERIC_MODELS = (
-    "granite", "granitemoe", "granitemoehybrid", "glm", "glm4", "glm4_moe", "gpt_bigcode", "jamba", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe",
-    "smolvlm", "stablelm", "ernie4_5", "kimi_linear",
-)  # fmt: skip
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_bigcode",
+    "jamba",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "phimoe",
+    "smolvlm",
+    "stablelm",
+    "ernie4_5",
+    "kimi_linear",
+)
 # Model types whose folders name a wrong class, which transformers replaces.
 _CLASS_REPLACED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
