@@ -18,7 +18,7 @@ demo:
 # Leaves out the other folders (model, train, runs, serve, ...), and in these the files that try every GPU, mesh, model and
 # every kind of dataset, and each test that starts a process or trains: `--quick` (tests/conftest.py) notices that when
 # it happens.
-QUICK := core recipe plan data hardware monitor runs/tasks
+QUICK := core recipe plan data hardware monitor evals
 EXHAUSTIVE := data/test_prepare.py plan/test_every_gpu.py plan/test_every_mesh.py plan/test_without_data.py
 
 quick:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from memory_tracker import peak_bytes
 from torch import Tensor
 
+from bloomery.facts.attention import BACKENDS, supports
 from bloomery.model.attention.attend import attend, layout_of
-from bloomery.model.attention.support import BACKENDS, supports
 
 HEADS, WIDTH, TOKENS, DOCUMENTS = 6, 64, 8192, 6
 SCALE = WIDTH**-0.5

@@ -9,8 +9,8 @@ import torch
 from attention import packed_rows
 from torch import Tensor
 
+from bloomery.facts.attention import BACKENDS, supports
 from bloomery.model.attention.attend import attend, layout_of
-from bloomery.model.attention.support import BACKENDS, supports
 from bloomery.model.attention.tile_times import ROUNDS, Clock, Workload, launches, seconds_on_gpu
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
 from bloomery.model.attention.triton_attention import Launch, arch_of

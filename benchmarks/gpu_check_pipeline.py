@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bloomery.launch.supervisor import rank_environment
 from bloomery.monitor.events import StepDone, read_events
 from bloomery.plan.pipeline import even_groups
 from bloomery.plan.resolve import child_environment
 from bloomery.plan.store import read_plan, write_plan
-from bloomery.runs.supervisor import rank_environment
 
 HERE = Path(__file__).parent
 STAGES = 2

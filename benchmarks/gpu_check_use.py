@@ -157,14 +157,14 @@ def measure(run: Path, device: str) -> ModelFiles:
 
     from bloomery.core.units import GIB
     from bloomery.data.loader import Loader
-    from bloomery.model.decoding import Sampling
+    from bloomery.infer.decoding import Sampling
+    from bloomery.infer.generate import generate, load_model
+    from bloomery.infer.load import Use
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
-    from bloomery.runs.generate import generate, load_model
     from bloomery.train.evaluation.evaluation import evaluate
     from bloomery.train.objectives import build_objective
     from bloomery.train.process import peak_memory_gib
-    from bloomery.train.use import Use
 
     plan, gpu = read_plan(run / "plan.json"), device == "cuda"
     able = gpu and torch.cuda.is_bf16_supported(including_emulation=False)

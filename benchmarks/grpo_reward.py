@@ -144,14 +144,14 @@ def trained(folder: Path, recipe: str, name: str) -> Trained:
 def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOut:
     """Of the run's last checkpoint, or of `model`; prompts and rewards are those of `plan_dir`, a run, too."""
     from bloomery.data.prompts import Prompts
+    from bloomery.evals.rewards import complete
+    from bloomery.infer.generate import Model
     from bloomery.model.io.weights import load_decoder
     from bloomery.parallel.mesh import SINGLE_RANK
     from bloomery.plan.store import read_plan
-    from bloomery.runs.evaluate_rewards import complete
-    from bloomery.runs.generate import Model
-    from bloomery.train.reward_models import RewardModels
-    from bloomery.train.rewards import Rewards
-    from bloomery.train.rollouts import score_entries, scored_entries, sources_of_rewards
+    from bloomery.train.rl.reward_models import RewardModels
+    from bloomery.train.rl.rewards import Rewards
+    from bloomery.train.rl.rollouts import score_entries, scored_entries, sources_of_rewards
 
     plan = read_plan(plan_dir / "plan.json")
     loaded = Model.load(run_dir, step="last")

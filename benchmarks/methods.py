@@ -147,8 +147,8 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
 
 def before(base: Path, work: Path) -> dict[str, Any]:
     """The base on the same held-out answers."""
-    from bloomery.model.counting import parameter_count
-    from bloomery.runs.evaluate import evaluate, load_to_evaluate
+    from bloomery.evals.evaluate import evaluate, load_to_evaluate
+    from bloomery.facts.counting import parameter_count
 
     decoder, tokenizer = load_to_evaluate(base)
     found = evaluate(decoder, tokenizer, work / "answers", bos=False)[0]
@@ -163,8 +163,8 @@ def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any
     """Singular values of what each method added to the matrices of the middle layer, and to all, as shares."""
     import torch
 
+    from bloomery.evals.evaluate import load_to_evaluate
     from bloomery.export.layouts import merged_state
-    from bloomery.runs.evaluate import load_to_evaluate
 
     start = merged_state(load_to_evaluate(base)[0], torch.float32)
     middle = load_to_evaluate(base)[0].config.num_layers // 2

@@ -23,10 +23,10 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import layers
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import layers
+from bloomery.infer.forward import matmul_dtype
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import matmul_dtype
 
 CHUNK = 256  # loss tokens that the head takes at once; logits of all would not stay in the cache
 

@@ -21,9 +21,9 @@ from unittest.mock import patch
 from plan_pages import computer
 
 from bloomery.core.units import GIB, format_count, two_digits
+from bloomery.facts.counting import parameter_count
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.model.counting import parameter_count
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve

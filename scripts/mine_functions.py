@@ -1,4 +1,4 @@
-"""Write src/bloomery/runs/tasks/stdlib-functions.jsonl: function tasks from the standard library of this Python.
+"""Write src/bloomery/evals/stdlib-functions.jsonl: function tasks from the standard library of this Python.
 
     python scripts/mine_functions.py [--check]
 

@@ -19,7 +19,10 @@ import recipe_page
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example
-from bloomery.data.sources.columns import (
+from bloomery.data.sources.detection import detect_format
+from bloomery.data.sources.formats import FORMATS, PROMPTS, documents_of, read_example
+from bloomery.data.sources.rows import MEDIA_ROLES
+from bloomery.facts.columns import (
     COLUMN_NAMES,
     DETAIL_KEYS,
     LISTS,
@@ -30,9 +33,6 @@ from bloomery.data.sources.columns import (
     TRAINED_KEYS,
     UNUSED,
 )
-from bloomery.data.sources.detection import detect_format
-from bloomery.data.sources.formats import FORMATS, PROMPTS, documents_of, read_example
-from bloomery.data.sources.rows import MEDIA_ROLES
 from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema

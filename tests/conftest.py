@@ -112,7 +112,7 @@ def forked_children() -> None:
     """Processes that Bloomery starts from the process of a test are forked where that makes no difference, too."""
     import preloaded
     from bloomery.core import child
-    from bloomery.runs import supervisor
+    from bloomery.launch import supervisor
 
     for module in (child, supervisor):
         module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen})

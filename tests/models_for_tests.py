@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config

@@ -41,7 +41,7 @@ TALKING = (
     "bloomery.data.prepare.workers",
 )
 CHILDREN = (
-    "bloomery.runs.worker",
+    "bloomery.launch.worker",
     "dying_worker",
     "faulty_links_worker",
     "killed_worker",
@@ -55,9 +55,9 @@ MODULES = (
     "torch._dynamo",
     "bloomery.train.loop",
     "bloomery.runs.lifecycle",
-    "bloomery.runs.worker",
+    "bloomery.launch.worker",
     "bloomery.simulate.step",
-    "bloomery.runs.generate",
+    "bloomery.infer.generate",
     "bloomery.export.layouts",
     "bloomery.bench.rig",
 )

@@ -170,7 +170,7 @@ SIGNALLED = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda *_: None)
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
-words = [sys.executable, "-m", "bloomery.runs.worker", "train", "absent"]
+words = [sys.executable, "-m", "bloomery.launch.worker", "train", "absent"]
 words += ["--parent", str(os.getpid()), "--report", "2"]
 with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
     sys.exit(-child.wait())

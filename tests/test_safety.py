@@ -51,7 +51,7 @@ ALLOWED = {
         "compile",
     ],
     # On 127.0.0.1, or the address of the launch's meeting; who connects has to send the token of a private file.
-    "src/bloomery/runs/rank_messages.py": [
+    "src/bloomery/launch/rank_messages.py": [
         "import asyncio",
         "from asyncio",
         "listener.bind",
@@ -79,7 +79,7 @@ ALLOWED = {
     "src/bloomery/studio/run_page.py": ["import asyncio"],
     "src/bloomery/studio/run_sections.py": ["import asyncio"],
     "src/bloomery/studio/runs_page.py": ["import asyncio"],
-    "src/bloomery/train/reward_functions.py": ["listener.bind", "listener.listen"],
+    "src/bloomery/train/rl/reward_functions.py": ["listener.bind", "listener.listen"],
 }
 METHODS = {"listen", "bind", "serve_forever"}
 

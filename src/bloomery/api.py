@@ -16,19 +16,19 @@ from bloomery.core.errors import UserError
 from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
+    from bloomery.evals.evaluate import TextScores
+    from bloomery.evals.rewards import RewardScores
+    from bloomery.evals.tasks import Named, TaskReport
     from bloomery.export.layouts import Exported
     from bloomery.export.merge import Method
+    from bloomery.infer.generate import Model
+    from bloomery.infer.load import Use
     from bloomery.monitor.events import Event
     from bloomery.plan.types import PlanReport
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.report.charts import Plot
-    from bloomery.runs.evaluate import TextScores
-    from bloomery.runs.evaluate_rewards import RewardScores
-    from bloomery.runs.generate import Model
-    from bloomery.runs.tasks.evaluate import Named, TaskReport
     from bloomery.studio.notebook import StudioFrame
     from bloomery.train.evaluation.scoring import PairMetrics
-    from bloomery.train.use import Use
 
 Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]
 Recipe = str | Path | Mapping[str, Any]
@@ -55,7 +55,7 @@ def load(
         print(model.generate("def read_json(path):", max_new_tokens=50))
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.generate import Model
+    from bloomery.infer.generate import Model
 
     return Model.load(folder, step=step, use=use, on_load=on_load)
 
@@ -86,7 +86,7 @@ def train(
         run.metrics(), run.model().generate("func main() {")
     """
     from bloomery.runs.lifecycle import start
-    from bloomery.train.reward_functions import served
+    from bloomery.train.rl.reward_functions import served
 
     folder = None if run_dir is None else Path(run_dir)
     watch = _watch(on_event)
@@ -174,7 +174,7 @@ class Run:
             run = run.resume(train={"epochs": 5}, eval={"every": "10%"})
         """
         from bloomery.runs.lifecycle import resume
-        from bloomery.train.reward_functions import served
+        from bloomery.train.rl.reward_functions import served
 
         _, functions = _reward_entries(rewards)
         with served(functions, _print_note):
@@ -274,8 +274,8 @@ def evaluate(
     of conversations, by default the tokenizer's own. `on_note` gets each remark about the result.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.evaluate import evaluate_model
-    from bloomery.train.reward_functions import served
+    from bloomery.evals.evaluate import evaluate_model
+    from bloomery.train.rl.reward_functions import served
 
     data = None if data is None else Path(data)
     _, functions = _reward_entries(rewards)
@@ -314,8 +314,8 @@ def evaluate_task(
     max_new_tokens, stop, temperature, seed, samples, run_code. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.tasks import evaluate as tasks
-    from bloomery.runs.tasks.items import Settings
+    from bloomery.evals import tasks
+    from bloomery.evals.items import Settings
 
     return tasks.evaluate_task(
         tasks.Named(str(model), folder, step),
@@ -346,8 +346,8 @@ def evaluate_harness(
     the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.tasks.evaluate import Named, evaluate_harness
-    from bloomery.runs.tasks.harness import HarnessSettings
+    from bloomery.evals.harness import HarnessSettings
+    from bloomery.evals.tasks import Named, evaluate_harness
 
     settings = HarnessSettings(
         tasks=tuple(tasks),
@@ -380,7 +380,7 @@ def compare(
     a paired permutation test over documents. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.tasks import evaluate as tasks
+    from bloomery.evals import tasks
 
     return tasks.compare_on_texts(
         tasks.Named(str(model), folder, step),
@@ -450,7 +450,7 @@ def export(
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.export.merge import export_several, is_several
-    from bloomery.train.model_folder import find_model
+    from bloomery.infer.model_folder import find_model
 
     # Several adapters are merged into one model; `weights` belong to them alone.
     if layout == "merged" and is_several(folder):
@@ -552,7 +552,7 @@ def merge(
     base_path = None if base is None else model_path(str(base))
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
-    from bloomery.train.model_folder import find_model
+    from bloomery.infer.model_folder import find_model
 
     return merge_models(
         [find_model(path) for path in paths],
@@ -576,8 +576,8 @@ def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Pat
 
 def _named(model: str | Path) -> "Named":
     """The model that another is compared with, under the name that the user gave."""
+    from bloomery.evals.tasks import Named
     from bloomery.runs.folder import model_path
-    from bloomery.runs.tasks.evaluate import Named
 
     return Named(str(model), model_path(str(model)))
 

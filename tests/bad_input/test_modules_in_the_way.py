@@ -14,7 +14,7 @@ from bloomery import cli
 from bloomery.core.child import python_module
 from bloomery.studio.commands import Commands
 from bloomery.studio.listening import ListeningProcess
-from bloomery.train.rewards import Rewards, RewardSource
+from bloomery.train.rl.rewards import Rewards, RewardSource
 
 SOURCE = Path(__file__).parents[2] / "src/bloomery"
 PACKAGES = """bloomery

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.train.model_folder import seal
+from bloomery.infer.model_folder import seal
 
 RECIPE = """
 model: {preset: go-coder-tiny}

@@ -22,11 +22,11 @@ from bloomery.cli.runs import command as runs_command
 from bloomery.cli.runs import describe, watch_command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.model.config import ModelConfig
+from bloomery.evals import evaluate
+from bloomery.facts.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded, RunStarted, StepDone
 from bloomery.recipe.schema import TrainTokenizer
-from bloomery.runs import evaluate
 
 TEXT = "def add(a, b):\n    return a + b  # naïve\n" * 30
 

@@ -19,8 +19,8 @@ from bloomery.cli.slurm import _seconds
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import find_site, site_names
 from bloomery.hardware.specs import find_gpu
+from bloomery.launch.job_script import seconds_to_save
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.job_script import seconds_to_save
 
 RECIPE = """
 model: {family: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_layers: 32, num_heads: 32,
@@ -313,7 +313,7 @@ def test_a_run_on_another_node_is_stopped_through_slurm(folder, monkeypatch) -> 
         stop_run(runner, on_event=lambda _: None)
     assert not run.stop_request.exists()
     program(folder, "scancel", "exec sleep 60")
-    monkeypatch.setattr("bloomery.runs.job_script.SLURM_SECONDS", 0.1)
+    monkeypatch.setattr("bloomery.launch.job_script.SLURM_SECONDS", 0.1)
     with pytest.raises(UserError, match="scancel did not answer"):
         stop_run(runner, on_event=lambda _: None)
     assert not run.stop_request.exists()

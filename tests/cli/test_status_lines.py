@@ -85,7 +85,7 @@ def test_every_tensor_of_an_export_is_told_and_a_listener_ends_with_its_block(tm
     from bloomery.core.progress import progress, told_to
     from bloomery.export.gguf import export_gguf
     from bloomery.export.layouts import export
-    from bloomery.train.model_folder import find_model
+    from bloomery.infer.model_folder import find_model
     from models_for_tests import make_model
 
     source, told = make_model(tmp_path / "model"), []

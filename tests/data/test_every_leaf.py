@@ -10,8 +10,8 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example, Message
-from bloomery.data.sources.columns import MASKED_KEYS, TRAINED_KEYS
 from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
+from bloomery.facts.columns import MASKED_KEYS, TRAINED_KEYS
 from bloomery.recipe.schema import Source
 
 

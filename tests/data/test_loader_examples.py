@@ -16,8 +16,8 @@ from bloomery.data.order import Cursor
 from bloomery.data.reference_scores import ReferenceWriter
 from bloomery.data.shards import Manifest, Split, write_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.forward import forward
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.train.forward import forward
 from bloomery.train.losses import next_token_loss
 from bloomery.train.objectives import pretraining
 from models_for_tests import make_config, make_tokenizer

@@ -21,11 +21,11 @@ from bloomery.data.prepare.prepare import preparation, prepare
 from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
 from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.evals.evaluate import texts_of
+from bloomery.infer.forward import forward
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.runs.evaluate import texts_of
 from bloomery.train.evaluation.answers import validation_prompts
-from bloomery.train.forward import forward
 from bloomery.train.losses import next_token_loss
 from bloomery.train.objectives import pretraining
 from models_for_tests import make_config

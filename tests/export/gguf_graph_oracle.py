@@ -32,11 +32,11 @@ from bloomery.export.gguf_format import (
 from bloomery.export.gguf_import import dequantized
 from bloomery.export.layouts import load_in_float32
 from bloomery.export.verify import TEXTS
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.decoder import Decoder
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use
 
 Array = np.ndarray[Any, Any]
 Json = dict[str, Any]

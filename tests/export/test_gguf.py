@@ -31,9 +31,9 @@ from bloomery.export.gguf_format import Piece, fallbacks, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.ollama import export_ollama
 from bloomery.export.verify import error_bound
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.model.presets import read_config
-from bloomery.train.model_folder import find_model
 from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others
@@ -347,7 +347,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from bloomery.export.gguf import export_gguf
-from bloomery.train.model_folder import find_model
+from bloomery.infer.model_folder import find_model
 export_gguf(find_model(Path(sys.argv[1])), Path(sys.argv[1] + ".gguf"), verify=False)
 (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
 print(peak.split()[1])  # the ru_maxrss of a child includes that of its parent
@@ -445,7 +445,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from bloomery.export import gguf
-from bloomery.train.model_folder import find_model
+from bloomery.infer.model_folder import find_model
 encode, left = gguf.encoded, [int(sys.argv[2])]
 def counted(*given):
     left[0] -= 1

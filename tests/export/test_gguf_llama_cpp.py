@@ -19,8 +19,8 @@ from gguf_models import saved_adapter, saved_case, saved_pieces, tokens
 from bloomery.export import GGUF_TYPES, K_TYPES
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.verify import TEXTS
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder
-from bloomery.train.model_folder import find_model
 
 pytest.importorskip(
     "llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes"

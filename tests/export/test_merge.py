@@ -18,8 +18,8 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import export, open_model
 from bloomery.export.merge import combine, export_several, merge, slerp, ties
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder
-from bloomery.train.model_folder import find_model
 from models_for_tests import make_model
 
 

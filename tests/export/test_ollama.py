@@ -10,7 +10,7 @@ from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import builtin_template
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.ollama import Translation, modelfile, translate
-from bloomery.train.model_folder import find_model
+from bloomery.infer.model_folder import find_model
 from models_for_tests import make_model
 
 CHATML = (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.lora import (
     LoraLinear,
     adapt,
@@ -14,7 +15,6 @@ from bloomery.model.adapters.lora import (
     adapters_disabled,
     init_adapters,
 )
-from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.recipe.schema import Lora

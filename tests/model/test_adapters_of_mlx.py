@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import export_adapter
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder
-from bloomery.train.model_folder import find_model
 from models_for_tests import make_tokenizer
 
 SCALE = 3.0

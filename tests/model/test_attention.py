@@ -8,9 +8,9 @@ from attention_for_tests import documents_of, inputs, run, with_gradients
 from torch import Tensor
 from torch.testing import assert_close
 
+from bloomery.facts.attention import BACKENDS, supports
 from bloomery.model.attention import per_document
 from bloomery.model.attention.attend import attend, causal_mask, layout_of
-from bloomery.model.attention.support import BACKENDS, supports
 from bloomery.model.native import find_compiler
 
 PACKED = documents_of([5, 200, 60, -35], [300])

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from bloomery.facts.attention import BACKENDS, choose, supports
 from bloomery.hardware.specs import arch_spec
-from bloomery.model.attention.support import BACKENDS, choose, supports
 from bloomery.recipe.schema import AttentionBackend
 
 
@@ -16,7 +16,7 @@ def test_the_table_is_the_recipes_list() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, bloomery.model.attention.support; assert 'torch' not in sys.modules"
+    code = "import sys, bloomery.facts.attention; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,12 +9,12 @@ from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
+from bloomery.infer.decoding import NotFinite, Past, RunningBatch, Sampling, sample_tokens
 from bloomery.model import compiled_step, native
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import NotFinite, Past, RunningBatch, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.native import Uncompiled
 from bloomery.recipe.schema import Lora, Quantize

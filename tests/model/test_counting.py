@@ -8,10 +8,10 @@ import torch
 from tiny_models import CASES, tiny_reference
 from torch.utils.flop_counter import FlopCounterMode
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, layers, parameter_count, parameter_shapes
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import flops_per_token, layers, parameter_count, parameter_shapes
+from bloomery.facts.families import config_from_hf
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_from_hf
 from bloomery.model.presets import PRESETS, preset
 
 SHAPES = ["gpt2", "llama-biases-head-dim", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "smollm3"]

@@ -9,9 +9,9 @@ import pytest
 from tiny_models import CASES, GPT2, SMALL, tiny_reference
 
 from bloomery.core.errors import UserError
-from bloomery.model import config as facts
-from bloomery.model.config import ModelConfig, RopeScaling
-from bloomery.model.families import FAMILIES, config_from_hf, config_to_hf
+from bloomery.facts import config as facts
+from bloomery.facts.config import ModelConfig, RopeScaling
+from bloomery.facts.families import FAMILIES, config_from_hf, config_to_hf
 from bloomery.model.presets import PRESETS, build_config, preset, read_config
 from bloomery.recipe.schema import Family, Model, Preset
 from bloomery.recipe.schema import RopeScalingSection as StatedScaling

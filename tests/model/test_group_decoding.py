@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from bloomery.model.compiled_step import CompiledStep
-from bloomery.model.config import ModelConfig
-from bloomery.model.decoding import NotFinite, Sampling, next_distribution
-from bloomery.model.group_decoding import (
+from bloomery.facts.config import ModelConfig
+from bloomery.infer.decoding import NotFinite, Sampling, next_distribution
+from bloomery.infer.group_decoding import (
     Completion,
     GroupSampling,
     draw_all,
     draw_completions,
     filtered,
 )
+from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.io.weights import fresh_decoder
 
 PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.families import FAMILIES, fresh_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import FAMILIES, fresh_config
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, init_weights, model_state
 from bloomery.model.presets import PRESETS, preset

@@ -9,7 +9,7 @@ import transformers
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
-from bloomery.model.families import FAMILIES
+from bloomery.facts.families import FAMILIES
 from bloomery.model.io.weights import load_decoder, model_state, write_model
 
 TOKENS = tokens()

@@ -5,17 +5,17 @@ from importlib import resources
 
 import pytest
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import active_parameter_count, flops_per_token, layers, parameter_count
-from bloomery.model.families import FAMILIES
-from bloomery.model.presets import known_config
-from bloomery.model.published import (
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import active_parameter_count, flops_per_token, layers, parameter_count
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.published import (
     Published,
     entry_config,
     published_config,
     published_models,
     similar_names,
 )
+from bloomery.model.presets import known_config
 
 # Half of `total_size` in model.safetensors.index.json, where weights are bfloat16, or the count on the model's page.
 COUNTS = {
@@ -64,7 +64,7 @@ def test_parameters_are_as_many_as_published(entry):
 
 
 def test_the_table_has_sources_and_sixty_models():
-    text = (resources.files("bloomery.model") / "published.toml").read_text(encoding="utf-8")
+    text = (resources.files("bloomery.facts") / "published.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
     assert len(table["model"]) >= 60
     for entry in table["model"]:

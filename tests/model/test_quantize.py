@@ -6,6 +6,7 @@ from tiny_models import saved_reference, tokens
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.facts.limits import storage_bytes
 from bloomery.model.adapters.lora import (
     LoraLinear,
     adapt,
@@ -22,7 +23,6 @@ from bloomery.model.io.weights import (
     quantized_weights,
     read_model,
 )
-from bloomery.model.limits import storage_bytes
 from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.simulate.tracker import MemoryTracker

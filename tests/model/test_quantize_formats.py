@@ -9,6 +9,7 @@ import torch
 from quantized_oracle import SHAPES, digest, weight_of
 from torch import Tensor
 
+from bloomery.facts.limits import WEIGHTS_BLOCK, storage_bytes
 from bloomery.model.io.quantized import (
     NF4_LEVELS,
     dequantize_int8,
@@ -19,7 +20,6 @@ from bloomery.model.io.quantized import (
     quantize_nf4,
     quantize_scales,
 )
-from bloomery.model.limits import WEIGHTS_BLOCK, storage_bytes
 
 ORACLE = json.loads((Path(__file__).parent / "quantised_by_bitsandbytes.json").read_text())["cases"]
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bloomery.core.errors import UserError
+from bloomery.facts.limits import storage_bytes
 from bloomery.model.io import quantized as quantize_operator
 from bloomery.model.io.quantized import QuantizedWeight
-from bloomery.model.limits import storage_bytes
 from bloomery.parallel.apply import selective_contexts
 from bloomery.recipe.schema import Quantize
 

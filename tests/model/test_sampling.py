@@ -9,8 +9,7 @@ from tiny_models import saved_reference, tokens
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.model.cache import Cache
-from bloomery.model.decoding import (
+from bloomery.infer.decoding import (
     NotFinite,
     Past,
     RunningBatch,
@@ -19,6 +18,7 @@ from bloomery.model.decoding import (
     penalized,
     sample_tokens,
 )
+from bloomery.model.cache import Cache
 from bloomery.model.io.weights import load_decoder
 
 SHAPES = [

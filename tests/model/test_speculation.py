@@ -8,8 +8,7 @@ import torch
 from tiny_models import saved_reference, tokens
 
 from bloomery.core.errors import UserError
-from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import (
+from bloomery.infer.decoding import (
     DraftModel,
     Past,
     PromptLookup,
@@ -19,6 +18,7 @@ from bloomery.model.decoding import (
     next_distribution,
     sample_tokens,
 )
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
 
 AGAIN = [3, 5, 7, 9, 11, 13] * 3

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
+from bloomery.facts.counting import parameter_shapes
 from bloomery.model import presets as transformers_config
 from bloomery.model import transformers_backend as transformers_backend
 from bloomery.model.backend_checks import check_rows
 from bloomery.model.cache import Cache
-from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import (

@@ -8,12 +8,12 @@ import json
 
 import torch
 
+from bloomery.facts.config import ModelConfig
+from bloomery.infer.decoding import Past, RunningBatch, Sampling
 from bloomery.model.attention import attend
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.backend_checks import decoding_problem
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past, RunningBatch, Sampling
 from bloomery.model.io.weights import fresh_decoder
 
 PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])

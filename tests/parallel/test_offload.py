@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.lora import adapt, init_adapters
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.parallel import offload

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from bloomery.core.units import MIB
-from bloomery.model.counting import parameter_shapes
+from bloomery.facts.counting import parameter_shapes
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.presets import build_config
 from bloomery.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.plan.plan_help import loaded, machine, reported
 
-from bloomery.model.published import published_config
+from bloomery.facts.published import published_config
 from bloomery.plan.learning_rates import (
     ADALORA,
     FULL,

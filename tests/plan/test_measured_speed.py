@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from bloomery.core.units import GIB
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.calibration import OWN, Calibration, Point
-from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.measured import compile_gain, corrected, corrected_memory, nearest
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape

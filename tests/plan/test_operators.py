@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.machine import CpuCheck
+from bloomery.infer.forward import prepare_weights
 from bloomery.model.adapters.lora import adapt
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.operators import (
@@ -24,7 +25,6 @@ from bloomery.plan.estimate.operators import (
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Lora
-from bloomery.train.forward import prepare_weights
 
 LLAMA = ModelConfig(
     vocab_size=64,

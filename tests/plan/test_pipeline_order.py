@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from plans_for_tests import tiny_config
 
-from bloomery.model.config import whole_model
+from bloomery.facts.config import whole_model
 from bloomery.plan.pipeline import (
     Action,
     bubble,

@@ -4,8 +4,8 @@ import pytest
 from plan_help import gpu_machine, loaded, machine, planned
 
 from bloomery.core.errors import UserError
+from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.machine import Machine, Package, Probe
-from bloomery.model.limits import dequantizer
 
 LORA = {"kind": "lora", "target_modules": ["all-linear"]}
 

@@ -9,10 +9,10 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.facts.families import config_to_hf
+from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_to_hf
-from bloomery.model.limits import ROLLOUT_SLOTS
 from bloomery.model.presets import build_config
 from bloomery.plan.advise import edited
 from bloomery.plan.estimate.rollouts import ROLLOUT_FRAGMENTATION
@@ -20,7 +20,7 @@ from bloomery.plan.page import page
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model
-from bloomery.train.rollout import Sample, pack
+from bloomery.train.rl.rollout import Sample, pack
 
 VERIFIER = {"verifier": "exact_match", "column": "answer"}
 LARGE = {

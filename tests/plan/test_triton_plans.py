@@ -8,16 +8,16 @@ import pytest
 from plan_help import gpu_machine, planned, reported
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.wheels import triton_of, wheel_table
+from bloomery.infer.load import Use, _use_decoding_kernel
 from bloomery.model.attention import triton_attention
 from bloomery.model.attention.tiles import KERNELS, KernelRun, kernel_figures, reason_against
-from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.plan.choices import decodes_with_kernel
 from bloomery.plan.estimate.kernels import TiledScores, kernel_seconds, score_seconds
 from bloomery.recipe.load import load_recipe
-from bloomery.train.use import Use, _use_decoding_kernel
 
 # On a GPU that is only planned for, the recommended PyTorch decides: 2.13 with Triton 3.7; 2.9 with 3.5 for gfx906.
 TINY = ModelConfig(

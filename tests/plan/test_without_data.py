@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from bloomery import cli, hub
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
-from bloomery.model.published import published_models
+from bloomery.facts.published import published_models
 from bloomery.plan.gather import fetch
 from bloomery.plan.made import ASSUMED, made_recipe
 from bloomery.plan.unsupported import refuse_untrained

@@ -8,8 +8,8 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.gguf import export_gguf
 from bloomery.export.gguf_import import import_gguf
 from bloomery.hardware.detect import detect
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder, model_state
-from bloomery.train.model_folder import find_model
 
 PARTS = {
     "full": "",
@@ -66,7 +66,7 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     from transformers import AutoModelForCausalLM
 
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.model.decoding import Past, RunningBatch, Sampling, sample_tokens
+    from bloomery.infer.decoding import Past, RunningBatch, Sampling, sample_tokens
     from bloomery.model.io.weights import load_decoder
 
     tokenizer = load_tokenizer(smollm2 / "model")

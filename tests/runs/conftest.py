@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery, write_workshop
 
-from bloomery.runs import supervisor as supervise
+from bloomery.launch import supervisor as supervise
 
 
 @pytest.fixture

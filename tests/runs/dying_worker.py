@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.core.child import loading
-from bloomery.runs import worker
+from bloomery.launch import worker
 
 
 def mortal(take_step, deaths):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bloomery.core.child import loading
-from bloomery.runs import worker
+from bloomery.launch import worker
 
 
 def break_links(fault: str, runs: Path) -> None:

@@ -19,15 +19,16 @@ import torch
 
 from bloomery.core import files as sealed_files
 from bloomery.core.errors import UserError
+from bloomery.evals.evaluate import evaluate, load_to_evaluate
 from bloomery.export.layouts import export, export_adapter
+from bloomery.infer.model_folder import find_model
+from bloomery.launch import worker
+from bloomery.launch.stage_ends import StageResult
 from bloomery.monitor.events import EventLog, StepDone, Warned, last_per_step, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
-from bloomery.runs import flow, worker
+from bloomery.runs import flow
 from bloomery.runs import lifecycle as local
-from bloomery.runs.evaluate import evaluate, load_to_evaluate
-from bloomery.runs.stage_ends import StageResult
-from bloomery.train.model_folder import find_model
 from small_words import SMALL_WORDS
 
 RECIPE = """

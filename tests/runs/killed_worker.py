@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from bloomery.core.child import loading
-from bloomery.runs import worker
+from bloomery.launch import worker
 
 places = Counter()
 
@@ -31,8 +31,9 @@ def arrive(moment, wanted):
 
 
 def lay_places(wanted):
-    from bloomery.train import checkpoint, rewards, rollouts, sampler, step
+    from bloomery.train import checkpoint, step
     from bloomery.train.optim.build import OptimizersContainer
+    from bloomery.train.rl import rewards, rollouts, sampler
 
     def around(owner, name, moment, *, before=True, after=False):
         work = getattr(owner, name)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
-from bloomery.runs import supervisor
+from bloomery.launch import supervisor
+from bloomery.launch.launchers import Board, Launch, current_launch
+from bloomery.launch.stage_ends import failure
+from bloomery.launch.supervisor import run_stage
 from bloomery.runs.folder import RunFolder, locked
 from bloomery.runs.follow import follow
-from bloomery.runs.launchers import Board, Launch, current_launch
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.stage_ends import failure
-from bloomery.runs.supervisor import run_stage
 
 
 def lead(launch: Launch, folder: RunFolder) -> int:

@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
+from bloomery.launch.worker import Deadline
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.parallel.collective_notes import CollectiveNotes
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.stage_ends import HOSTS_FILE, STACKS
-from bloomery.runs.worker import Deadline
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
 

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+from bloomery.launch import worker
 from bloomery.monitor.events import EventLog, Resumed, RunStarted, StepDone
 from bloomery.plan.store import read_plan
-from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 
 REPORTED = {"memory": worker.OUT_OF_MEMORY, "NaN": worker.DIVERGED}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.plan.types import RunPlan
 
 CONFIG = ModelConfig(

@@ -13,8 +13,8 @@ from functools import wraps
 from typing import Any
 
 from bloomery.core.child import loading
+from bloomery.launch import supervisor, worker
 from bloomery.monitor.events import Emit, EvalDone, Event, Phase, StepDone
-from bloomery.runs import supervisor, worker
 
 MOMENT = "PRESSED_AT"
 # In the supervisor: at the first two no child has begun to train.

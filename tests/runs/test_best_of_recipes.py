@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 import preloaded
+from bloomery.infer.model_folder import best_on_disk, damage, model_folder
 from bloomery.monitor.events import EvalDone, read_events
 from bloomery.monitor.summary import summary_of
 from bloomery.report import write_report
-from bloomery.train.model_folder import best_on_disk, damage, model_folder
 
 MODEL = {
     "family": "qwen2",

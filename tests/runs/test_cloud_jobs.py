@@ -19,8 +19,8 @@ from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import Site
+from bloomery.launch.cloud_jobs import IMAGE_PYTHON, write_pytorch_job
 from bloomery.monitor.events import Resumed, StepDone
-from bloomery.runs.cloud_jobs import IMAGE_PYTHON, write_pytorch_job
 
 RECIPE = """
 model: {family: llama, vocab_size: 4096, hidden_size: 256, intermediate_size: 512, num_layers: 4, num_heads: 4,
@@ -184,7 +184,7 @@ def test_a_skypilot_task_asks_for_the_machines_of_the_plan(folder) -> None:
     # without an image the machines install this Bloomery
     assert "scripts/setup.py" in tasks[0]["setup"] and "setup" not in tasks[2]
     source = Path(tasks[0]["file_mounts"]["~/bloomery"])
-    assert (source / "src/bloomery/runs/cloud_jobs.py").is_file()
+    assert (source / "src/bloomery/launch/cloud_jobs.py").is_file()
 
 
 def test_a_pytorch_job_asks_for_the_pods_of_the_plan(folder) -> None:

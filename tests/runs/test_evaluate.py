@@ -9,10 +9,10 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.model.config import ModelConfig
+from bloomery.evals.evaluate import Text, evaluate, evaluate_texts, texts_of
+from bloomery.facts.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.recipe.schema import TrainTokenizer
-from bloomery.runs.evaluate import Text, evaluate, evaluate_texts, texts_of
 
 PROSE = "The quick brown fox jumps over the lazy dog; naïve café, 日本語.\n" * 3
 

@@ -9,9 +9,9 @@ import pytest
 
 import bloomery
 from bloomery.core.errors import UserError
-from bloomery.train import reward_functions
-from bloomery.train.reward_functions import served
-from bloomery.train.rewards import Rewards, RewardSource
+from bloomery.train.rl import reward_functions
+from bloomery.train.rl.reward_functions import served
+from bloomery.train.rl.rewards import Rewards, RewardSource
 
 RECIPE = """
 extends: demo

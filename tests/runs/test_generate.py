@@ -15,9 +15,8 @@ import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.decoding import Past, Sampling, sample_tokens
-from bloomery.model.io.weights import load_decoder
-from bloomery.runs.generate import (
+from bloomery.infer.decoding import Past, Sampling, sample_tokens
+from bloomery.infer.generate import (
     JsonGrammars,
     Stops,
     TextStream,
@@ -25,7 +24,8 @@ from bloomery.runs.generate import (
     generate,
     load_model,
 )
-from bloomery.train.model_folder import model_folder
+from bloomery.infer.model_folder import model_folder
+from bloomery.model.io.weights import load_decoder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
 HOT = Sampling(max_new_tokens=60, temperature=2.0)

@@ -10,9 +10,9 @@ import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
 from test_lifecycle import is_gone, worker_of
 
+from bloomery.infer.model_folder import saved_steps
 from bloomery.monitor.events import RunEnded, Saved, StepDone, Warned, read_events
 from bloomery.monitor.sinks import LogFile
-from bloomery.train.model_folder import saved_steps
 
 LONG = (
     "train",

@@ -10,8 +10,8 @@ import pytest
 from runs_of_bloomery import losses, write_workshop
 
 from bloomery.hardware.sites import Site
+from bloomery.launch.job_script import write_job_script
 from bloomery.monitor.events import Resumed, read_events
-from bloomery.runs.job_script import write_job_script
 
 JOB = "77"
 # `attempts.json`: for each start the exit code, and the checkpoints that exist afterwards. `faulty`, if it exists,

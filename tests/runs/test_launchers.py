@@ -31,6 +31,10 @@ from runs_of_bloomery import (
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
+from bloomery.launch import supervisor, worker
+from bloomery.launch.launchers import Board, current_launch, new_folder
+from bloomery.launch.stage_ends import Stage, StageResult, failure, training_place
+from bloomery.launch.supervisor import run_stage
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -44,16 +48,12 @@ from bloomery.monitor.events import (
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe, unset_keys
-from bloomery.runs import supervisor, worker
 from bloomery.runs.devices import chosen_devices
 from bloomery.runs.folder import RunFolder, locked, new_run
 from bloomery.runs.follow import follow
-from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import start
 from bloomery.runs.resume_plan import refuse_other_recipe
 from bloomery.runs.signals import StopRequests
-from bloomery.runs.stage_ends import Stage, StageResult, failure, training_place
-from bloomery.runs.supervisor import run_stage
 from ranks import train as train_on_ranks
 
 TORCHRUN = {
@@ -178,7 +178,7 @@ def test_ranks_that_were_started_in_two_shells_agree_on_the_start(monkeypatch) -
     """The later one heard rank 0, and took its messages for those of another start: it waited without end."""
     given = by_hand_variables(0)
     first = current_launch(given)
-    monkeypatch.setattr("bloomery.runs.launchers.os.getppid", lambda: os.getpid())
+    monkeypatch.setattr("bloomery.launch.launchers.os.getppid", lambda: os.getpid())
     second = current_launch(given | {"RANK": "1"})
     assert first and second and first.job != second.job
     assert (first.start, first.meeting) == (second.start, second.meeting)
@@ -428,7 +428,7 @@ Thread 0x01 (most recent call first):
 Thread 0x02 (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce
   File "/src/bloomery/parallel/mesh.py", line 90 in _all_reduce_floats
-  File "/src/bloomery/runs/worker.py", line 80 in main
+  File "/src/bloomery/launch/worker.py", line 80 in main
 """
     place = training_place(stack)
     assert place.waits and place.line == "_all_reduce_floats (mesh.py:90)"
@@ -566,8 +566,8 @@ def test_a_second_rank_0_is_told_what_is_wrong(locked_run) -> None:
 
 
 def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr("bloomery.launch.launchers.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.launch.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     said = list[str]()
     board = Board(RunFolder(tmp_path / "run"), by_hand(1))
     assert board.wait(lambda: False, said.append) is None
@@ -579,8 +579,8 @@ def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
 def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr("bloomery.launch.launchers.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.launch.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
         follow(by_hand(1), tmp_path / "run", "cpu")
     assert "waiting    for rank 0" in capsys.readouterr().err
@@ -588,9 +588,9 @@ def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
 
 def test_a_later_rank_points_to_the_error_of_rank_0(locked_run, monkeypatch, capsys) -> None:
     Board(locked_run, by_hand(0)).conclude(1)
-    monkeypatch.setattr("bloomery.runs.launchers.GONE_SECONDS", 0.5)
+    monkeypatch.setattr("bloomery.launch.launchers.GONE_SECONDS", 0.5)
     with monkeypatch.context() as patched:
-        patched.setattr("bloomery.runs.launchers.worked_on", lambda _: False)
+        patched.setattr("bloomery.launch.launchers.worked_on", lambda _: False)
         assert follow(by_hand(1), locked_run.path, "cpu").code == 1
     told = capsys.readouterr().err
     assert "ended      by rank 0, which failed" in told and str(locked_run.log) in told
@@ -624,7 +624,7 @@ def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run, monke
     rank_1 = (
         "import json, os, sys, time; from pathlib import Path;"
         "from bloomery.runs.folder import RunFolder;"
-        "from bloomery.runs.launchers import Board, current_launch;"
+        "from bloomery.launch.launchers import Board, current_launch;"
         "board = Board(RunFolder(Path(sys.argv[1])), current_launch(json.loads(sys.argv[2])));"
         "board._client.start(); time.sleep(60)"
     )
@@ -736,7 +736,7 @@ def test_rank_0_does_not_look_for_another_rank_0_after_an_error_of_its_own_run(
 def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("bloomery.runs.launchers.GONE_SECONDS", 60.0)
+    monkeypatch.setattr("bloomery.launch.launchers.GONE_SECONDS", 60.0)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     first = Board(folder, launched(0))
@@ -757,7 +757,7 @@ def test_a_rank_hears_of_a_failure_that_was_over_before_it_looked_again(
 
 
 def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("bloomery.runs.launchers.FIRST_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr("bloomery.launch.launchers.FIRST_MESSAGE_SECONDS", 0.5)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     Board(folder, launched(0, restart=0)).begin(resumed=False)

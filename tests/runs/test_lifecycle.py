@@ -15,9 +15,9 @@ from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, l
 import preloaded
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.infer.model_folder import newest_valid, saved_steps
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
 from bloomery.runs import resume_inputs
-from bloomery.train.model_folder import newest_valid, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 RESUME = ("resume", "one")
@@ -31,7 +31,7 @@ def worker_of(run: Path) -> int | None:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"bloomery.runs.worker" in words and str(run).encode() in words and b"train" in words:
+        if b"bloomery.launch.worker" in words and str(run).encode() in words and b"train" in words:
             return int(entry.parent.name)
     return None
 

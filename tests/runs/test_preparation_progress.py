@@ -1,7 +1,7 @@
 """Preparing tells of its progress at a pace that people can read."""
 
+from bloomery.launch.worker import throttle
 from bloomery.monitor.events import Event, Phase
-from bloomery.runs.worker import throttle
 
 
 def test_a_thousand_files_are_not_a_thousand_events() -> None:

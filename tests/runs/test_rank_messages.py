@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import wait_for
 
-from bloomery.runs import rank_messages, supervisor
-from bloomery.runs.rank_messages import Member, MessageClient, MessageServer, State
+from bloomery.launch import rank_messages, supervisor
+from bloomery.launch.rank_messages import Member, MessageClient, MessageServer, State
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 

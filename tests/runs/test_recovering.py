@@ -10,14 +10,8 @@ from plans_of_runs import plan_of
 from runs_of_bloomery import assert_bitwise_equal, losses
 
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
-from bloomery.plan.store import read_plan
-from bloomery.recipe.load import load_recipe
-from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import resume, start
-from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
-from bloomery.runs.stage_ends import StageResult
-from bloomery.runs.worker import (
+from bloomery.launch.stage_ends import StageResult
+from bloomery.launch.worker import (
     DIVERGED,
     FAILED,
     KERNEL_FAILED,
@@ -25,6 +19,12 @@ from bloomery.runs.worker import (
     OUT_OF_MEMORY,
     UNSOUND,
 )
+from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
+from bloomery.plan.store import read_plan
+from bloomery.recipe.load import load_recipe
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.lifecycle import resume, start
+from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"

@@ -6,6 +6,7 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
+from bloomery.evals.evaluate import evaluate_model
 from bloomery.export.card import training_of
 from bloomery.hardware.detect import detect
 from bloomery.monitor.events import EventLog, RunEnded, from_json
@@ -16,7 +17,6 @@ from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.report.page import page
 from bloomery.report.record import read_record
 from bloomery.runs.consent import note_code, reward_files
-from bloomery.runs.evaluate import evaluate_model
 from ranks import fields, train
 
 RECIPE = """

@@ -41,7 +41,7 @@ def share_of_e(completions, **_):
 """
 # `bloomery`, whose training child is `killed_worker`.
 COMMAND = """
-from bloomery.runs import supervisor
+from bloomery.launch import supervisor
 
 supervisor.WORKER = "killed_worker"
 from bloomery.__main__ import main

@@ -9,11 +9,11 @@ from flips import RUN, World, files_of, here, outcome, put_back
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, unstamped
+from bloomery.infer.model_folder import damage, find_model, newest_valid, seal, step_folder
 from bloomery.monitor.events import Warned, read_events
 from bloomery.plan.store import RUN_FILE, begin, read_identity, read_plan, read_sealed, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle as local
-from bloomery.train.model_folder import damage, find_model, newest_valid, seal, step_folder
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_past_of_the_same_run_is_refused(middle):
 
 
 def seal_again(folder: Path) -> None:
-    from bloomery.train.model_folder import Lineage
+    from bloomery.infer.model_folder import Lineage
 
     head = read_identity(folder.parent.parent)
     assert head is not None

@@ -18,9 +18,9 @@ from bloomery.cli.smoke_test import (
 )
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.infer.model_folder import NOT_SAVED, saved_steps
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
-from bloomery.train.model_folder import NOT_SAVED, saved_steps
 
 TITLES = [
     "smoke test",

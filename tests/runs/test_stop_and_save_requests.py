@@ -13,10 +13,10 @@ from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, w
 
 from bloomery.cli.runs import runner_of, save_run, stop_run
 from bloomery.core.errors import UserError
+from bloomery.infer.model_folder import NOT_SAVED, damage, saved_steps
+from bloomery.launch.worker import StopFlag
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
 from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
-from bloomery.runs.worker import StopFlag
-from bloomery.train.model_folder import NOT_SAVED, damage, saved_steps
 
 TRAIN = (
     "train",

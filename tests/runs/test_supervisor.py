@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.runs import worker
+from bloomery.launch import worker
+from bloomery.launch.stage_ends import StageResult, failure
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.stage_ends import StageResult, failure
 
 FOLDER = RunFolder(Path("/somewhere/runs/one"))
 

@@ -10,9 +10,9 @@ from plans_of_runs import plan_of
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
+from bloomery.launch import worker
 from bloomery.plan.store import read_plan
 from bloomery.runs import resume_plan as fallbacks
-from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 
 

@@ -20,13 +20,13 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.generate import continued, generate
 from bloomery.model.adapters.lora import adapt, adapted
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation
-from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
-from bloomery.runs.generate import continued, generate
 from bloomery.serve.address import token_for
 from models_for_tests import make_model
 

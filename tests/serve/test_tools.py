@@ -14,8 +14,8 @@ from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.decoding import Sampling, sample_tokens
-from bloomery.runs.generate import JsonGrammars
+from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.generate import JsonGrammars
 from bloomery.serve.tools import (
     AnswerRules,
     ToolFormat,

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from steps_for_tests import both_of_stage, counted, load_of, measured, simulated, small_plan
 
-from bloomery.model import counting, decoder
+from bloomery.facts import counting
+from bloomery.model import decoder
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.speed import product_flops, recompute
 from bloomery.plan.estimate.states import TrainedModel

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bloomery.core.errors import UserError
-from bloomery.model.counting import parameter_shapes
-from bloomery.model.limits import storage_bytes
+from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
 from bloomery.simulate.run import notes_of, simulate

@@ -34,8 +34,8 @@ def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:
 
 
 def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> None:
+    from bloomery.infer.model_folder import note_best
     from bloomery.studio.models_page import row_of_table, stored_models
-    from bloomery.train.model_folder import note_best
 
     checkpoints = make_run("<b>full") / "checkpoints"
     make_folder(checkpoints / "step-00000020", model_type="llama")

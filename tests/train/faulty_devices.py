@@ -12,6 +12,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch import Tensor, nn
 
+from bloomery.check import checked_step, parts
 from bloomery.model import heads, norms, rope
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.attention import attend as attention
@@ -19,7 +20,6 @@ from bloomery.model.decoder import Attention, Block
 from bloomery.model.io import quantized
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.train.diagnostics import checked_step, parts
 from bloomery.train.optim import build, muon
 
 # The matrix of queries is the only square one, but for the one after attention.

@@ -6,7 +6,7 @@ from itertools import islice, product
 
 from faulty_devices import plan_of
 
-from bloomery.model.config import RopeScaling
+from bloomery.facts.config import RopeScaling
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Quantize
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from bloomery.core.units import Duration
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.plan.types import (
     CheckpointPlan,
     DataPlan,

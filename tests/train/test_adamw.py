@@ -7,7 +7,7 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST
+from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.objectives import pretraining
 from bloomery.train.optim import common as optim_pieces

@@ -10,12 +10,12 @@ from runs_of_the_loop import CONFIG, Run
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
+from bloomery.evals.evaluate import load_to_evaluate
+from bloomery.infer.generate import load_model
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
-from bloomery.runs.evaluate import load_to_evaluate
 from bloomery.runs.folder import model_path
-from bloomery.runs.generate import load_model
-from bloomery.train.model_folder import find_model
 from bloomery.train.state import build_state
 
 TOKENS = torch.arange(24)[None] * 7 % CONFIG.vocab_size

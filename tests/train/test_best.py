@@ -12,15 +12,7 @@ from runs_of_the_loop import CONFIG, Run
 from safetensors.torch import load_file
 
 from bloomery.core.units import Duration
-from bloomery.monitor.events import EvalDone, Saved, Warned
-from bloomery.monitor.sinks import metrics_of
-from bloomery.monitor.summary import summary_of
-from bloomery.plan.lengths import Scale, checkpoint_steps, steps_of
-from bloomery.train import checkpoint as checkpoints_module
-from bloomery.train.evaluation import evaluation
-from bloomery.train.evaluation.evaluation import EvalResult
-from bloomery.train.loop import run
-from bloomery.train.model_folder import (
+from bloomery.infer.model_folder import (
     best_on_disk,
     best_weight_steps,
     damage,
@@ -29,6 +21,14 @@ from bloomery.train.model_folder import (
     newest_valid,
     saved_steps,
 )
+from bloomery.monitor.events import EvalDone, Saved, Warned
+from bloomery.monitor.sinks import metrics_of
+from bloomery.monitor.summary import summary_of
+from bloomery.plan.lengths import Scale, checkpoint_steps, steps_of
+from bloomery.train import checkpoint as checkpoints_module
+from bloomery.train.evaluation import evaluation
+from bloomery.train.evaluation.evaluation import EvalResult
+from bloomery.train.loop import run
 from ranks import on_ranks, train
 
 CONFIG_OF_RANKS = tiny_config(vocab_size=300)  # without dropout, which differs from rank to rank

@@ -25,6 +25,21 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import RECIPE, Run
 
 from bloomery.bench import step_probes
+from bloomery.check import checked_step
+from bloomery.check.checked_step import (
+    FILE,
+    WrongNumbers,
+    check_step,
+    examine,
+    identity_of,
+    judge,
+    keep_answer,
+    key_of,
+    known_answer,
+)
+from bloomery.check.exact_numbers import exact_optimizer
+from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
+from bloomery.check.small_model import small_plan
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.hardware.machine import Probe, read_machine
@@ -36,21 +51,6 @@ from bloomery.plan.estimate.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle
-from bloomery.train.diagnostics import checked_step
-from bloomery.train.diagnostics.checked_step import (
-    FILE,
-    WrongNumbers,
-    check_step,
-    examine,
-    identity_of,
-    judge,
-    keep_answer,
-    key_of,
-    known_answer,
-)
-from bloomery.train.diagnostics.exact_numbers import exact_optimizer
-from bloomery.train.diagnostics.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
-from bloomery.train.diagnostics.small_model import small_plan
 from bloomery.train.optim.build import BUILDERS
 from bloomery.train.optim.muon import iteration_dtype
 from bloomery.train.run import Unsound

@@ -18,9 +18,10 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import stamped, unstamped, write_durably
+from bloomery.infer import model_folder
 from bloomery.monitor.events import Saved, Warned
 from bloomery.plan.store import begin
-from bloomery.train import checkpoint, model_folder
+from bloomery.train import checkpoint
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
 
 

@@ -15,13 +15,13 @@ from structured_runs import write_answers
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
+from bloomery.evals.evaluate import evaluate, evaluate_pairs, load_to_evaluate
 from bloomery.export.layouts import export_adapter, export_merged
+from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Reward
-from bloomery.runs.evaluate import evaluate, evaluate_pairs, load_to_evaluate
-from bloomery.train.model_folder import find_model
 
 PAIRS = [
     ("def f(", "x): return x", "y) = 3"),

@@ -10,7 +10,9 @@ from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from safetensors.torch import load_file
 
 from bloomery.core.errors import UserError
-from bloomery.model.counting import parameter_count
+from bloomery.evals.evaluate import evaluate_as_trained, load_to_evaluate
+from bloomery.facts.counting import parameter_count
+from bloomery.infer.load import Use
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.estimate.states import TrainedModel
@@ -18,9 +20,7 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.unsupported import refuse_settings
 from bloomery.recipe.load import load_text
 from bloomery.recipe.schema import Sft
-from bloomery.runs.evaluate import evaluate_as_trained, load_to_evaluate
 from bloomery.train.losses import dft_loss, next_token_loss
-from bloomery.train.use import Use
 
 
 def test_the_noise_is_that_of_transformers():

@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.model.grammar_trial import BYTES, GrammarTrials
-from bloomery.train.json_answers import canonical_forms, follow_schema
+from bloomery.infer.grammar import BYTES, GrammarTrials
+from bloomery.train.rl.json_answers import canonical_forms, follow_schema
 
 LEAVES = [
     {"type": "integer"},

@@ -10,9 +10,9 @@ from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors, crossed
 
 from bloomery.core.units import Duration
 from bloomery.data.prepare.prepare import prepare
+from bloomery.infer.model_folder import best_step, saved_steps
 from bloomery.monitor.events import EvalDone, Phase, Resumed, RunStarted, Sampled, Saved, StepDone
 from bloomery.recipe.load import load_recipe
-from bloomery.train.model_folder import best_step, saved_steps
 
 
 @pytest.fixture(scope="session")

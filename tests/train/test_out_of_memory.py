@@ -12,12 +12,12 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware import detect as gpu
 from bloomery.hardware.detect import GpuProcess, gpu_processes
+from bloomery.infer.model_folder import damage
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train import checkpoint, loop
 from bloomery.train import recover as memory
-from bloomery.train.model_folder import damage
 from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.process import out_of_memory
 

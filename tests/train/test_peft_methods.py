@@ -16,6 +16,7 @@ from autograd_for_tests import kept_bytes
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
+from bloomery.launch import worker
 from bloomery.model.adapters import settings as peft_names
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
@@ -31,7 +32,6 @@ from bloomery.plan.estimate.activations import activation_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Lora, Peft
-from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state

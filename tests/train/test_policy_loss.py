@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
 from bloomery.train.losses import added, extreme, means
-from bloomery.train.policy_loss import (
+from bloomery.train.rl.policy_loss import (
     PolicyLoss,
     SamplingCorrection,
     deviation_of,

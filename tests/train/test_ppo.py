@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores, ScoresAndValues
 from bloomery.train.losses import means
-from bloomery.train.ppo import PpoLoss, TokenRewarding, generalized_advantages, whitened
+from bloomery.train.rl.ppo import PpoLoss, TokenRewarding, generalized_advantages, whitened
 
 LENGTHS = (6, 1, 4, 3)
 LONGEST, VOCABULARY = 6, 11

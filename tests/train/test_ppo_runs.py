@@ -16,8 +16,8 @@ from rollouts_for_tests import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bloomery.train.ppo import TokenRewarding
-from bloomery.train.rollouts import RolloutSource
+from bloomery.train.rl.ppo import TokenRewarding
+from bloomery.train.rl.rollouts import RolloutSource
 from ranks import fields, losses, on_ranks, train
 
 PPO = ["objective={kind: ppo, num_generations: 1, max_completion_length: 8, num_iterations: 2}"]

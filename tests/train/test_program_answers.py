@@ -8,7 +8,12 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.sandbox.programs import refuse_without_sandbox
 from bloomery.core.units import MIB
-from bloomery.train.program_answers import longest_seconds, passing, program_test, programs_at_once
+from bloomery.train.rl.program_answers import (
+    longest_seconds,
+    passing,
+    program_test,
+    programs_at_once,
+)
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(0) == 0\n"
 BEGINNING = "def double(x):\n"

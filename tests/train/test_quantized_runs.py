@@ -7,7 +7,8 @@ from runs_of_the_loop import CONFIG, Run, crossed, resumed_bitwise
 from safetensors.torch import load_file
 
 from bloomery.export.layouts import merged_state
-from bloomery.model.counting import parameter_shapes
+from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.limits import storage_bytes
 from bloomery.model.io.parameters import local
 from bloomery.model.io.weights import (
     fresh_decoder,
@@ -16,7 +17,6 @@ from bloomery.model.io.weights import (
     quantized_weights,
     write_model,
 )
-from bloomery.model.limits import storage_bytes
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize

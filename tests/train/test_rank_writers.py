@@ -17,7 +17,8 @@ from runs_of_the_loop import assert_same_tensors
 from safetensors.torch import load_file, save_file
 
 from bloomery.core.errors import UserError
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
+from bloomery.infer.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
 from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, file_order
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config
@@ -27,7 +28,6 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora
 from bloomery.recipe.schema import Model as ModelRecipe
 from bloomery.train.checkpoint import read_part
-from bloomery.train.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
 from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
 
 KIB = 2**10
@@ -523,8 +523,8 @@ def test_tensors_that_are_stored_fused_are_written_whole(prepared, tmp_path, fam
 
 def agreed_on(plan_json: str, folder: str) -> tuple[str, list[str], list[str]]:
     """On every rank: the checkpoint to resume from, what is said of newer ones, and the files that this rank hashed."""
+    from bloomery.infer import model_folder
     from bloomery.parallel.process_group import join
-    from bloomery.train import model_folder
     from bloomery.train.recover import agreed_checkpoint
 
     hashed_files = []

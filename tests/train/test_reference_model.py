@@ -9,10 +9,10 @@ from rollouts_for_tests import assert_same_training, metrics, plan_of, write_rec
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
+from bloomery.infer.forward import eval_mode
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import eval_mode
 from bloomery.train.objectives import label_scores
 from bloomery.train.reference_model import build_reference_model, stream_blocks
 from bloomery.train.state import build_state

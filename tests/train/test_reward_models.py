@@ -14,9 +14,9 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.plan.gather import gather
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import ModelReward, PythonReward
-from bloomery.train import reward_models
-from bloomery.train.reward_files import changed_rewards
-from bloomery.train.reward_models import RewardModels
+from bloomery.train.rl import reward_models
+from bloomery.train.rl.reward_files import changed_rewards
+from bloomery.train.rl.reward_models import RewardModels
 from models_for_tests import make_chat_model, make_config, make_model, make_tokenizer
 
 PROMPTS = ["def f(x):", "def f(x):", "für ", "naïve café, 東京"]

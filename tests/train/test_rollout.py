@@ -2,7 +2,7 @@
 
 import torch
 
-from bloomery.train.rollout import Rollout, Sample, completion_span, pack
+from bloomery.train.rl.rollout import Rollout, Sample, completion_span, pack
 
 SAMPLES = (
     Sample((5, 6, 7), (8, 9, 0), (-1.0, -2.0, -0.5), 0.5),

@@ -6,10 +6,10 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
 from bloomery.data.shards import open_split
+from bloomery.evals.evaluate import evaluate, load_to_evaluate
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded
 from bloomery.plan.store import write_plan
 from bloomery.report import write_report
-from bloomery.runs.evaluate import evaluate, load_to_evaluate
 
 
 @pytest.fixture(scope="module")

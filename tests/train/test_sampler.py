@@ -10,7 +10,7 @@ import torch
 from rollouts_for_tests import assert_same_training, completions, metrics, plan_of, write_recipe
 
 from bloomery.monitor.events import StepDone
-from bloomery.train import sampler
+from bloomery.train.rl import sampler
 from ranks import fields, losses, on_ranks, ranks, train, train_here
 
 
@@ -266,7 +266,8 @@ def test_out_of_memory_in_training_takes_smaller_micro_batches(
     recipe, tmp_path, monkeypatch, moment
 ):
     """The rollout is kept, or sampled again with the same completions; its metrics are reported once."""
-    from bloomery.train import objectives, rollouts, step
+    from bloomery.train import objectives, step
+    from bloomery.train.rl import rollouts
 
     edits = ("train.max_steps=2", "train.micro_batch_size=4", "objective.num_iterations=2")
     whole = train(plan_of(recipe, *edits), tmp_path / "whole")

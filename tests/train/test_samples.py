@@ -10,11 +10,11 @@ from plans_for_tests import tiny_plan
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.decoding import Sampling, sample_tokens
+from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.generate import generate
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Pretrain, Recipe, Sft
-from bloomery.runs.generate import generate
 from bloomery.train.evaluation.answers import open_prompts, samples
 from bloomery.train.loop import run
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bloomery.core.progress import told_to
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation import scoring
 from bloomery.train.evaluation.scoring import Window, score_documents, windows

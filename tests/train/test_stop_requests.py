@@ -8,9 +8,9 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.core.errors import UserError
+from bloomery.infer.model_folder import best_step, saved_steps
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned, last_per_step
 from bloomery.train.loop import run
-from bloomery.train.model_folder import best_step, saved_steps
 
 STEPS = 6
 

@@ -8,12 +8,12 @@ import pytest
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
+from bloomery.infer.model_folder import best_on_disk, best_weight_steps, newest_valid, saved_steps
 from bloomery.monitor.events import EvalDone, Saved, StepDone
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
 from bloomery.train.length import Timer
 from bloomery.train.loop import run
-from bloomery.train.model_folder import best_on_disk, best_weight_steps, newest_valid, saved_steps
 from ranks import on_ranks, ranks
 
 STEP_SECONDS = 1.0

@@ -17,11 +17,15 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.evals.evaluate import load_to_evaluate
 from bloomery.export.layouts import merged_state
+from bloomery.facts.config import ModelConfig
+from bloomery.infer.generate import load_model
+from bloomery.infer.load import Use, load_fitting, load_used
+from bloomery.infer.model_folder import find_model
 from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation
-from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import (
     fresh_decoder,
     load_decoder,
@@ -32,12 +36,8 @@ from bloomery.model.io.weights import (
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.runs.evaluate import load_to_evaluate
-from bloomery.runs.generate import load_model
 from bloomery.train.evaluation.evaluation import evaluate
-from bloomery.train.model_folder import find_model
 from bloomery.train.objectives import build_objective
-from bloomery.train.use import Use, load_fitting, load_used
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +238,8 @@ def test_a_server_plans_the_longest_context_that_fits(prepared, base, tmp_path, 
 PROBE = """
 import sys
 from pathlib import Path
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use, load_used
+from bloomery.infer.model_folder import ModelFiles
+from bloomery.infer.load import Use, load_used
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 small, large = (ModelFiles(Path(word), None, Path(word)) for word in sys.argv[1:3])
 load_used(small, Use("cpu", "nf4"))  # what torch imports on the way is not the model's
@@ -298,7 +298,7 @@ MERGE = """
 import sys
 from pathlib import Path
 from bloomery.export.layouts import export_merged
-from bloomery.train.model_folder import ModelFiles
+from bloomery.infer.model_folder import ModelFiles
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 for name in ("small", "large"):
     folder = Path(sys.argv[1]) / name

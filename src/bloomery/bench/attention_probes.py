@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bloomery.facts.attention import BACKENDS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.probe_worker import Compute, Result, check, leave, main, seconds_of
 from bloomery.hardware.probes import ProbeSpec
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention.support import BACKENDS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,11 +21,11 @@ from bloomery.core.child import LONGEST_REASON, Child
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
+from bloomery.facts.attention import SHORT, supports
+from bloomery.facts.counting import parameter_count
 from bloomery.hardware.calibration import Calibration, Point, calibrations, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention.support import SHORT, supports
-from bloomery.model.counting import parameter_count
 from bloomery.plan.choices import setting
 from bloomery.plan.estimate.measured import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan

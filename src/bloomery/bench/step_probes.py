@@ -62,8 +62,8 @@ def recipe_plan(recipe: str, overrides: Sequence[str], machine: Machine) -> "Run
 
 def examined(plan: "RunPlan") -> Result:
     """The check of the plan's device, and of the settings that may help where it is wrong."""
+    from bloomery.check.checked_step import cure_of, examine, problem_of
     from bloomery.plan.resolve import child_environment
-    from bloomery.train.diagnostics.checked_step import cure_of, examine, problem_of
     from bloomery.train.process import build_kernels, set_up_process
 
     os.environ.update(child_environment(plan, os.environ))

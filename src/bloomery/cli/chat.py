@@ -36,8 +36,8 @@ from bloomery.runs.folder import chosen_use, model_path
 if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
+    from bloomery.infer.decoding import Sampling, Speculation
     from bloomery.model.decoder import Decoder
-    from bloomery.model.decoding import Sampling, Speculation
 
 MAX_REPLY_SHARE = (
     4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
@@ -58,8 +58,8 @@ class Session:
         system: str | None = None,
         speculation: "Speculation | None" = None,
     ) -> None:
-        from bloomery.model.decoding import Past
-        from bloomery.runs.generate import Speed
+        from bloomery.infer.decoding import Past
+        from bloomery.infer.generate import Speed
 
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Session:
 
         Raises UserError; the history is then unchanged.
         """
-        from bloomery.runs.generate import Speed, continued
+        from bloomery.infer.generate import Speed, continued
 
         # The message joins the history once it is known to fit; a repeated message gets new tokens.
         message = Message("user", text)
@@ -178,8 +178,8 @@ def command(
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
     from bloomery.data.chat.render import chat_format
-    from bloomery.model.decoding import Sampling
-    from bloomery.runs.generate import load_model, speculation_of
+    from bloomery.infer.decoding import Sampling
+    from bloomery.infer.generate import load_model, speculation_of
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     speculation = speculation_of(

@@ -34,9 +34,9 @@ from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.sources.builtin import stdlib_files
 from bloomery.data.sources.documents import read_file
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.facts.counting import parameter_count
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -443,11 +443,11 @@ def _evaluate(
     # torch is imported here: until now the training processes did all of the work.
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
-        from bloomery.model.decoding import Sampling
+        from bloomery.infer.decoding import Sampling
+        from bloomery.infer.generate import generate
+        from bloomery.infer.model_folder import model_folder
         from bloomery.model.io.weights import load_decoder
         from bloomery.report import Bars, write_report
-        from bloomery.runs.generate import generate
-        from bloomery.train.model_folder import model_folder
 
         plan = read_plan(folder / "plan.json")
         checkpoint = model_folder(folder, "last")
@@ -506,7 +506,7 @@ def _compare_with_compressors(
     story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepared: Path
 ) -> dict[str, float]:
     """Bits per byte of two compressors and the model on the validation set, printed as bars."""
-    from bloomery.runs.evaluate import evaluate
+    from bloomery.evals.evaluate import evaluate
 
     with story.busy("evaluating on the validation set"):
         split = open_split(prepared, "validation")

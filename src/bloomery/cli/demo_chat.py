@@ -12,8 +12,8 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_count
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.facts.counting import parameter_count
 from bloomery.hardware.detect import detect
-from bloomery.model.counting import parameter_count
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import RunEnded, RunStarted, read_events
 from bloomery.plan.estimate.states import TrainedModel
@@ -68,7 +68,7 @@ def find_base() -> Path | None:
 def _exported(run: Path) -> Path:
     """The export of a run, created if missing."""
     from bloomery.export.layouts import export
-    from bloomery.train.model_folder import model_folder
+    from bloomery.infer.model_folder import model_folder
 
     folder = run / "export" / "hf"
     if not folder.exists():
@@ -181,7 +181,7 @@ def _compare(story: Story, base: Path, run: Path, start_time: float) -> dict[str
 def _evaluate(
     name: str, model: Path, prepared: Path, prompt: "PromptAndResponse", tokenizer: Tokenizer
 ) -> ChatResult:
-    from bloomery.runs.evaluate import evaluate, load_to_evaluate
+    from bloomery.evals.evaluate import evaluate, load_to_evaluate
     from bloomery.train.evaluation.answers import answer, shown
 
     decoder, _ = load_to_evaluate(model)

@@ -24,8 +24,8 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.shards import read_manifest
+from bloomery.facts.counting import parameter_count
 from bloomery.hardware.detect import detect
-from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Phase, RunStarted, Saved, StepDone
 from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
@@ -33,7 +33,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Grpo
 
 if TYPE_CHECKING:
-    from bloomery.runs.evaluate_rewards import RewardScores
+    from bloomery.evals.rewards import RewardScores
 
 BASE_RECIPE = "demo-rl-base"
 RECIPE = "demo-rl"
@@ -86,7 +86,7 @@ def _train_base(story: Story, folder: Path) -> Path:
     # torch is imported here: until now the training process did all of the work.
     with story.busy("writing the base model"):
         from bloomery.export.layouts import export
-        from bloomery.train.model_folder import model_folder
+        from bloomery.infer.model_folder import model_folder
 
         model = folder / "export" / "hf"
         export(model_folder(folder, "last"), model)
@@ -189,8 +189,8 @@ def _compare(
     plan = read_plan(folder / "plan.json")
     with story.busy("evaluating both models"):
         from bloomery.export.layouts import export
+        from bloomery.infer.model_folder import model_folder
         from bloomery.report import Bars, write_report
-        from bloomery.train.model_folder import model_folder
 
         checkpoint = model_folder(folder, "last")
         held_out = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
@@ -258,9 +258,9 @@ def _evaluate(
     model: Path, plan: RunPlan, run_dir: Path, shown_prompts: list[Prompt]
 ) -> ModelResult:
     """With the same random numbers for every model."""
-    from bloomery.runs.evaluate import load_to_evaluate
-    from bloomery.runs.evaluate_rewards import complete, evaluate_rewards
-    from bloomery.train.rollouts import visible_ids
+    from bloomery.evals.evaluate import load_to_evaluate
+    from bloomery.evals.rewards import complete, evaluate_rewards
+    from bloomery.train.rl.rollouts import visible_ids
 
     decoder, tokenizer = load_to_evaluate(model)
     scores, _ = evaluate_rewards(decoder, tokenizer, plan, run_dir, None)

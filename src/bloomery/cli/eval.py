@@ -25,7 +25,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 
 if TYPE_CHECKING:
-    from bloomery.runs.tasks.evaluate import TaskReport
+    from bloomery.evals.tasks import TaskReport
 
 
 @click.command()
@@ -150,8 +150,8 @@ def command(
         print_json(asdict(result))
         return
 
-    from bloomery.runs.evaluate import TextScores
-    from bloomery.runs.evaluate_rewards import RewardScores
+    from bloomery.evals.evaluate import TextScores
+    from bloomery.evals.rewards import RewardScores
 
     if isinstance(result, RewardScores):
         interval = "no interval of a single prompt"

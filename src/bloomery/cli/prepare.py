@@ -473,7 +473,7 @@ def inspect(folder: str, text: str) -> None:
     """
     from bloomery.data.prepare.stats import pieces
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.train.model_folder import model_folder
+    from bloomery.infer.model_folder import model_folder
 
     # A folder that is a run means the tokenizer of its last checkpoint.
     path = expanded(folder)

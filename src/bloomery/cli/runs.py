@@ -29,6 +29,8 @@ from bloomery.cli.common import echo, json_option, literal, print_json, run_argu
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.units import format_bytes
+from bloomery.infer.model_folder import NOT_SAVED, saved_steps, step_folder
+from bloomery.launch.launchers import message_in
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -57,10 +59,8 @@ from bloomery.runs.folder import (
     start_mark,
     worked_on,
 )
-from bloomery.runs.launchers import message_in
 from bloomery.runs.reader import RunReader
 from bloomery.runs.signals import SAVE_SIGNAL
-from bloomery.train.model_folder import NOT_SAVED, saved_steps, step_folder
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
 
 
@@ -143,7 +143,7 @@ def slurm_job_of(folder: RunFolder) -> str:
 
 def _signal_job(job: str, number: signal.Signals) -> None:
     """Sends a signal to the ranks of a Slurm job, as its time limit does. Raises UserError with Slurm's own words."""
-    from bloomery.runs.job_script import SLURM_SECONDS
+    from bloomery.launch.job_script import SLURM_SECONDS
 
     name = number.name.removeprefix("SIG")
     try:

@@ -14,10 +14,10 @@ from bloomery.core.units import GIB, format_count, format_seconds, parse_duratio
 
 if TYPE_CHECKING:
     from bloomery.hardware.sites import Site
+    from bloomery.launch.cloud_jobs import CloudJob
+    from bloomery.launch.job_script import JobScript
     from bloomery.plan.types import PlanReport, RunPlan
     from bloomery.recipe.load import LoadedRecipe
-    from bloomery.runs.cloud_jobs import CloudJob
-    from bloomery.runs.job_script import JobScript
 
 # What only some kinds of sites take, and what to do instead. Where a kind is missing, the option is refused.
 APPLIES = {
@@ -88,9 +88,9 @@ def command(
              bloomery slurm recipe.yaml --site generic --gpu 8xMI300X --nodes 2 --time 12h
              bloomery slurm recipe.yaml --site skypilot --gpu 8xH100 --nodes 1 > task.yaml
     """
+    from bloomery.launch.job_script import submit, write_job_script
     from bloomery.plan.checkpoints import planned_save
     from bloomery.runs.consent import names_code
-    from bloomery.runs.job_script import submit, write_job_script
 
     options = {"--site": site, "--nodes": str(nodes), "--account": account, "--time": time_limit}
     options |= {"--queue": queue, "--gpu": gpu, "--exclude": exclude}
@@ -149,7 +149,7 @@ def _chosen_site(given: dict[str, str]) -> "Site":
     """The site with what the options say of it. Raises UserError (code 2), also for options that it does not take."""
     from bloomery.hardware.sites import find_site
     from bloomery.hardware.specs import named_gpus
-    from bloomery.runs.job_script import checked_name
+    from bloomery.launch.job_script import checked_name
 
     site = find_site(given["--site"])
     for option, (kinds, fix) in APPLIES.items():
@@ -231,14 +231,14 @@ def _print_cloud_job(
     as_json: bool,
 ) -> int:
     """A SkyPilot task or a PyTorchJob on stdout, and on stderr how to submit it. Raises UserError (code 2)."""
-    from bloomery.plan.checkpoints import planned_save
-    from bloomery.runs.cloud_jobs import (
+    from bloomery.launch.cloud_jobs import (
         refuse_recipe_elsewhere,
         write_pytorch_job,
         write_skypilot_task,
     )
+    from bloomery.launch.job_script import seconds_to_save
+    from bloomery.plan.checkpoints import planned_save
     from bloomery.runs.consent import names_code
-    from bloomery.runs.job_script import seconds_to_save
 
     refuse_recipe_elsewhere(source)
     plan = report.plan
@@ -350,8 +350,8 @@ def _notes(
     source: str,
 ) -> list[str]:
     """What will happen, for a person; on stderr, so that the script alone can go into a file."""
-    from bloomery.runs.job_script import TRAINING_STEP, log_file
-    from bloomery.runs.launchers import job_run_name
+    from bloomery.launch.job_script import TRAINING_STEP, log_file
+    from bloomery.launch.launchers import job_run_name
 
     notes = _plan_notes(plan, nodes=nodes, ranks=ranks, script=script)
     saves = f"{script.signal_seconds} s before each time limit; then the job returns to the queue, where it first"

@@ -19,6 +19,7 @@ from rich.status import Status
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_bytes, format_seconds
+from bloomery.infer.model_folder import NOT_SAVED, find_model
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -39,7 +40,6 @@ from bloomery.report import write_report
 from bloomery.runs.folder import propose_folder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.signals import StopRequests
-from bloomery.train.model_folder import NOT_SAVED, find_model
 
 STEPS = 3
 EVALUATED_BATCHES = 4  # of the validation set: enough to test it and to extrapolate its time

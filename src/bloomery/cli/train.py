@@ -83,7 +83,7 @@ def command(
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.common import traceback_file
-    from bloomery.runs.launchers import new_folder
+    from bloomery.launch.launchers import new_folder
     from bloomery.runs.lifecycle import start
 
     # Arguments after -- replace this process by torchrun, which starts the same command on every rank.
@@ -184,9 +184,9 @@ def conclude(run: "EndedRun") -> int:
 
     # A run that stopped before its end is resumed; exit code 75 is a stop that was asked for.
     if run.code != 0:
+        from bloomery.infer.model_folder import saved_steps
         from bloomery.runs.event_hub import last_step
         from bloomery.runs.folder import RunFolder
-        from bloomery.train.model_folder import saved_steps
 
         saved = saved_steps(run.folder / "checkpoints")
         state = "before the first checkpoint: a resumed run starts over"

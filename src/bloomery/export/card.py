@@ -14,10 +14,10 @@ from bloomery.core.text import redact_secrets
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.families import architecture_of
 from bloomery.hub import PREFIX, is_hub_id
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_count
-from bloomery.model.families import architecture_of
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
 from bloomery.monitor.summary import Devices
 from bloomery.monitor.words import format_joules

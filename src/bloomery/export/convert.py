@@ -36,12 +36,12 @@ from bloomery.export.layouts import (
     probe_tokens,
     write_other_files,
 )
-from bloomery.model.config import ModelConfig, checked
+from bloomery.facts.config import ModelConfig, checked
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
 from bloomery.model.presets import grown
-from bloomery.train.model_folder import ModelFiles, find_model
-from bloomery.train.use import Use
 
 LENGTH = "model_max_length"  # in tokenizer_config.json
 

@@ -47,18 +47,18 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, read_settings
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import StoredModel, load_decoder
 from bloomery.model.presets import read_config
 from bloomery.model.rope import table_scale
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use
 
 # Metadata
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
 from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32

@@ -40,9 +40,9 @@ from bloomery.export.gguf_format import (
     splits,
 )
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
-from bloomery.model.families import FAMILIES, config_from_hf
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.families import FAMILIES, config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 

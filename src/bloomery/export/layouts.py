@@ -23,6 +23,11 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.families import config_to_hf, text_part
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added
 from bloomery.model.adapters.peft_files import read_trained, write_as_peft
@@ -38,10 +43,7 @@ from bloomery.model.adapters.settings import (
     refuse_other_base,
     stated_settings,
 )
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     INDEX,
@@ -58,8 +60,6 @@ from bloomery.model.io.weights import (
     write_model_piecewise,
 )
 from bloomery.model.presets import headers_of, read_config, stated_config, untied_note
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use
 
 ReadParameter = Callable[[str], Tensor]  # a parameter by its name in the decoder
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

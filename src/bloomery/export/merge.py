@@ -28,13 +28,13 @@ from bloomery.export.layouts import (
     refuse_overflow,
     write_other_files,
 )
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.adapters.settings import Base
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.stored import find_tensors
 from bloomery.model.io.weights import write_model_piecewise
-from bloomery.train.model_folder import ModelFiles, find_model
-from bloomery.train.use import Use
 
 Method = Literal["linear", "slerp", "ties", "task-arithmetic"]
 METHODS: tuple[Method, ...] = get_args(Method)

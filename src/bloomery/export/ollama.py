@@ -19,10 +19,10 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import license_of
 from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import Exported, draft_of
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.io.stored import read_object
 from bloomery.model.presets import read_config
-from bloomery.train.model_folder import ModelFiles
-from bloomery.train.use import Use
 
 MOST_CONTEXT = 8192  # tokens: Ollama reserves the memory of all of them
 SETTINGS = {

@@ -17,7 +17,7 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.export.gguf_format import Piece, composes, computed_tensors, layout
 from bloomery.export.gguf_import import Block, dequantized, read_gguf, tokenizer_of
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 
 # Texts that tokenizers are known to split in different ways. The last one is not normalized (NFC).
 TEXTS = (

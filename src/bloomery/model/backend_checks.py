@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.infer.decoding import Past
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past
 from bloomery.model.transformers_backend import TransformersBackbone
 
 NUM_TOKENS = 24

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 
 FEW = 32  # tokens that a compiled step takes at most; PyTorch reads more of them faster
 

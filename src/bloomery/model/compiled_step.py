@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
-from bloomery.model.limits import WEIGHTS_BLOCK
 from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary

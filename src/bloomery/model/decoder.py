@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig, Stage, whole_model
 from bloomery.model.attention.attend import Backend, DocumentLayout, attend, decode, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.compiled_scores import RowsOf
-from bloomery.model.config import ModelConfig, Stage, whole_model
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate

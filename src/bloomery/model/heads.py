@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from bloomery.facts.limits import CPU_TILE
 from bloomery.model import compiled_scores
-from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
 
 Result = TypeVar("Result")

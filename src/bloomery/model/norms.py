@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

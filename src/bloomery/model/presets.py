@@ -15,9 +15,8 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
-from bloomery.hub import cached_model, local_model
-from bloomery.model.config import ModelConfig, RopeScaling, TransformersBackend, checked
-from bloomery.model.families import (
+from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked
+from bloomery.facts.families import (
     ACTIVATIONS,
     FAMILIES,
     LARGEST,
@@ -29,6 +28,8 @@ from bloomery.model.families import (
     text_part,
     unread_keys,
 )
+from bloomery.facts.published import published_config
+from bloomery.hub import cached_model, local_model
 from bloomery.model.io.stored import (
     AGAIN,
     StoredParameters,
@@ -36,7 +37,6 @@ from bloomery.model.io.stored import (
     read_headers,
     read_object,
 )
-from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
 OTHER_MODEL = "choose a language model that decodes text, from left to right"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bloomery.model.config import ModelConfig, RopeScaling
+from bloomery.facts.config import ModelConfig, RopeScaling
 from bloomery.model.norms import widened
 
 

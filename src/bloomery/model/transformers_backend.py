@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig, whole_model
 from bloomery.model.cache import Cache
-from bloomery.model.config import ModelConfig, whole_model
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
 

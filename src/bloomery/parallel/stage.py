@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from bloomery.model.config import Stage
+from bloomery.facts.config import Stage
 from bloomery.model.decoder import Backbone, Decoder
 
 

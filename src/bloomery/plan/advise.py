@@ -21,10 +21,10 @@ from bloomery.core.units import (
     two_digits,
 )
 from bloomery.data.tokenizer.templates import NOT_OWN
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
-from bloomery.model.config import ModelConfig
 from bloomery.plan import mesh, unsupported
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_count
-from bloomery.model.limits import CPU_TILE
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.limits import CPU_TILE
 from bloomery.plan.choices import ASKED
 from bloomery.plan.estimate.speed import keeps_logits
 from bloomery.plan.estimate.step import StepShape

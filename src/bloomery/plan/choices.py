@@ -12,13 +12,13 @@ from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
+from bloomery.facts import attention as attention_facts
+from bloomery.facts.config import ModelConfig, TransformersBackend
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.families import architecture_of
 from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
-from bloomery.model.attention import support as attention_facts
 from bloomery.model.attention import tiles
-from bloomery.model.config import ModelConfig, TransformersBackend
-from bloomery.model.counting import parameter_count
-from bloomery.model.families import architecture_of
 from bloomery.model.presets import known_config
 from bloomery.plan.estimate.kernels import kernel_run
 from bloomery.plan.estimate.mode import mode_of, setting_of

@@ -22,7 +22,6 @@ from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.shards import Manifest, Texts, open_split
-from bloomery.data.sources.columns import ColumnUse
 from bloomery.data.sources.documents import (
     ReadStats,
     column_use,
@@ -41,13 +40,15 @@ from bloomery.data.tokenizer.tokenizer import (
     tokenizer_spec,
 )
 from bloomery.data.tokenizer.training import refuse_few_tokens
+from bloomery.facts.columns import ColumnUse
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.families import architecture_of, text_part
+from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
+from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
-from bloomery.model.config import ModelConfig
-from bloomery.model.families import architecture_of, text_part
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
-from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.model.presets import (
     build_config,
     headers_of,
@@ -55,7 +56,6 @@ from bloomery.model.presets import (
     read_config,
     stated_config,
 )
-from bloomery.model.published import published_config, similar_names
 from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from bloomery.core import Choice
 from bloomery.core.units import Duration, parse_duration
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_count
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_count
 from bloomery.recipe.schema import OBJECTIVES, Peft, Recipe
 
 

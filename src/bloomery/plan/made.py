@@ -14,7 +14,6 @@ from bloomery import hub
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.sources.columns import COLUMN_NAMES, ColumnUse
 from bloomery.data.sources.documents import column_use, describe_rows, peek, sources_of
 from bloomery.data.sources.files import (
     CODE,
@@ -27,7 +26,8 @@ from bloomery.data.sources.files import (
 )
 from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
-from bloomery.model.published import published_config
+from bloomery.facts.columns import COLUMN_NAMES, ColumnUse
+from bloomery.facts.published import published_config
 from bloomery.plan.learning_rates import usual_optimizer
 from bloomery.recipe.load import merged_text
 from bloomery.recipe.schema import OBJECTIVES, Recipe, Source

@@ -8,8 +8,8 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
+from bloomery.facts.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.hardware.profile import Profile
-from bloomery.model.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.plan import stages
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate.fabric import (

@@ -19,6 +19,8 @@ from bloomery.core.units import (
     format_seconds,
     two_digits,
 )
+from bloomery.facts.counting import active_parameter_count, parameter_count
+from bloomery.facts.families import architecture_of
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import (
     Profile,
@@ -28,8 +30,6 @@ from bloomery.hardware.profile import (
     with_gpu,
 )
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
-from bloomery.model.counting import active_parameter_count, parameter_count
-from bloomery.model.families import architecture_of
 from bloomery.plan.advise import energy_kwh, fit_of, span
 from bloomery.plan.checkpoints import interval_text
 from bloomery.plan.estimate.speed import useful_flops

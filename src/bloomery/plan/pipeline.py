@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
+from bloomery.facts.config import ModelConfig, Stage
 from bloomery.model.adapters.settings import shares_head
-from bloomery.model.config import ModelConfig, Stage
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import PipelineSchedule
 

@@ -13,13 +13,14 @@ from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB, Duration
 from bloomery.data.prepare.prepare import prepared_folder
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.limits import Dequantizer
 from bloomery.hardware.calibration import threads
+from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, local_caches, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.model.config import ModelConfig
-from bloomery.model.limits import Dequantizer, dequantizer
 from bloomery.plan import batch, lengths, mesh, rollouts, unsupported
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (

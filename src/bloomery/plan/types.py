@@ -7,8 +7,8 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
-from bloomery.model.config import ModelConfig
-from bloomery.model.limits import Dequantizer
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.limits import Dequantizer
 from bloomery.recipe.schema import (
     Adapter,
     AnyReward,

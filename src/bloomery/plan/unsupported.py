@@ -14,14 +14,14 @@ from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.limits import Dequantizer, storage_bytes
+from bloomery.facts.published import published_config
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_count
-from bloomery.model.limits import Dequantizer, storage_bytes
 from bloomery.model.presets import CONTEXT_KEYS
-from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel

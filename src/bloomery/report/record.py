@@ -13,6 +13,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, Duration, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
+from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.diagnosis import diagnose
 from bloomery.monitor.events import (
     DeviceStats,
@@ -40,7 +41,6 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
-from bloomery.train.model_folder import best_on_disk
 from bloomery.train.run import contradicted, read_history
 
 _NEAR = 0.05  # relative distance from the claimed step to its evaluation

@@ -12,6 +12,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.infer.model_folder import (
+    best_on_disk,
+)
+from bloomery.launch.launchers import Board
+from bloomery.launch.stage_ends import STOPPED, Stage, StageResult, failure
+from bloomery.launch.supervisor import run_stage
+from bloomery.launch.worker import DONE, FAILED
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.plan.advise import energy_kwh
@@ -25,20 +32,13 @@ from bloomery.plan.store import (
 from bloomery.plan.types import RunPlan
 from bloomery.runs.event_hub import EventHub, last_step
 from bloomery.runs.folder import RunFolder, exclude_hosts
-from bloomery.runs.launchers import Board
 from bloomery.runs.resume_plan import (
     FallbackAfter,
     next_fallback,
     store_fallback,
 )
 from bloomery.runs.signals import STOP_SIGNALS, StopRequests
-from bloomery.runs.stage_ends import STOPPED, Stage, StageResult, failure
-from bloomery.runs.supervisor import run_stage
 from bloomery.runs.telemetry import sensing
-from bloomery.runs.worker import DONE, FAILED
-from bloomery.train.model_folder import (
-    best_on_disk,
-)
 from bloomery.train.run import name_of
 
 INTERRUPTED = 130  # the exit code after a second Ctrl+C

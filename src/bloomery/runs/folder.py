@@ -33,7 +33,7 @@ from bloomery.runs.signals import receives_signals
 from bloomery.train.run import name_of
 
 if TYPE_CHECKING:
-    from bloomery.train.use import Use
+    from bloomery.infer.load import Use
 
 
 def host_name() -> str:
@@ -466,6 +466,6 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
     machine = narrowed(detect(), devices)
     profile = build_profile(machine)
     apply_environment(machine)
-    from bloomery.train.use import Use
+    from bloomery.infer.load import Use
 
     return Use.of(profile, quantize, machine=machine, requested_device=devices)

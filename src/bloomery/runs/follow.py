@@ -11,6 +11,10 @@ from bloomery.core.text import expanded
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.launch.launchers import Board, Launch
+from bloomery.launch.stage_ends import STOPPED, StageResult
+from bloomery.launch.supervisor import run_stage
+from bloomery.launch.worker import FAILED
 from bloomery.monitor.sinks import LogFile
 from bloomery.plan.resolve import child_environment
 from bloomery.plan.store import read_plan
@@ -18,11 +22,7 @@ from bloomery.runs.devices import chosen_devices, devices_of_ranks
 from bloomery.runs.event_hub import EventHub
 from bloomery.runs.flow import EndedRun
 from bloomery.runs.folder import RunFolder, host_name
-from bloomery.runs.launchers import Board, Launch
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.stage_ends import STOPPED, StageResult
-from bloomery.runs.supervisor import run_stage
-from bloomery.runs.worker import FAILED
 
 
 def rank_machine(launch: Launch, devices: str | None) -> Machine:

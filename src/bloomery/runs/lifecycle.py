@@ -21,6 +21,9 @@ from bloomery.hardware.cpu_check import with_cpu_check
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
+from bloomery.infer.model_folder import saved_steps
+from bloomery.launch.launchers import Board, began_by_job, current_launch, new_folder
+from bloomery.launch.worker import DONE
 from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
 from bloomery.plan.advise import advise
@@ -49,7 +52,6 @@ from bloomery.runs.flow import (
 )
 from bloomery.runs.folder import RunFolder, existing, locked, new_run, refuse_little_disk
 from bloomery.runs.follow import follow, open_board, rank_machine, second_rank_0_explained
-from bloomery.runs.launchers import Board, began_by_job, current_launch, new_folder
 from bloomery.runs.resume_inputs import (
     find_devices_now,
     go_back,
@@ -64,9 +66,7 @@ from bloomery.runs.resume_plan import (
     take_fallback,
 )
 from bloomery.runs.signals import stop_requests
-from bloomery.runs.worker import DONE
-from bloomery.train.model_folder import saved_steps
-from bloomery.train.reward_functions import refuse_missing_functions
+from bloomery.train.rl.reward_functions import refuse_missing_functions
 from bloomery.train.run import is_done, read_history
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.

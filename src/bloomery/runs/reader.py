@@ -8,6 +8,7 @@ from typing import final
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
+from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
 from bloomery.monitor.reader_processes import ReaderProcesses
 from bloomery.monitor.screen import WatchedRun
@@ -17,7 +18,6 @@ from bloomery.plan.explained import run_facts
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import worked_on
-from bloomery.train.model_folder import best_on_disk
 from bloomery.train.run import name_of
 
 LIVE = ("running", "paused", "stopping")  # while a process works on the run

@@ -12,6 +12,15 @@ from bloomery.core.files import read_input, read_whole
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.infer.model_folder import (
+    TOKENIZERS,
+    best_weight_steps,
+    damage,
+    saved_steps,
+    step_folder,
+    weights_folder,
+)
+from bloomery.launch.launchers import current_launch
 from bloomery.monitor.events import Warned
 from bloomery.plan.gather import facts_of, prepared_facts
 from bloomery.plan.resolve import resolve
@@ -23,21 +32,12 @@ from bloomery.runs.event_hub import last_step
 from bloomery.runs.flow import Flow
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.follow import rank_machine
-from bloomery.runs.launchers import current_launch
 from bloomery.runs.resume_plan import (
     DROPOUT_WARNING,
     ROUNDING_WARNING,
     rising_rate,
     with_machine_choices,
     with_overrides,
-)
-from bloomery.train.model_folder import (
-    TOKENIZERS,
-    best_weight_steps,
-    damage,
-    saved_steps,
-    step_folder,
-    weights_folder,
 )
 
 

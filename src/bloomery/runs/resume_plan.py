@@ -12,6 +12,15 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_seconds
 from bloomery.hardware.machine import Machine
+from bloomery.launch.stage_ends import StageResult
+from bloomery.launch.worker import (
+    DIVERGED,
+    FAILED,
+    KERNEL_FAILED,
+    LINK_FAILED,
+    OUT_OF_MEMORY,
+    UNSOUND,
+)
 from bloomery.plan.fallback import (
     Fallback,
     blockwise,
@@ -26,15 +35,6 @@ from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.load import LoadedRecipe, load_recipe, unset_keys
 from bloomery.recipe.schema import LENGTHS, Rollouts
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.stage_ends import StageResult
-from bloomery.runs.worker import (
-    DIVERGED,
-    FAILED,
-    KERNEL_FAILED,
-    LINK_FAILED,
-    OUT_OF_MEMORY,
-    UNSOUND,
-)
 from bloomery.train.length import fraction_done
 from bloomery.train.optim.schedules import planned_lr_scale
 

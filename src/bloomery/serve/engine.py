@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, final
 
 from bloomery.core.errors import UserError
-from bloomery.model.decoding import Constraint, Drawn, Sampling, Text
-from bloomery.runs.generate import GrammarFailed, Stops, TextStream
+from bloomery.infer.decoding import Constraint, Drawn, Sampling, Text
+from bloomery.infer.generate import GrammarFailed, Stops, TextStream
 from bloomery.serve.limits import Limits
 from bloomery.serve.served import Served
 

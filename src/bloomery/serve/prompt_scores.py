@@ -8,9 +8,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.infer.decoding import NotFinite
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import ALL_LOGITS
-from bloomery.model.decoding import NotFinite
 from bloomery.serve.engine import Chance, End
 from bloomery.serve.served import Served
 

@@ -15,21 +15,21 @@ from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.facts.config import refuse_values
+from bloomery.infer.decoding import Past, RunningBatch, in_one_forward, known_ids
+from bloomery.infer.generate import JsonGrammars, JsonText
+from bloomery.infer.load import Use, load_fitting, load_used
+from bloomery.infer.model_folder import find_model, model_folder
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import compile_step
-from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past, RunningBatch, in_one_forward, known_ids
 from bloomery.model.heads import Head
-from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.thoughts import ThoughtFormat, thought_format
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.serve.tools import AnswerRules, Json, ToolFormat, answer_grammar, tool_format
-from bloomery.train.model_folder import find_model, model_folder
-from bloomery.train.use import Use, load_fitting, load_used
 
 PIECE = 256  # tokens of a prompt between two steps of the other texts
 

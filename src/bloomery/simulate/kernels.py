@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bloomery.facts.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.attention import blockwise, compiled, per_document
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.attention.blockwise import (
@@ -20,7 +21,6 @@ from bloomery.model.attention.blockwise import (
     sums_like,
 )
 from bloomery.model.heads import SCORE_OPERATORS, ScoreOperators
-from bloomery.model.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.norms import RMSNormFunction, widened
 from bloomery.simulate.tracker import MemoryTracker
 

@@ -10,9 +10,9 @@ from typing import Any
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.facts.attention import FLASH_LIKE
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention.support import FLASH_LIKE
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.stages import distinct_stages
 from bloomery.plan.estimate.states import TrainedModel

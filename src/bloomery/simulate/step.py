@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bloomery.data.batch import Batch
-from bloomery.model.attention.support import FLASH_LIKE
-from bloomery.model.config import Stage
+from bloomery.facts.attention import FLASH_LIKE
+from bloomery.facts.config import Stage
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply

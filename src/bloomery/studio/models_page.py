@@ -18,6 +18,12 @@ from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
+from bloomery.infer.model_folder import (
+    best_on_disk,
+    best_weight_steps,
+    folder_of_step,
+    saved_steps,
+)
 from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Commands
 from bloomery.studio.frame import (
@@ -31,12 +37,6 @@ from bloomery.studio.frame import (
 )
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.studio.watching import is_plain
-from bloomery.train.model_folder import (
-    best_on_disk,
-    best_weight_steps,
-    folder_of_step,
-    saved_steps,
-)
 
 UPDATE_SECONDS = 5.0
 SUBJECT = "exports"  # of their commands

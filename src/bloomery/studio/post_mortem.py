@@ -13,9 +13,9 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
+from bloomery.launch.stage_ends import STACKS
 from bloomery.monitor.words import device_lines, log_line, status_text
 from bloomery.report.record import KILLED
-from bloomery.runs.stage_ends import STACKS
 from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bloomery.infer.forward import matmul_dtype
 from bloomery.model.attention.tile_times import FILE, Gpu, Workload, fastest_tiles
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
 from bloomery.model.attention.triton_attention import arch_of
@@ -17,7 +18,6 @@ from bloomery.monitor.events import Emit, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import matmul_dtype
 
 # By kernel: the numbers of a TileShape, a list where they were JSON.
 Tiles = Mapping[str, Sequence[int]]

@@ -32,10 +32,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.files import flush_to_disk, read_input, read_whole
 from bloomery.core.units import format_bytes
-from bloomery.model.io.safetensors import StoredPart
-from bloomery.monitor.events import Emit, Event, Saved, Warned
-from bloomery.plan.store import RunIdentity, read_identity
-from bloomery.train.model_folder import (
+from bloomery.infer.model_folder import (
     NOT_SAVED,
     FileEntry,
     Lineage,
@@ -53,6 +50,9 @@ from bloomery.train.model_folder import (
     step_folder,
     weights_folder,
 )
+from bloomery.model.io.safetensors import StoredPart
+from bloomery.monitor.events import Emit, Event, Saved, Warned
+from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.process import out_of_memory
 from bloomery.train.rank_writers import (
     MODEL,

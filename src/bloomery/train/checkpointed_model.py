@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.infer.model_folder import MANIFEST, damage
 from bloomery.model.adapters.lora import init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter
@@ -18,7 +19,6 @@ from bloomery.model.io.weights import init_weights, read_model, write_config, wr
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
-from bloomery.train.model_folder import MANIFEST, damage
 from bloomery.train.rank_writers import StoredModel
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 
+from bloomery.check.checked_step import check_step
 from bloomery.core import __version__
 from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.facts.counting import parameter_count
 from bloomery.hub import local_model
+from bloomery.infer.model_folder import restore_best
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
-from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
@@ -30,7 +32,6 @@ from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.attention_tiles import settle_tiles
 from bloomery.train.checkpoint import Saver, copy_tokenizer
-from bloomery.train.diagnostics.checked_step import check_step
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
@@ -40,7 +41,6 @@ from bloomery.train.diagnostics.step_health import (
 from bloomery.train.diagnostics.stragglers import Stragglers, worked_seconds
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer, fraction_done, is_time_up
-from bloomery.train.model_folder import restore_best
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import (
     allocator_sample,

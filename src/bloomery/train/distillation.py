@@ -8,17 +8,17 @@ from torch import Tensor
 
 from bloomery.data.batch import Batch
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.facts.attention import supports
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.hub import local_model
-from bloomery.model.attention.support import supports
-from bloomery.model.config import ModelConfig
+from bloomery.infer.forward import matmul_dtype
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.model.presets import read_config
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill
-from bloomery.train.forward import matmul_dtype
 
 
 def load_teacher(plan: RunPlan) -> Decoder:

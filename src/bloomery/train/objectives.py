@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
+from bloomery.infer.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import (
@@ -36,7 +37,6 @@ from bloomery.recipe.schema import (
     SimPo,
 )
 from bloomery.train.distillation import divergence_head, load_teacher
-from bloomery.train.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.train.losses import (
     LossParts,
     PairScores,
@@ -54,8 +54,8 @@ from bloomery.train.losses import (
     sequence_sums,
     simpo_loss,
 )
-from bloomery.train.policy_loss import PolicyLoss, SamplingCorrection
-from bloomery.train.ppo import PpoLoss
+from bloomery.train.rl.policy_loss import PolicyLoss, SamplingCorrection
+from bloomery.train.rl.ppo import PpoLoss
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 

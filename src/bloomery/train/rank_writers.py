@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bloomery.infer.model_folder import FileEntry
 from bloomery.model.io.parameters import is_split, local
 from bloomery.model.io.safetensors import HF_METADATA, HashedFile, Spec
 from bloomery.model.io.stored import TensorLocation
@@ -31,7 +32,6 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.messages import all_gather_json, broadcast_json
 from bloomery.parallel.owner_exchange import HostBuffer, Key, bring_to_owners, bytes_on_host
 from bloomery.parallel.ownership import HeldTensor, OwnedTensor, assign_owners
-from bloomery.train.model_folder import FileEntry
 from bloomery.train.process import out_of_memory
 
 Parts = Mapping[str, Mapping[str, Tensor]]  # tensors by part and name

@@ -15,6 +15,7 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.data.order import Cursor
 from bloomery.hardware.detect import GpuProcess, gpu_processes
+from bloomery.infer.model_folder import refuse_other_run, saved_steps, step_folder
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Emit, Recovered, Warned
@@ -26,7 +27,6 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint import Parts, newest_valid
 from bloomery.train.checkpointed_model import shared_damage
 from bloomery.train.context import RunContext, follow
-from bloomery.train.model_folder import refuse_other_run, saved_steps, step_folder
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound

@@ -9,12 +9,12 @@ from pathlib import Path
 from bloomery.data.loader import Loader
 from bloomery.data.reference_scores import ReferenceWriter
 from bloomery.data.shards import SplitName
+from bloomery.infer.forward import eval_mode, to_device
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.objectives import label_scores
 from bloomery.train.run import Stopped
 from bloomery.train.source import open_loader

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bloomery.core.errors import UserError
+from bloomery.infer.forward import matmul_dtype
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
@@ -17,7 +18,6 @@ from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize, Rollouts
 from bloomery.train.checkpointed_model import InitialWeights
-from bloomery.train.forward import matmul_dtype
 
 
 def build_reference_model(

@@ -9,9 +9,9 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
+from bloomery.infer.model_folder import saved_steps, step_folder
 from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tail
 from bloomery.recipe.values import LONGEST_PROFILE
-from bloomery.train.model_folder import saved_steps, step_folder
 
 PROFILE = "profile"  # folder of traces and memory lists
 PROFILE_ASKED = "profile-asked"  # request file: how many steps to record

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from bloomery.recipe.schema import BatchOrigin
-from bloomery.train.rollouts import rollout_source
+from bloomery.train.rl.rollouts import rollout_source
 from bloomery.train.source import BatchSource, DatasetSource, SourceInputs
 
 SOURCES: Mapping[BatchOrigin, Callable[[SourceInputs], BatchSource]] = MappingProxyType(

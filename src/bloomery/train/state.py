@@ -10,10 +10,11 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.order import Cursor
+from bloomery.facts.config import whole_model
+from bloomery.infer.forward import prepare_weights
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
-from bloomery.model.config import whole_model
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
@@ -34,12 +35,11 @@ from bloomery.train.checkpointed_model import (
     LoraWeights,
     PeftWeights,
 )
-from bloomery.train.forward import prepare_weights
 from bloomery.train.nonfinite import NonFinite
 from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
 from bloomery.train.rank_writers import RowsOnRanks
-from bloomery.train.rollout import Rollout
+from bloomery.train.rl.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
 OPTIMIZER = "optimizer"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
+from bloomery.infer.forward import forward, has_dropout, to_device
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Backbone, Decoder
 from bloomery.model.io.parameters import is_split, local
@@ -20,7 +21,6 @@ from bloomery.parallel.pipeline import StageParameters
 from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
-from bloomery.train.forward import forward, has_dropout, to_device
 from bloomery.train.losses import LARGEST, LEAST, LossParts, added
 from bloomery.train.objectives import Objective
 from bloomery.train.optim.average import WeightAverage

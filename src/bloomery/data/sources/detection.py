@@ -3,7 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bloomery.data.sources.columns import (
+from bloomery.data.sources.formats import ALL_ROLES, PROMPTS, RequiredFormat
+from bloomery.data.sources.rows import Columns, cells_of, list_column
+from bloomery.data.sources.turns import ROLES, parsed
+from bloomery.facts.columns import (
     COLUMN_NAMES,
     LISTS,
     MEDIA,
@@ -15,9 +18,6 @@ from bloomery.data.sources.columns import (
     known_columns,
     named_column,
 )
-from bloomery.data.sources.formats import ALL_ROLES, PROMPTS, RequiredFormat
-from bloomery.data.sources.rows import Columns, cells_of, list_column
-from bloomery.data.sources.turns import ROLES, parsed
 
 
 def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> str | None:

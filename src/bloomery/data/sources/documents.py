@@ -12,7 +12,6 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
 from bloomery.data.sources import arithmetic, builtin
-from bloomery.data.sources.columns import COLUMN_NAMES, ColumnUse, is_empty
 from bloomery.data.sources.detection import columns_of_examples, format_of_row, like_examples
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
@@ -40,6 +39,7 @@ from bloomery.data.sources.readers import (
     read_values,
 )
 from bloomery.data.sources.turns import refuse_media
+from bloomery.facts.columns import COLUMN_NAMES, ColumnUse, is_empty
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")

@@ -17,15 +17,15 @@ from bloomery.data.examples import (
     num_equal,
     text_of,
 )
-from bloomery.data.sources.columns import (
+from bloomery.data.sources.rows import MEDIA_ROLES, Columns, Row, cells_of, list_column
+from bloomery.data.sources.turns import parsed, plain_json, refuse_size
+from bloomery.facts.columns import (
     COLUMN_NAMES,
     ColumnUse,
     is_boolean,
     named_column,
     truth,
 )
-from bloomery.data.sources.rows import MEDIA_ROLES, Columns, Row, cells_of, list_column
-from bloomery.data.sources.turns import parsed, plain_json, refuse_size
 from bloomery.recipe.schema import Source
 
 _PAIR_FIX = "remove the pair, or set data.on_error=skip"

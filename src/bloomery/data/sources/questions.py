@@ -7,7 +7,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import kind_of
-from bloomery.data.sources.columns import COLUMN_NAMES, LISTS, is_empty, known_columns
+from bloomery.facts.columns import COLUMN_NAMES, LISTS, is_empty, known_columns
 
 # Columns that describe a row, and are neither a prompt nor a response.
 _DESCRIPTIONS = re.compile(

@@ -18,7 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
-from bloomery.data.sources.columns import known_columns
+from bloomery.facts.columns import known_columns
 
 # Bytes of white space in one run: a compressed file of some kilobytes may expand to hours of it.
 BLANK = MIB

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from bloomery.data.examples import BadRow, Message, Turns, check_turns, text_of
-from bloomery.data.sources.columns import (
+from bloomery.data.sources.turns import (
+    ROLES,
+    parsed,
+    plain_json,
+    read_turns,
+    refuse_markers,
+    refuse_media,
+    refuse_size,
+    without_nulls,
+)
+from bloomery.facts.columns import (
     COLUMN_NAMES,
     LISTS,
     MARKERS,
@@ -16,16 +26,6 @@ from bloomery.data.sources.columns import (
     first_name,
     is_empty,
     named_column,
-)
-from bloomery.data.sources.turns import (
-    ROLES,
-    parsed,
-    plain_json,
-    read_turns,
-    refuse_markers,
-    refuse_media,
-    refuse_size,
-    without_nulls,
 )
 
 Columns = Mapping[str, str]  # roles to columns of other names

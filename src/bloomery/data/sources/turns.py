@@ -8,7 +8,7 @@ from typing import Any
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.examples import BadRow, Message, Role, kind_of, text_of
-from bloomery.data.sources.columns import (
+from bloomery.facts.columns import (
     DETAIL_KEYS,
     MARKERS,
     MASKED_KEYS,

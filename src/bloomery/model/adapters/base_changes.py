@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.adapters.peft_names import TOKEN_ROWS
 from bloomery.model.adapters.peft_reading import MAGNITUDE, base_tensors
 from bloomery.model.adapters.settings import EMBEDDING, Adaptation
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations

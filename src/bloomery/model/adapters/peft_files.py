@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.adapters.peft_names import PREFIX
 from bloomery.model.adapters.peft_reading import MAGNITUDE, base_tensors, read_adaptation
@@ -33,7 +34,6 @@ from bloomery.model.adapters.settings import (
     shares_head,
     stored_modules,
 )
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import first_row, local, put
 from bloomery.model.io.safetensors import TensorReader, to_hf_names

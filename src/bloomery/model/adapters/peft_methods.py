@@ -16,6 +16,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra, install_packages
 from bloomery.core.text import did_you_mean
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.peft_reading import adapter_tensors
 from bloomery.model.adapters.settings import (
     method_name,
@@ -24,7 +25,6 @@ from bloomery.model.adapters.settings import (
     refuse_stored_otherwise,
     right_base,
 )
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.recipe.schema import Peft

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import Shape, parameter_shapes
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import peft_tensors
 from bloomery.model.adapters.patterns import first_matches
@@ -40,8 +42,6 @@ from bloomery.model.adapters.settings import (
     shares_head,
     stored_modules,
 )
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     WEIGHTS,

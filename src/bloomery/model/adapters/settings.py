@@ -14,12 +14,12 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import layers, parameter_shapes
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import is_of_mlx, peft_settings
 from bloomery.model.adapters.peft_names import AGAIN, MERGE
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.io.stored import (
     INDEX,
     LARGEST_CONFIG,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bloomery.model.limits import ATTENTION_BLOCK as BLOCK
-from bloomery.model.limits import CPU_SCORES, GPU_SCORES
+from bloomery.facts.limits import ATTENTION_BLOCK as BLOCK
+from bloomery.facts.limits import CPU_SCORES, GPU_SCORES
 
 
 class Options(NamedTuple):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_packages
-from bloomery.model.io.parameters import first_row, local
-from bloomery.model.limits import (
+from bloomery.facts.limits import (
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_ON_GPU,
     SCALES_BLOCK,
     WEIGHTS_BLOCK,
     buffer_bytes,
 )
+from bloomery.model.io.parameters import first_row, local
 from bloomery.model.norms import working_dtype
 from bloomery.recipe.schema import Quantize
 

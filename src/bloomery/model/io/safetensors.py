@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.model.io.stored import DTYPES, StoredTensor, stored_tensors, tensor_locations
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor

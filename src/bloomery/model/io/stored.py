@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import Shape, parameter_shapes
 from bloomery.hub import PICKLE_SUFFIXES
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.io.tensor_names import transformers_names
 
 if TYPE_CHECKING:

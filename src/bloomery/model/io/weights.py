@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.families import config_to_hf
 from bloomery.model.adapters.base_changes import merge_into_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
 from bloomery.model.adapters.peft_files import read_trained
@@ -23,10 +26,7 @@ from bloomery.model.adapters.settings import (
     refuse_other_base,
 )
 from bloomery.model.backend_checks import TOLERANCE, check_head
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_to_hf
 from bloomery.model.io.parameters import first_row, full, local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.io.safetensors import (

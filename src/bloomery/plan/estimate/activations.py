@@ -7,7 +7,7 @@ gradient of weights reads is kept where the weight is trainable or has an adapte
 import math
 from collections.abc import Sequence
 
-from bloomery.model.limits import (
+from bloomery.facts.limits import (
     ATTENTION_BLOCK,
     CPU_SCORES,
     DEQUANTIZED_ON_CPU,

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.wheels import torch_with_triton, triton_of
 from bloomery.model.attention.tiles import KernelFigures, KernelRun, kernel_figures
-from bloomery.model.config import ModelConfig
 
 # FLOPs of a score per number of its head's width: forward makes two products, the gradients of queries make three, and
 # those of keys and values four.

@@ -9,10 +9,10 @@ from functools import cache
 from pydantic import TypeAdapter, ValidationError
 
 from bloomery.core.units import GIB
+from bloomery.facts.config import ModelConfig
 from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.kernels import kernel_run, score_seconds
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mode import FULL

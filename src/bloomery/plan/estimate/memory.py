@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from bloomery.core.units import MIB
-from bloomery.model.counting import parameter_count
+from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.step import StepShape

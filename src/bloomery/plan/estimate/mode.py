@@ -6,8 +6,8 @@ from hashlib import sha256
 from typing import Any
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, method_name, targets_of
-from bloomery.model.config import ModelConfig
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from bloomery.facts.limits import CPU_TILE
 from bloomery.model.adapters.settings import EMBEDDING
-from bloomery.model.limits import CPU_TILE
 from bloomery.plan.estimate.activations import (
     backward_bytes,
     end_bytes,

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from bloomery.model.counting import Shape
-from bloomery.model.limits import CPU_PIECE, GPU_PIECE, MUON_STACK
+from bloomery.facts.counting import Shape
+from bloomery.facts.limits import CPU_PIECE, GPU_PIECE, MUON_STACK
 from bloomery.plan.estimate.mode import TrainingMode
 
 

@@ -1,6 +1,6 @@
 """Bytes of a frozen copy of the model, the reference of rollouts whose training changes the base."""
 
-from bloomery.model.limits import storage_bytes
+from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Quantize
 

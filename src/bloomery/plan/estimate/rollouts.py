@@ -7,9 +7,9 @@ that a rollout's own are shared out among its steps.
 import math
 from dataclasses import dataclass
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, layers, parameter_count
-from bloomery.model.limits import ROLLOUT_SLOTS
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import flops_per_token, layers, parameter_count
+from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
 from bloomery.plan.estimate.step import StepShape

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from bloomery.model.limits import storage_bytes
+from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bloomery.facts.counting import Shape, flops_per_token
+from bloomery.facts.limits import CPU_TILE, storage_bytes
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
-from bloomery.model.counting import Shape, flops_per_token
-from bloomery.model.limits import CPU_TILE, storage_bytes
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
 from bloomery.plan.estimate.operators import operator_seconds, operators_of_micro_batch

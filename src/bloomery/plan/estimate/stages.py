@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
+from bloomery.facts.config import ModelConfig, Stage
 from bloomery.model.adapters.settings import shares_head
-from bloomery.model.config import ModelConfig, Stage
 from bloomery.plan.estimate.activations import activation_bytes, end_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.mode import TrainingMode

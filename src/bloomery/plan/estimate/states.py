@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+from bloomery.facts.config import ModelConfig, Stage
+from bloomery.facts.counting import Layer, Shape, layers, parameter_shapes
+from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
 from bloomery.model.adapters.settings import EMBEDDING
-from bloomery.model.config import ModelConfig, Stage
-from bloomery.model.counting import Layer, Shape, layers, parameter_shapes
-from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
 from bloomery.plan.estimate.mode import FULL, TrainingMode, mode_of
 from bloomery.plan.estimate.optimizers import OPTIMIZERS, Update
 from bloomery.plan.types import RunPlan

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bloomery.model.config import ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.plan.estimate.mode import TrainingMode, setting_of
 from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
+from bloomery.infer.forward import eval_mode, precision_context
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.backend_checks import check_head, check_rows
 from bloomery.model.decoder import Attention, Decoder
@@ -26,7 +27,6 @@ from bloomery.model.heads import Divergence, LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
 from bloomery.plan.types import RunPlan
-from bloomery.train.forward import eval_mode, precision_context
 from bloomery.train.objectives import Objective
 from bloomery.train.run import Unsound
 

@@ -14,8 +14,9 @@ from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
+from bloomery.infer.decoding import NotFinite
+from bloomery.infer.forward import eval_mode, to_device
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, Warned
 from bloomery.monitor.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -23,11 +24,10 @@ from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.types import EvalPlan
 from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
-from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
 from bloomery.train.recover import AllocationFailed, attempt_with_kernels, replan
-from bloomery.train.rollouts import HeldOutReward, RolloutSource
+from bloomery.train.rl.rollouts import HeldOutReward, RolloutSource
 from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
 

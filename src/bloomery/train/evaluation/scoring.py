@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.core.units import counted
+from bloomery.infer.forward import eval_mode
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import LabelScores, Values, capped
 from bloomery.model.norms import widened
-from bloomery.train.forward import eval_mode
 from bloomery.train.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192

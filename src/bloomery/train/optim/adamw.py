@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST
+from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.common import (
     Gate,

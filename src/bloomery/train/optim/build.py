@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
+from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.model.io.parameters import local, rows_of
 from bloomery.model.io.safetensors import StoredPart
-from bloomery.model.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan

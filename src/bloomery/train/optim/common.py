@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.limits import CPU_PIECE, GPU_PIECE
 from bloomery.model.io.parameters import first_row
-from bloomery.model.limits import CPU_PIECE, GPU_PIECE
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 
 State = dict[str, Tensor]

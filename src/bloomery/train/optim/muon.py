@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from bloomery.model.limits import MUON_STACK
+from bloomery.facts.limits import MUON_STACK
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adamw import torch_adamw

@@ -1,0 +1,191 @@
+"""`bloomery eval RUN` of a run that trains with rewards: completions of held-out prompts, rewarded as in training."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+
+from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
+from bloomery.core.units import counted
+from bloomery.data.chat.render import Renderer, as_turn
+from bloomery.data.order import mix
+from bloomery.data.prompts import Prompt, Prompts
+from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.evals.statistics import shares
+from bloomery.facts.limits import ROLLOUT_SLOTS
+from bloomery.infer.decoding import known_ids
+from bloomery.infer.forward import eval_mode
+from bloomery.infer.group_decoding import Completion, draw_completions
+from bloomery.model.compiled_step import CompiledStep
+from bloomery.model.decoder import Decoder
+from bloomery.model.native import Uncompiled
+from bloomery.parallel.mesh import SINGLE_RANK
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Source
+from bloomery.runs.consent import refuse_foreign_rewards
+from bloomery.train.rl.reward_models import RewardModels
+from bloomery.train.rl.rewards import Rewards, ScoredCompletions
+from bloomery.train.rl.rollouts import (
+    HELD_OUT,
+    score_entries,
+    scored_entries,
+    settings_of,
+    sources_of_rewards,
+)
+from bloomery.train.rl.sampler import keyed_uniforms
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """The mean reward of one completion of each prompt, with its 95% confidence interval over prompts.
+
+    `interval`: how it was computed: bootstrap, wilson for rewards of 0 and 1, none of a single prompt. `rewards`: the
+    mean of each reward, without its weight. `tokens`: of all completions; `clipped_ratio`: the share of them that
+    reached the maximum length.
+    """
+
+    reward: float
+    reward_low: float | None
+    reward_high: float | None
+    interval: str
+    prompts: int
+    rewards: dict[str, float]
+    tokens: int
+    mean_length: float
+    clipped_ratio: float
+
+
+def evaluate_rewards(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    plan: RunPlan,
+    run_dir: Path,
+    data: Path | None,
+    *,
+    template: str | None = None,
+    trust_code: bool = False,
+) -> tuple[RewardScores, list[str]]:
+    """The scores on the run's held-out prompts, as its own evaluations draw them, or on the rows of `data`; and notes.
+
+    Raises UserError: without prompts, for a reward that fails, and without `trust_code` for Python rewards that the
+    user has not asked for (`runs.consent`).
+    """
+    if not trust_code:
+        refuse_foreign_rewards(run_dir, plan, command="eval")
+    objective = plan.objective
+    notes = []
+    if data is None:
+        held_out = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
+        count = min(len(held_out), plan.eval.sequences or len(held_out))
+        prompts = [held_out[number] for number in range(count)]
+        if count < len(held_out):
+            notes.append(f"same as in training: {count:,} of {len(held_out):,} held-out prompts")
+        where = str(plan.data.prepared)
+    else:
+        prompts = read_prompts(data, tokenizer, template=template)
+        where = str(data)
+    max_prompt_tokens = decoder.config.max_positions - settings_of(plan, ()).sampling.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
+    if len(fitting) < len(prompts):
+        left_out = counted(len(prompts) - len(fitting), "prompts")
+        notes.append(f"left out: {left_out} of more than {max_prompt_tokens:,} tokens")
+    if not fitting:
+        fix = "set data.validation in the recipe, or add --data FILE with prompts"
+        raise UserError("no prompt to complete", where=where, fix=fix)
+
+    completions = complete(decoder, tokenizer, plan, fitting)
+    entries = scored_entries(tokenizer, fitting, completions)
+    device = next(decoder.parameters()).device.type
+    with (
+        RewardModels(plan, SINGLE_RANK, device=device) as models,
+        Rewards(
+            sources_of_rewards(plan), columns=list(entries.columns), on_error=plan.data.on_error
+        ) as rewards,
+    ):
+        scored = score_entries(entries, rewards, *models.score(entries.prompts, entries.texts))
+    notes += [f"skipped: {reason}" for reason in scored.skipped[:1]]
+    sampled = f"sampled as in training: temperature {getattr(objective, 'temperature', 1.0):g}"
+    notes.append(f"{sampled}, one completion of each prompt; the interval is over prompts")
+    return summarized(completions, scored, where=where), notes
+
+
+def complete(
+    decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan, prompts: Sequence[Prompt]
+) -> list[Completion]:
+    """One completion of each prompt, with the random numbers of the run's own evaluations."""
+    stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
+    uniforms = keyed_uniforms(
+        {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
+    )
+
+    if next(decoder.parameters()).device.type == "cpu":
+        try:
+            decoder.step = CompiledStep(decoder)
+        except Uncompiled:
+            decoder.step = None  # PyTorch decodes, too
+    completions = counted(len(prompts), "completions")
+    with eval_mode(decoder), torch.no_grad():
+        return draw_completions(
+            decoder,
+            [prompt.ids.tolist() for prompt in prompts],
+            1,
+            settings_of(plan, stop_ids).sampling,
+            uniforms,
+            slots=ROLLOUT_SLOTS,
+            on_step=lambda num_done: progress(f"{num_done:,} of {completions}"),
+        )
+
+
+def summarized(
+    completions: Sequence[Completion], scored: ScoredCompletions, *, where: str
+) -> RewardScores:
+    """Raises UserError where every reward abstained of every completion."""
+    totals = [total for total in scored.totals if not math.isnan(total)]
+    if not totals:
+        fix = "check the rewards of the recipe, and the columns that they read"
+        raise UserError("no reward scored any completion", where=where, fix=fix)
+    estimate = shares("reward", totals).estimate()
+    numbers = {
+        name: [reward for reward in rewards if reward is not None]
+        for name, rewards in scored.by_name.items()
+    }
+    lengths = [len(completion.ids) for completion in completions]
+    return RewardScores(
+        reward=estimate.value,
+        reward_low=estimate.low,
+        reward_high=estimate.high,
+        interval=estimate.interval,
+        prompts=len(totals),
+        rewards={name: fmean(rewards) for name, rewards in numbers.items() if rewards},
+        tokens=sum(lengths),
+        mean_length=fmean(lengths),
+        clipped_ratio=fmean(completion.truncated for completion in completions),
+    )
+
+
+def read_prompts(data: Path, tokenizer: Tokenizer, *, template: str | None) -> list[Prompt]:
+    """The rows of a file or folder with their columns, tokenized as `prepare` does. Raises UserError."""
+    dataset = open_dataset(Source(path=str(data), format="prompts"), "prompts")
+    prompts = []
+    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+        for document in read_documents(dataset, on_error="stop", stats=ReadStats()):
+            example = document.example
+            if example is None:
+                continue
+            ids = np.array(renderer.encode(example)[0].ids, np.int64)
+            messages = None
+            if not isinstance(example.prompt, str):
+                messages = [as_turn(message) for message in example.prompt]
+            text = (
+                example.prompt
+                if isinstance(example.prompt, str)
+                else tokenizer.decode(ids.tolist())
+            )
+            prompts.append(Prompt(ids, text, messages, example.columns))
+    return prompts

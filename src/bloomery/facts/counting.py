@@ -1,0 +1,226 @@
+"""Shapes, parameters, FLOPs and cache bytes of a decoder, layer by layer, from its config alone."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from bloomery.facts.config import Experts, ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear map, by its name inside its layer ("self_attn.q_proj"); `size` is its values without the bias."""
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a model. No code that reads it may assume that all layers are alike.
+
+    `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`. `intermediate_size`:
+    the width of its MLP, or of the experts that one token meets. `window`: the keys that a query sees; None: all.
+    """
+
+    name: str  # model.layers.3
+    matrices: tuple[Matrix, ...]
+    shapes: tuple[tuple[str, Shape], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    gated_mlp: bool
+    window: int | None = None
+    idle_parameters: int = 0  # of the experts that a token does not meet
+    expert_share: float = 1.0  # of the experts, how many a token meets
+    expert_products: int = 0  # multiply-adds of a token in its experts and their router
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that compute a token."""
+        return self.total_parameters - self.idle_parameters
+
+    @property
+    def active_products(self) -> int:
+        """Multiply-adds of a token in the layer's matrices."""
+        return sum(matrix.size for matrix in self.matrices) + self.expert_products
+
+
+@cache
+def layers(config: ModelConfig) -> tuple[Layer, ...]:
+    """Every layer of the model, in the order of forward."""
+    return tuple(_layer(config, index) for index in range(config.num_layers))
+
+
+def _layer(config: ModelConfig, index: int) -> Layer:
+    name = f"model.layers.{index}"
+    idle_parameters = 0
+    expert_share = 1.0
+    expert_products = 0
+    if config.transformers_backend is not None:
+        # The class of transformers was asked for its linear maps and for all its parameters.
+        matrices = tuple(Matrix(*fields) for fields in config.transformers_backend.matrices)
+        prefix = f"{name}."
+        shapes = tuple(
+            (parameter.removeprefix(prefix), shape)
+            for parameter, _, shape in config.transformers_backend.parameters
+            if parameter.startswith(prefix)
+        )
+    else:
+        matrices = tuple(_matrices(config))
+        shapes = tuple(_block_shapes(config, matrices))
+        if config.experts is not None:
+            shapes += tuple(_expert_shapes(config, config.experts))
+            idle_parameters, expert_products = _expert_work(config, config.experts)
+            expert_share = config.experts.per_token / config.experts.count
+    return Layer(
+        name=name,
+        matrices=matrices,
+        shapes=shapes,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        gated_mlp=config.gated_mlp,
+        window=config.window(index),
+        idle_parameters=idle_parameters,
+        expert_share=expert_share,
+        expert_products=expert_products,
+    )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every parameter by name, in the order of `Decoder.named_parameters`; a tied head is not listed twice."""
+    return dict(_named_shapes(config))
+
+
+@cache  # a plan asks for the same model thousands of times
+def _named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
+    if config.transformers_backend is not None:
+        return tuple((name, shape) for name, _, shape in config.transformers_backend.parameters)
+    width = config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    if config.positions == "learned":
+        shapes["model.embed_positions.weight"] = (config.max_positions, width)
+    for layer in layers(config):
+        shapes |= {f"{layer.name}.{name}": shape for name, shape in layer.shapes}
+    shapes |= dict(_norm_shapes(config, "model.norm", width))
+    if config.head == "values":
+        shapes["score.weight"] = (1, width)
+    elif not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return tuple(shapes.items())
+
+
+def _block_shapes(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[str, Shape]]:
+    for name in config.block_norms:
+        yield from _norm_shapes(config, name, config.hidden_size)
+    for matrix in matrices:
+        yield f"{matrix.name}.weight", (matrix.outputs, matrix.inputs)
+        if matrix.bias:
+            yield f"{matrix.name}.bias", (matrix.outputs,)
+        if matrix.name == "self_attn.o_proj" and config.qk_norm != "none":
+            over_all_heads = config.qk_norm == "full"
+            query_width = config.query_width if over_all_heads else config.head_dim
+            key_width = config.key_width if over_all_heads else config.head_dim
+            yield from _norm_shapes(config, "self_attn.q_norm", query_width)
+            yield from _norm_shapes(config, "self_attn.k_norm", key_width)
+
+
+def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (width,)
+    if config.norm == "layer" and config.norm_bias:
+        yield f"{name}.bias", (width,)
+
+
+def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    """The router, and all experts with their matrices stacked: a plan quantizes and counts them as matrices."""
+    width = config.hidden_size
+    count = experts.count
+    yield "mlp.router.weight", (count, width)
+    for name in ("gate_proj", "up_proj"):
+        yield f"mlp.experts.{name}.weight", (count * experts.width, width)
+    yield "mlp.experts.down_proj.weight", (count * width, experts.width)
+    if experts.bias:
+        yield "mlp.router.bias", (count,)
+        yield "mlp.experts.biases", (count * (2 * experts.width + width),)
+    if experts.sinks:
+        yield "self_attn.sinks", (config.num_heads,)
+
+
+def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
+    """Parameters of a layer that a token does not meet, and the multiply-adds of those that it meets."""
+    matrix_values = 3 * experts.width * config.hidden_size
+    bias_values = 2 * experts.width + config.hidden_size if experts.bias else 0
+    idle_experts = experts.count - experts.per_token
+    router_products = experts.count * config.hidden_size
+    return (
+        idle_experts * (matrix_values + bias_values),
+        experts.per_token * matrix_values + router_products,
+    )
+
+
+def _matrices(config: ModelConfig) -> Iterator[Matrix]:
+    """The linear maps of a layer of the native decoder."""
+    width = config.hidden_size
+    inner = config.intermediate_size
+    yield Matrix("self_attn.q_proj", config.query_width, width, config.attention_bias)
+    yield Matrix("self_attn.k_proj", config.key_width, width, config.attention_bias)
+    yield Matrix("self_attn.v_proj", config.key_width, width, config.attention_bias)
+    yield Matrix("self_attn.o_proj", width, config.query_width, config.output_bias)
+    if config.experts is not None:
+        return
+    if config.gated_mlp:
+        yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
+    yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
+    yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
+
+
+@cache
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model; tied embeddings count once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+@cache
+def active_parameter_count(config: ModelConfig) -> int:
+    """Parameters that compute a token: all but the experts that it does not meet."""
+    return parameter_count(config) - sum(layer.idle_parameters for layer in layers(config))
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool = True) -> float:
+    """Floating-point operations (a multiply-add is two) for each of `sequence_length` tokens of a sequence.
+
+    Matmuls only. Attention counts all T x T scores, including masked ones: the convention of
+    torch's FlopCounterMode and of most published MFU figures (PaLM, appendix B). Backward is
+    twice forward; recomputation (activation checkpointing, logits in chunks) does not count.
+    """
+    head_outputs = 1 if config.head == "values" else config.vocab_size
+    products = head_outputs * config.hidden_size
+    attention = 0
+    for layer in layers(config):
+        products += layer.active_products
+        attention += 4 * sequence_length * layer.query_width
+    return float(2 * products + attention) * (3 if backward else 1)

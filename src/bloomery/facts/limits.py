@@ -1,0 +1,137 @@
+"""Limits that the runtime obeys and a plan counts with: pieces of work, bytes of quantized weights, and refusals.
+
+A plan is made without torch and below training, so that the limits of optimizers are here too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from bloomery.core.errors import UserError
+from bloomery.facts.config import ModelConfig
+
+# Entries of the vocabulary whose logits exist at once on a CPU: a thousand rows of them stay in the caches, so that the
+# passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
+CPU_TILE = 4096
+
+# Completions of a rollout that a rank decodes at once: more of them need more KV cache and are hardly faster on a CPU.
+ROLLOUT_SLOTS = 64
+
+# Blockwise attention computes tiles of so many queries and keys.
+ATTENTION_BLOCK = 256
+# Scores of such tiles that exist at once: as many as a CPU's caches hold, or enough to fill a GPU.
+CPU_SCORES = 2**20
+GPU_SCORES = 2**23
+
+# Values that a native optimizer works on at once: 16 million (64 MiB of float32) keep a GPU busy, 128 thousand
+# stay in a core's cache.
+GPU_PIECE = 2**24
+CPU_PIECE = 2**17
+# Values of an int8 state that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today.
+INT8_BLOCK = 256
+# Parameters with fewer values keep float32 moments, as in bitsandbytes: norms and biases are sensitive to rounding.
+INT8_SMALLEST = 4096
+# Values of the matrices that Muon orthogonalizes at once: enough to fill a GPU, 100 MiB of scratch at most.
+MUON_STACK = 2**24
+
+# Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).
+WEIGHTS_BLOCK = 64
+# Scales that share a scale of their own under double quantization (the same section).
+SCALES_BLOCK = 256
+SCALE_BYTES = 4  # float32
+# Weights that are dequantized at once, and the scratch bytes of each in addition to its float. On a CPU they stay in
+# its caches.
+DEQUANTIZED_ON_CPU = 2**17
+DEQUANTIZED_ON_GPU = 2**23
+PIECE_BYTES = 6
+
+# Implementations of dequantization; the first two are native.
+Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
+
+
+def storage_bytes(shape: Sequence[int], kind: str, double_quant: bool) -> int:
+    """Bytes of a quantized weight of `shape`: exactly the buffers of `QuantizedWeight`."""
+    return sum(buffer_bytes(math.prod(shape), kind, double_quant))
+
+
+def buffer_bytes(count: int, kind: str, double_quant: bool) -> tuple[int, int, int]:
+    """Bytes of the codes of `count` weights, of their scales, and of the scales of those scales (0 unless
+    `double_quant`).
+    """
+    blocks = -(-count // WEIGHTS_BLOCK)
+    if kind == "int8":
+        return count, blocks * SCALE_BYTES, 0
+    assert kind == "nf4"
+    codes = -(-count // 2)
+    if not double_quant:
+        return codes, blocks * SCALE_BYTES, 0
+    # One value more than blocks of scales: the mean that was subtracted from every scale.
+    return codes, blocks, (-(-blocks // SCALES_BLOCK) + 1) * SCALE_BYTES
+
+
+def split_int8_block(shapes: Mapping[str, Sequence[int]], shard: int) -> str | None:
+    """The first parameter of which a block of an int8 state, whose values share a scale, spans two devices."""
+    for name, shape in shapes.items():
+        rows_per_device = -(-shape[0] // shard)
+        values_per_device = rows_per_device * math.prod(shape[1:])
+        if math.prod(shape) >= INT8_SMALLEST and values_per_device % INT8_BLOCK:
+            return name
+    return None
+
+
+def refuse_split_int8_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
+    """Raises UserError where a block of an int8 state would span two devices."""
+    name = split_int8_block(shapes, shard)
+    if name is None:
+        return
+    raise UserError(
+        f"int8 states need {INT8_BLOCK} numbers of a parameter together; "
+        f"{shard} devices divide {name} {list(shapes[name])} elsewhere",
+        where="optimizer.state_dtype",
+        fix="set optimizer.state_dtype=bfloat16, or another parallel.shard",
+        code=2,
+    )
+
+
+def refuse_teacher_length(teacher: ModelConfig, sequence_length: int, *, where: str) -> None:
+    """Raises UserError when sequences are longer than the teacher's learned positions."""
+    if teacher.positions == "learned" and sequence_length > teacher.max_positions:
+        raise UserError(
+            f"sequence length exceeds the teacher's {teacher.max_positions:,} learned positions: {sequence_length:,}",
+            where=where,
+            fix=f"set data.sequence_length={teacher.max_positions}, or choose another teacher",
+        )
+
+
+class Vocabulary(Protocol):
+    """What two tokenizers are compared by."""
+
+    @property
+    def hash(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+def refuse_teacher_tokenizer(teacher: Vocabulary, student: Vocabulary, *, where: str) -> None:
+    """Raises UserError when an id means another token to the teacher than to the student."""
+    if teacher.hash == student.hash:
+        return
+    shared_ids = range(min(teacher.vocab_size, student.vocab_size))
+    different_id = next(
+        (id_ for id_ in shared_ids if teacher.decode([id_]) != student.decode([id_])), None
+    )
+    if different_id is None and teacher.vocab_size == student.vocab_size:
+        return
+    difference = f"{teacher.vocab_size:,} ids, not {student.vocab_size:,}"
+    if different_id is not None:
+        teacher_token = teacher.decode([different_id])
+        student_token = student.decode([different_id])
+        difference = f"id {different_id} is {teacher_token!r}, not {student_token!r}"
+    raise UserError(
+        f"the teacher has another tokenizer: {difference}",
+        where=where,
+        fix="choose a teacher of the same family, with the same tokenizer",
+    )

@@ -1,0 +1,117 @@
+"""Shapes of well-known models (table: published.toml), for plans before anything is downloaded. No torch.
+
+A run never reads the table: it reads the folder that was fetched.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from bloomery.core.text import closest
+from bloomery.facts.config import Experts, ModelConfig
+from bloomery.facts.families import FAMILIES, config_from_hf
+
+# A mixture of experts is planned as its dense kin with experts in place of each MLP.
+DENSE_KIN = {"qwen3_moe": "qwen3", "mixtral": "mistral", "gpt_oss": "llama"}
+
+
+class Published(NamedTuple):
+    """An entry of the table. `parameters` and `active`: the published numbers, as they are written there."""
+
+    names: tuple[str, ...]
+    kind: str
+    parameters: int | str
+    active: str | None
+    config: Mapping[str, Any]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = (resources.files("bloomery.facts") / "published.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def published_models() -> tuple[Published, ...]:
+    """Every entry of the table."""
+    return tuple(
+        Published(
+            tuple(entry["names"]),
+            entry["kind"],
+            entry["parameters"],
+            entry.get("active"),
+            entry["config"],
+        )
+        for entry in _table()["model"]
+    )
+
+
+@cache
+def _entries() -> dict[str, Published]:
+    """Entries by lower-case name: names of the Hub that differ in case alone mean one model."""
+    entries = {name.lower(): entry for entry in published_models() for name in entry.names}
+    aliases = {alias.lower(): entries[name.lower()] for alias, name in _table()["aliases"].items()}
+    return {**aliases, **entries}
+
+
+@cache
+def _mirrored() -> dict[str, Published]:
+    """Entries by the name without its organization, for organizations that publish copies."""
+    return {name.rpartition("/")[2]: entry for name, entry in _entries().items()}
+
+
+def published_entry(name: str) -> Published | None:
+    """The entry of a Hub id or of a mirror of it, with or without a revision; None where the table has none."""
+    hub_id = name.partition("@")[0].lower()
+    if (entry := _entries().get(hub_id)) is not None:
+        return entry
+    organization, _, model = hub_id.rpartition("/")
+    mirrors = {mirror.lower() for mirror in _table()["mirrors"]}
+    return _mirrored().get(model) if organization in mirrors else None
+
+
+def published_config(name: str) -> ModelConfig | None:
+    """The config of a Hub id; None where the table does not have it."""
+    entry = published_entry(name)
+    return None if entry is None else entry_config(entry, where=name)
+
+
+def entry_config(entry: Published, *, where: str) -> ModelConfig:
+    """The facts of an entry; those of a mixture of experts have `experts`."""
+    # TOML has no null: Mistral's config.json writes one where there is no window.
+    defaults = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
+    settings = {**defaults, **entry.config}
+    if entry.kind in FAMILIES:
+        return config_from_hf({"model_type": entry.kind, **settings}, where=where)
+
+    # Families name the same facts of their experts differently; biases and sinks are GPT-OSS's.
+    is_gpt_oss = entry.kind == "gpt_oss"
+    experts = Experts(
+        count=settings.get("num_experts") or settings["num_local_experts"],
+        per_token=settings["num_experts_per_tok"],
+        width=settings.get("moe_intermediate_size", settings["intermediate_size"]),
+        bias=is_gpt_oss,
+        sinks=is_gpt_oss,
+    )
+    # A token passes through `per_token` experts: together they are as wide as one MLP.
+    dense_settings = settings | {
+        "model_type": DENSE_KIN[entry.kind],
+        "intermediate_size": experts.per_token * experts.width,
+    }
+    dense_config = config_from_hf(dense_settings, where=where)
+    return replace(dense_config, family=entry.kind, experts=experts)
+
+
+def similar_names(name: str) -> list[str]:
+    """Up to three names of the table that resemble this one."""
+    names_by_model = {
+        published_name.rpartition("/")[2].lower(): published_name
+        for entry in published_models()
+        for published_name in entry.names
+    }
+    model = name.rpartition("/")[2].lower()
+    similar_models = closest(model, names_by_model, count=3, cutoff=0.6)
+    return [names_by_model[similar_model] for similar_model in similar_models]

@@ -1,0 +1,503 @@
+"""Text generation: completions and chat replies, in pieces that are whole characters"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted
+from bloomery.data.chat.render import ChatFormat, chat_format
+from bloomery.data.examples import Message, Role
+from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
+from bloomery.facts.config import ModelConfig, refuse_values
+from bloomery.infer.decoding import (
+    Constraint,
+    DraftModel,
+    Drawn,
+    Past,
+    PromptLookup,
+    RunningBatch,
+    Sampling,
+    Speculation,
+    Text,
+    known_ids,
+    sample_tokens,
+)
+from bloomery.infer.grammar import GrammarTrials, unsupported_schema
+from bloomery.infer.load import OnText, Use, load_used
+from bloomery.infer.model_folder import find_model
+from bloomery.model.compiled_step import compile_step
+from bloomery.model.decoder import Decoder
+
+UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
+
+
+def load_model(
+    model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
+    """Decoder and tokenizer of `model`, on the device of `use` (default: the GPU if available).
+
+    Raises UserError, also for a reward model.
+    """
+    model_loaded = Model.load(model, step=step, use=use, on_load=on_load)
+    refuse_values(model_loaded.decoder.config, where=str(model))
+    return model_loaded.decoder, model_loaded.tokenizer
+
+
+@final
+class Model:
+    """A decoder with its tokenizer, in evaluation mode. `settings` are the fields of Sampling."""
+
+    def __init__(self, decoder: Decoder, tokenizer_folder: Path) -> None:
+        self.decoder = decoder
+        self._tokenizer_folder = tokenizer_folder
+
+    @staticmethod
+    def load(
+        model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
+    ) -> "Model":
+        """The model that `find_model` finds. Raises UserError."""
+        files = find_model(model, step)
+        decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
+        compile_step(decoder, on_load)
+        return Model(decoder, files.tokenizer)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._tokenizer_folder)
+
+    def generate(self, prompt: str, *, stop: Sequence[str] = (), **settings: Any) -> str:
+        """The completion of `prompt`, up to one of the `stop` texts. Raises UserError."""
+        refuse_values(self.decoder.config, where="the model")
+        return "".join(generate(self.decoder, self.tokenizer, prompt, Sampling(**settings), stop))
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        template: str | None = None,
+        stop: Sequence[str] = (),
+        **settings: Any,
+    ) -> str:
+        """The reply to a message, or to a conversation of {"role", "content"} messages, in the chat `template`
+        (default: the model's own). Raises UserError.
+        """
+        refuse_values(self.decoder.config, where="the model")
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        turns_told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
+        with _chat_form(self.tokenizer, template) as form:
+            sampling = replace(Sampling(**settings), stop_ids=form.stop_ids)
+            ends = (*stop, *form.stop_strings)
+            return "".join(
+                continued(self.decoder, self.tokenizer, form.encode(turns_told), sampling, ends)
+            )
+
+
+@final
+class Speed:
+    """The tokens of completions, and the seconds that they took from prompt to end; with what was guessed of them."""
+
+    def __init__(self, speculation: Speculation | None = None) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+        self.speculation = speculation
+
+    def measured(self, tokens: Iterator[int]) -> Iterator[int]:
+        """The same tokens; the time of the caller does not count."""
+        while True:
+            began = time.perf_counter()
+            token = next(tokens, None)
+            self.seconds += time.perf_counter() - began
+            if token is None:
+                return
+            self.tokens += 1
+            yield token
+
+    def timed(self, step: Callable[[], list[Drawn]]) -> list[Drawn]:
+        """Run a step; its time counts."""
+        began = time.perf_counter()
+        drawn = step()
+        self.seconds += time.perf_counter() - began
+        return drawn
+
+    def __str__(self) -> str:
+        each_second = self.tokens / max(self.seconds, 1e-9)
+        guessed = "" if self.speculation is None else f", {self.speculation}"
+        return f"{counted(self.tokens, 'tokens')} in {self.seconds:.1f} s: {each_second:.1f} tokens/s{guessed}"
+
+
+def generate(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    speed: Speed | None = None,
+) -> Iterator[str]:
+    """The completion of `prompt`, in pieces that are whole characters, up to an EOS token or the first `stop` text.
+
+    The prompt starts with the BOS token, if the tokenizer adds one to texts. Raises UserError when the prompt fills the
+    context, or has no tokens.
+    """
+    return continued(decoder, tokenizer, beginning(tokenizer, prompt), sampling, stop, speed=speed)
+
+
+def speculation_of(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    lookup: int | None,
+    draft: Path | None,
+    use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> Speculation | None:
+    """Prompt lookup of so many tokens, or a draft model. Raises UserError for a draft model of another vocabulary."""
+    if lookup is not None:
+        return Speculation(PromptLookup(lookup))
+    if draft is None:
+        return None
+    smaller, draft_tokenizer = load_model(draft, use=use, on_load=on_load)
+    if draft_tokenizer.hash != tokenizer.hash:
+        problem = "the draft model has another tokenizer"
+        fix = "take a smaller model of the same family"
+        raise UserError(problem, where="--draft", fix=fix, code=2)
+    return Speculation(DraftModel(smaller, decoder))
+
+
+@final
+class JsonGrammars:
+    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits.
+
+    `close` ends the child process in which they are tried.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        """Raises UserError without an end token, or for a SentencePiece tokenizer."""
+        from llguidance import LLTokenizer
+
+        content = tokenizer.json
+        if content is None or not ends:
+            problem = "JSON output needs a tokenizer.json and an end-of-text token"
+            raise UserError(problem, where="the tokenizer", fix="use a model with both")
+        self.vocab_size = vocab_size
+        self._tokens = LLTokenizer(content, n_vocab=vocab_size, eos_token=list(ends))
+        self._trials = GrammarTrials(content, vocab_size, ends)
+
+    def close(self) -> None:
+        self._trials.close()
+
+    def start(self, schema: dict[str, Any]) -> "JsonText":
+        """For one text. Raises UserError for a schema that is not valid or not supported."""
+        from llguidance import LLMatcher
+
+        # Free white space is where small models never end.
+        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+        except ValueError as error:  # half a character
+            raise unsupported_schema(str(error)) from error
+        return self.follow(grammar)
+
+    def follow(self, grammar: str) -> "JsonText":
+        """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""
+        from llguidance import LLMatcher
+
+        self._trials.refuse_too_complex(grammar)
+        try:
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some schemas fail at the first token
+            reason = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            raise unsupported_schema(reason)
+        return JsonText(matcher, self.vocab_size)
+
+
+class GrammarFailed(UserError):
+    """The grammar of one text cannot be satisfied, which only shows while the text is written."""
+
+
+@final
+class JsonText:
+    """How far a text has come in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def copy(self) -> "JsonText":
+        """For another text: compiling a grammar takes longer."""
+        return JsonText(self._matcher.deep_copy(), self._vocab_size)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [V], -inf of tokens that the grammar excludes. Raises UserError where the library gives up."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            problem = f"the grammar failed: {self._matcher.get_error().splitlines()[0][:200]}"
+            raise GrammarFailed(problem, where="the JSON schema", fix="simplify the schema")
+        # In numpy: torch would wake its threads, which costs far more than the work on a busy machine.
+        allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
+        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32("-inf")))
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+@final
+@dataclass(frozen=True)
+class Writer:
+    """Completes prompts alike. `encode`: a prompt to the ids that are continued; `constrain`: makes a constraint."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    encode: Callable[[str], list[int]]
+    sampling: Sampling
+    stop: tuple[str, ...]
+    speed: Speed
+    constrain: Callable[[], Constraint] | None = None
+
+    def pieces(self, prompt: str) -> Iterator[str]:
+        """The completion in pieces. Raises UserError."""
+        constraint = None if self.constrain is None else self.constrain()
+        return continued(
+            self.decoder,
+            self.tokenizer,
+            self.encode(prompt),
+            self.sampling,
+            self.stop,
+            speed=self.speed,
+            constraint=constraint,
+        )
+
+    def complete(self, prompts: Sequence[str], slots: int = 8) -> Iterator[str]:
+        """The completions in the order of the prompts; up to `slots` of them decode together. Raises UserError."""
+        rows = [self.encode(prompt) for prompt in prompts]
+        for ids in rows:
+            refuse_prompt(ids, self.decoder.config)
+        ends = known_ids(
+            self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids
+        )
+        sampling = replace(self.sampling, stop_ids=ends)
+        slots = min(slots, len(rows))
+        longest = max(map(len, rows)) + sampling.max_new_tokens
+        past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
+        batch = RunningBatch(past, speculation=self.speed.speculation)
+        waiting = deque(enumerate(rows))
+        open_texts = dict[Text, tuple[int, list[str], TextStream, Stops]]()
+        completions = dict[int, str]()
+        following = 0
+        while waiting or batch.texts:
+            while waiting and not batch.full:
+                number, ids = waiting.popleft()
+                text = batch.add(
+                    ids, sampling, constraint=None if self.constrain is None else self.constrain()
+                )
+                open_texts[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
+            for drawn in self.speed.timed(batch.step):
+                if isinstance(drawn.ended, UserError):
+                    raise drawn.ended
+                if drawn.text not in open_texts:
+                    continue  # a stop text came before
+                number, pieces, stream, stops = open_texts[drawn.text]
+                if drawn.token is not None:
+                    self.speed.tokens += 1
+                    pieces.append(stops.push(stream.push(drawn.token)))
+                if drawn.ended is not None and not stops.stopped:
+                    pieces += [stops.push(stream.flush()), stops.flush()]
+                if drawn.ended is not None or stops.stopped:
+                    del open_texts[drawn.text]
+                    completions[number] = "".join(pieces)
+                    if drawn.text in batch.texts:
+                        batch.remove(drawn.text)
+            while following in completions:
+                yield completions.pop(following)
+                following += 1
+
+
+@contextmanager
+def writer(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    *,
+    chat: bool = False,
+    speed: Speed | None = None,
+    schema: Mapping[str, Any] | None = None,
+) -> Iterator[Writer]:
+    """Completes prompts or, with `chat`, replies to them in the chat template; with `schema`, in JSON of that schema.
+
+    Raises UserError for a chat with a model without a chat template, and for a schema that is not supported.
+    """
+    speed = speed or Speed()
+
+    def made(encode: Callable[[str], list[int]], sampling: Sampling, stop: Sequence[str]) -> Writer:
+        constrain = None
+        if schema is not None:
+            ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
+            grammars = JsonGrammars(tokenizer, decoder.config.vocab_size, ends)
+            stack.callback(grammars.close)
+            constrain = partial(grammars.start, dict(schema))
+            constrain()  # refuses a schema before any prompt is read
+        return Writer(decoder, tokenizer, encode, sampling, tuple(stop), speed, constrain)
+
+    with ExitStack() as stack:
+        if not chat:
+            yield made(partial(beginning, tokenizer), sampling, stop)
+            return
+        form = stack.enter_context(_chat_form(tokenizer, None))
+        settings = replace(sampling, stop_ids=form.stop_ids)
+        ends = (*stop, *form.stop_strings)
+        yield made(lambda prompt: form.encode((Message("user", prompt),)), settings, ends)
+
+
+def beginning(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt, after the BOS token if the tokenizer adds one. Raises UserError where there are none."""
+    ids = tokenizer.encode_prompt(prompt)
+    if not ids:
+        problem = "the prompt is empty, and this tokenizer adds no BOS token"
+        raise UserError(problem, where="--prompt", fix="write a prompt")
+    return ids
+
+
+@contextmanager
+def _chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
+    """Raises UserError for a model without a chat template."""
+    if template is None and not own_templates(tokenizer.config):
+        fix = "remove --chat, or use `bloomery chat MODEL --template chatml`"
+        raise UserError("this model has no chat template", where="--chat", fix=fix)
+    with chat_format(tokenizer, template) as form:
+        yield form
+
+
+def continued(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    past: Past | None = None,
+    speed: Speed | None = None,
+    constraint: Constraint | None = None,
+) -> Iterator[str]:
+    """`generate` from token ids. With a `past`, tokens in its cache are not computed again; all new ones are added.
+
+    Raises UserError when the ids fill the context.
+    """
+    refuse_prompt(ids, decoder.config)
+    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
+    sampling = replace(sampling, stop_ids=ends)
+    speculation = None if speed is None else speed.speculation
+    tokens = sample_tokens(
+        decoder, ids, sampling, past, speculation=speculation, constraint=constraint
+    )
+    return _pieces(
+        tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop)
+    )
+
+
+def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
+    """Raises UserError for ids that are not in the vocabulary, or that leave no room for a completion."""
+    refuse_unknown_ids(ids, config.vocab_size)
+    if len(ids) >= config.max_positions:
+        raise UserError(
+            f"prompt too long: {len(ids):,} tokens, and the context is {config.max_positions:,}",
+            where="--prompt",
+            fix="shorten the prompt",
+        )
+
+
+def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:
+    for token in tokens:
+        piece = stops.push(text.push(token))
+        if piece:
+            yield piece
+        if stops.stopped:
+            return
+    last_piece = stops.push(text.flush()) + stops.flush()
+    if last_piece:
+        yield last_piece
+
+
+@final
+class TextStream:
+    """Token ids to text whose every piece ends at a whole character.
+
+    Decodes new ids together with the last few written ones: some tokenizers decode a token differently at the start of
+    a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids[-8:])
+        self.written = len(self.ids)  # ids whose text was returned
+
+    def push(self, token: int) -> str:
+        """The new text; empty while a character is incomplete."""
+        self.ids.append(token)
+        text = self._new()
+        if text.endswith(UNFINISHED) and len(self.ids) - self.written < 8:
+            return ""
+        return self._out(text)
+
+    def flush(self) -> str:
+        """The rest of the text, complete or not."""
+        return self._out(self._new())
+
+    def _new(self) -> str:
+        written_text = self.tokenizer.decode(self.ids[: self.written])
+        return self.tokenizer.decode(self.ids)[len(written_text) :]
+
+    def _out(self, text: str) -> str:
+        self.ids = self.ids[-8:]
+        self.written = len(self.ids)
+        return text
+
+
+@final
+class Stops:
+    """Holds back text that may be the start of a stop text."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = [text for text in texts if text]
+        self.held = ""
+        self.stop: str | None = None  # the stop text that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
+
+    def push(self, piece: str) -> str:
+        """Text that can be returned; nothing after a stop text is."""
+        text = self.held + piece
+        self.held = ""
+        positions = [(text.find(stop), stop) for stop in self.texts if stop in text]
+        if positions:
+            position, self.stop = min(positions)
+            return text[:position]
+        num_held = max((self._overlap(text, stop) for stop in self.texts), default=0)
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        text = self.held
+        self.held = ""
+        return text
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """The number of characters at the end of `text` that start the stop text."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

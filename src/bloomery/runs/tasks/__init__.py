@@ -1,1 +1,0 @@
-"""Tasks with right and wrong answers: questions, choices and functions; intervals and comparisons of their scores."""
