@@ -31,7 +31,7 @@ from bloomery.evals.items import (
 )
 from bloomery.evals.statistics import pass_at_k
 
-HOME = Path(__file__).parents[3]
+HOME = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
