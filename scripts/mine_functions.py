@@ -20,8 +20,7 @@ PLACE = (
     Path(__file__).resolve().parents[1]
     / "src"
     / "bloomery"
-    / "runs"
-    / "tasks"
+    / "evals"
     / "stdlib-functions.jsonl"
 )
 SHOWN = 2  # calls in the prompt
