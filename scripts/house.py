@@ -1,6 +1,7 @@
 """Count the code of src/bloomery, and how it reads. `make check` prints the figures for people; none fails it.
 
     python scripts/house.py [FOLDER]
+    python scripts/house.py --names     each public name with two meanings, and its modules
 
 A code line is neither blank nor comment nor docstring. The length of a function is that of its `def` to its end.
 The second table stands beside the same figures of nanochat, litgpt and lingua: names without a noun are stored names
@@ -87,6 +88,16 @@ def style(text: str, tree: ast.Module) -> Counter[str]:
     return counts
 
 
+def two_meanings(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Public classes and functions that two modules or more define, each with these modules."""
+    modules: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        definitions = [node for node in tree.body if isinstance(node, ast.ClassDef | Function)]
+        for name in sorted({node.name for node in definitions if not node.name.startswith("_")}):
+            modules.setdefault(name, []).append(module)
+    return {name: modules[name] for name in sorted(modules) if len(modules[name]) > 1}
+
+
 def style_rows(counts: Counter[str]) -> list[str]:
     """The figures of the second table, in the order of ANCHORS."""
     lines = max(counts["lines"], 1)
@@ -99,7 +110,8 @@ def style_rows(counts: Counter[str]) -> list[str]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else HOME / "src" / "bloomery")
+    folders = [argument for argument in sys.argv[1:] if argument != "--names"]
+    root = Path(folders[0] if folders else HOME / "src" / "bloomery")
     spine = set(
         tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["bloomery"]["spine"]["files"]
     )
@@ -110,9 +122,11 @@ def main() -> int:
     spine_style: Counter[str] = Counter()
     rest_style: Counter[str] = Counter()
     missing_files = set(spine)
+    trees: dict[str, ast.Module] = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
         tree = ast.parse(text)
+        trees[path.relative_to(root).with_suffix("").as_posix()] = tree
         name = path.relative_to(root)
         package = name.parts[0] if len(name.parts) > 1 else "(root)"
         count = code_lines(text, tree)
@@ -127,6 +141,10 @@ def main() -> int:
             (n.end_lineno or 0) - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, Function)
         ]
     function_lengths.sort()
+    shared_names = two_meanings(trees)
+    if "--names" in sys.argv:
+        print("\n".join(f"{name}: {', '.join(modules)}" for name, modules in shared_names.items()))
+        return 0
 
     print(f"{'':<22}{'code':>8}{'files':>8}")
     for package, count in lines.most_common():
@@ -139,6 +157,7 @@ def main() -> int:
     figures = zip(ANCHORS.items(), style_rows(spine_style), style_rows(rest_style), strict=True)
     for (title, (nanochat, litgpt, lingua)), of_spine, of_rest in figures:
         print(f"{title:<40}{of_spine:>8}{of_rest:>8}{nanochat:>10}{litgpt:>8}{lingua:>8}")
+    print(f"\npublic names with two meanings: {len(shared_names)} (--names lists them)")
     for name in sorted(missing_files):
         print(f"the spine names {name}, which does not exist")
     return 1 if missing_files else 0
