@@ -205,3 +205,37 @@ def test_a_recipe_of_several_devices_is_told_that_one_is_measured(recipe, gpus, 
     assert [f"--gpus {count}" in line and "one is measured" in line for line in lines] == [True] * (
         count > 1
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"grad_norm": 0.0}, "the gradient norm is 0"),
+        ({"loss_after": 8.0}, "the loss of a micro-batch did not fall"),
+        ({"loss_after": 9.5}, "the loss of a micro-batch did not fall"),
+    ],
+)
+def test_bench_fails_where_nothing_is_learned_and_prints_both_losses(
+    here, monkeypatch, fault, problem
+):
+    learning = {"steps": 5, "loss_before": 8.0, "loss_after": 6.0, "grad_norm": 1.0} | fault
+    monkeypatch.setenv("LEARNING", json.dumps(learning))
+    paths = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}".strip(":")
+    monkeypatch.setenv("PYTHONPATH", paths)
+    monkeypatch.setattr(measuring, "CHILD", "measured_bench")
+    result = bench("--sweep", "train.micro_batch_size=1")
+    assert result.return_value == 1
+    text = " ".join(result.stdout.split())
+    assert f"could not be measured: failed, {problem}" in text
+    assert f"loss 8.0000 -> {learning['loss_after']:.4f} in 5 steps" in text
+    assert f"gradient norm {learning['grad_norm']:.3g}" in text
+
+
+def test_versions_of_pytorch_are_compared_by_a_script():
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "bloomery", "bench", "demo", "--torch", "2.12.1,2.13.0"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "benchmarks/torch_versions.py" in result.stderr

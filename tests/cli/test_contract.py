@@ -32,7 +32,7 @@ FLAGS = {
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check", "--model", "--data"},
     "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
-    "bench": {"--sweep", "--export", "--json", "--author", "--limit", "--torch"},
+    "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {
         "--model",
         "--data",

@@ -7,13 +7,11 @@ import itertools
 import os
 import re
 import statistics
-import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Literal, final
 
 from bloomery.core import __version__
@@ -121,17 +119,12 @@ class BenchResult:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A recipe on a machine. `memory_limit`: bytes, instead of the planned limit.
-
-    `python`: the interpreter of the children, whose PyTorch is that of `machine`; `variables`: of their environment.
-    """
+    """A recipe on a machine. `memory_limit`: bytes, instead of the planned limit."""
 
     recipe: str
     overrides: tuple[str, ...]
     machine: Machine
     memory_limit: float | None = None
-    python: str = sys.executable
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, *overrides: str) -> RunPlan:
         """Raises UserError for what the recipe or this version refuses."""
@@ -152,7 +145,7 @@ class Bench:
             return BenchResult(
                 overrides=overrides, plan=None, outcome="refused", message=error.problem
             )
-        return self._run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
+        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
 
     def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
         """A micro-batch size that need not divide the step; the step has whole micro-batches."""
@@ -162,28 +155,9 @@ class Bench:
         size_override = f"train.micro_batch_size={size}"
         overrides = (size_override, f"train.tokens_per_step={tokens_per_step}")
         plan = self.plan(*overrides)
-        result = self._run(plan, overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
+        result = run(plan, overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
         # The step was changed for the trial alone: its row names only the size.
         return replace(result, overrides=(size_override,))
-
-    def _run(
-        self,
-        plan: RunPlan,
-        overrides: tuple[str, ...],
-        *,
-        seconds: float,
-        on_phase: OnPhase,
-        learns: bool = False,
-    ) -> BenchResult:
-        return run(
-            plan,
-            overrides,
-            seconds=seconds,
-            on_phase=on_phase,
-            learns=learns,
-            python=self.python,
-            variables=self.variables,
-        )
 
 
 def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[BenchResult, ...]:
@@ -226,12 +200,9 @@ def run(
     seconds: float,
     on_phase: OnPhase,
     learns: bool = False,
-    python: str = sys.executable,
-    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> BenchResult:
     """Measures `plan` in a child process. Every end of the child is a result: none raises.
 
-    `python`, `variables`: the interpreter of the child, and more variables of its environment.
     `learns`: a setting whose steps do not lower the loss counts as failed.
     """
     prepared = (plan.data.prepared / "manifest.json").is_file()
@@ -245,8 +216,7 @@ def run(
 
     # The child tells its phases until it replies with a measurement, or it ends without one.
     on_phase("starting")
-    environment = child_environment(plan, os.environ) | dict(variables)
-    with Child(CHILD, job, environment=environment, python=python) as child:
+    with Child(CHILD, job, environment=child_environment(plan, os.environ)) as child:
         while True:
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":

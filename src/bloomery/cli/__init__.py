@@ -212,6 +212,14 @@ _USAGE_FIXES = {
     ("bloomery runs", "no such command 'list'"): "bloomery runs",
 }
 
+# Options that a command had once: what does the same today.
+_REMOVED_OPTIONS = {
+    (
+        "bloomery bench",
+        "--torch",
+    ): "python benchmarks/torch_versions.py RECIPE PYTHON PYTHON compares two environments",
+}
+
 
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
     """The error of click in Bloomery's form, with the command that was meant where that can be told."""
@@ -245,6 +253,11 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
         problem = f"no such command: {quoted_name}"
         names = context.command.list_commands(context)
         fix = did_you_mean(quoted_name[1:-1], names, fix, shown=f"`{command} {{}}`")
+
+    if isinstance(error, click.NoSuchOption) and (command, error.option_name) in _REMOVED_OPTIONS:
+        problem = f"{error.option_name} was removed"
+        replacement = _REMOVED_OPTIONS[command, error.option_name]
+        return UserError(problem, where=f"`{command}`", fix=replacement, code=error.exit_code)
 
     # Options that are names of settings, such as --learning-rate 1e-4: the overrides to write, of all of them at once.
     parameters = [] if context is None else context.command.params

@@ -1,7 +1,6 @@
 """`bloomery bench RECIPE`: speed and memory measured on this machine, compared with the plan"""
 
 import math
-import os
 import re
 import shlex
 import sys
@@ -49,12 +48,6 @@ if TYPE_CHECKING:
     help="Set the author in FILE.",
 )
 @click.option(
-    "--torch",
-    "torch_versions",
-    metavar="V1,V2",
-    help="Compare these versions of PyTorch, each installed for it.",
-)
-@click.option(
     "--limit", metavar="TIME", help="Start no new measurement after this time, such as 10m."
 )
 @json_option
@@ -64,7 +57,6 @@ def command(
     sweeps: tuple[str, ...],
     export: Path | None,
     contributor: str,
-    torch_versions: str | None,
     limit: str | None,
     as_json: bool,
 ) -> int:
@@ -75,7 +67,6 @@ def command(
 
     \b
     Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
-             bloomery bench go-coder-tiny --torch 2.12.1,2.13.0
     """
     from bloomery.bench.measuring import (
         Bench,
@@ -94,15 +85,8 @@ def command(
     contributor = author_name(contributor)
     settings = points(sweeps) if sweeps else None
     limit_seconds = seconds_of(limit)
-    if torch_versions is not None and (sweeps or export is not None):
-        option = "--sweep" if sweeps else "--export"
-        problem = f"--torch measures the recipe as planned: it does not go with {option}"
-        fix = f"leave out {option}; change the recipe with section.key=value"
-        raise UserError(problem, where=option, fix=fix, code=2)
     bench = Bench(recipe=recipe, overrides=overrides, machine=with_cpu_check(detect()))
     table = Table(to_stderr=as_json, limit=limit_seconds)
-    if torch_versions is not None:
-        return compare_versions(bench, torch_versions, table=table, as_json=as_json)
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, settings)
 
@@ -121,69 +105,6 @@ def command(
     if as_json:
         print_json(document(largest, trials, rows))
     return 0 if rows[0].outcome == "ok" else 1
-
-
-def compare_versions(bench: "Bench", versions: str, *, table: "Table", as_json: bool) -> int:
-    """Measure the recipe with each version of PyTorch, and print which is faster; 0 when all could be measured."""
-    from bloomery.bench.environments import Pip, throwaway_folder
-    from bloomery.bench.measuring import noise_line
-    from bloomery.bench.torch_versions import (
-        Comparison,
-        all_results,
-        measure,
-        not_installed,
-        opening,
-        releases_to_compare,
-        round_line,
-        same_work,
-        verdict_lines,
-    )
-    from bloomery.bench.torch_versions import document as versions_document
-    from bloomery.bench.torch_versions import table as versions_table
-
-    # Everything that can be refused is refused before anything is downloaded.
-    releases = releases_to_compare(versions, bench.machine)
-    bench.plan()
-    installer = Pip(os.environ)
-    try:
-        with throwaway_folder() as folder:
-            comparison = Comparison(bench, releases, folder, installer)
-            on_phase = partial(table.show_phase, "torch")
-            prepared = comparison.prepare(on_phase)
-            table.print(*opening(prepared, folder, comparison.left_out))
-
-            benches = []
-            measurements = []
-            for version in prepared:
-                begin_seconds = time.monotonic()
-                try:
-                    benches.append((version.release, comparison.install(version, on_phase)))
-                except UserError as error:
-                    measurements.append(not_installed(version.release, error))
-                    table.print(f"{'failed':<10}torch {version.release.version}: {error.problem}")
-                    continue
-                if not version.release.is_installed:
-                    seconds = time.monotonic() - begin_seconds
-                    table.print(
-                        f"{'installed':<10}torch {version.release.version} in {seconds:.0f} s"
-                    )
-            if len(benches) > 1:
-                measurements += measure(
-                    same_work(benches),
-                    on_phase=on_phase,
-                    on_result=lambda *result: table.print(round_line(*result)),
-                    time_left=table.time_left,
-                )
-
-            # Removing gigabytes takes a while: the result comes first.
-            source = shlex.join((bench.recipe, *bench.overrides))
-            table.print("", *versions_table(measurements), "", *verdict_lines(measurements, source))
-            table.print(*noise_line(all_results(measurements)))
-    finally:
-        table.stop()
-    if as_json:
-        print_json(versions_document(measurements))
-    return 1 if any(measured.problem for measured in measurements) else 0
 
 
 def one_of_several(recipe: str, machine: "Machine") -> list[str]:
@@ -276,10 +197,6 @@ class Table:
         finally:
             self._status.stop()
         return largest, trials, rows
-
-    def stop(self) -> None:
-        """Clears the status line."""
-        self._status.stop()
 
     def time_left(self, *, share: float = 1.0) -> bool:
         return time.monotonic() - self._start_time < share * self._limit

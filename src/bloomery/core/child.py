@@ -62,14 +62,12 @@ Message = dict[str, Any]
 Silence = Literal["ended", "silent"]
 
 
-def python_module(
-    module: str, *arguments: str, python: str | None = None, options: Sequence[str] = ()
-) -> list[str]:
-    """The command that runs a module in an interpreter (this one), and imports nothing from the working folder.
+def python_module(module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """The command that runs a module in this interpreter, and imports nothing from the working folder.
 
     `python -m` alone puts that folder first: a file `random.py` there would be executed in place of the library's.
     """
-    return [python or sys.executable, "-P", *options, "-m", module, *arguments]
+    return [sys.executable, "-P", *options, "-m", module, *arguments]
 
 
 _HEAD = struct.Struct("<IQ")  # bytes of JSON, bytes of content
@@ -191,9 +189,8 @@ class Child:
         *,
         environment: Mapping[str, str],
         dying_seconds: float = DYING_SECONDS,
-        python: str = sys.executable,
     ) -> None:
-        self._command = python_module(module, python=python, options=FAULTHANDLER)
+        self._command = python_module(module, options=FAULTHANDLER)
         self._environment = dict(environment)
         self._dying_seconds = dying_seconds
         self._job = dict(job)
