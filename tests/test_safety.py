@@ -36,10 +36,8 @@ KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
 # `bloomery serve` listens, for it is a server: on 127.0.0.1, elsewhere only with a token (tests/serve).
 # Functions that `bloomery.train` is given are asked through sockets in a folder of this user alone, which have no port.
-# The script that mines functions evaluates arguments that it spells out itself.
-# graded.py is the program of two processes inside the sandbox of `eval --run-code` (tests/core/test_sandbox.py).
+# graded.py is the program of two processes inside the sandbox of the reward unit_tests (tests/core/test_sandbox.py).
 ALLOWED = {
-    "scripts/mine_functions.py": ["eval"],
     "src/bloomery/core/ports.py": ["listener.bind", "listener.bind"],
     "src/bloomery/core/sandbox/graded.py": [
         "compile",

@@ -308,10 +308,10 @@ def evaluate_task(
     on_load: OnText = lambda _: None,
     **settings: Any,
 ) -> "TaskReport":
-    """Scores of a task file, or of `stdlib-functions`, with 95% confidence intervals; `.results`, `.outputs`.
+    """Scores of a task file with 95% confidence intervals; `.results`, `.outputs`.
 
     `against`: another model, compared on the same items with a paired test. `settings`: shots, limit, chat, extract,
-    max_new_tokens, stop, temperature, seed, samples, run_code. A run records the results.
+    max_new_tokens, stop, temperature, seed. A run records the results.
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals import tasks

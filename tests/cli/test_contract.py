@@ -68,8 +68,6 @@ FLAGS = {
         "--temperature",
         "--seed",
         "--outputs",
-        "--samples",
-        "--run-code",
         "--lm-eval",
         "--include-path",
     },

@@ -290,7 +290,7 @@ def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(programs, "__file__", str(tmp_path / "programs.py"))
     with pytest.raises(UserError, match="no sandbox") as caught:
         run("x = 1")
-    assert caught.value.where == "--run-code" and "Invalid argument" in caught.value.problem
+    assert caught.value.where == "the sandbox" and "Invalid argument" in caught.value.problem
 
 
 @pytest.mark.skipif(

@@ -192,6 +192,7 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
             ],
             "choices are",
         ),
+        ([{"prompt": "def f():", "entry_point": "f", "test": "x"}], "programs with tests"),
         ([], "no item"),
         (["text"], "is an object"),
     ],

@@ -10,7 +10,6 @@ from bloomery.evals.statistics import (
     Scores,
     compare,
     mcnemar,
-    pass_at_k,
     shares,
     sign_flip,
     wilson,
@@ -56,16 +55,6 @@ def test_few_signs_are_enumerated_and_many_are_drawn():
     # the sum's limit under flips
     normal = math.erfc(abs(many.sum()) / math.sqrt((many**2).sum()) / math.sqrt(2))
     assert sign_flip(many) == pytest.approx(normal, abs=0.015)
-
-
-def test_pass_at_k_is_the_mean_over_all_subsets():
-    for samples, correct in itertools.product(range(1, 8), repeat=2):
-        for k in range(1, samples + 1):
-            if correct <= samples:
-                drawn = list(itertools.combinations([n < correct for n in range(samples)], k))
-                assert pass_at_k(samples, correct, k) == pytest.approx(
-                    np.mean([any(one) for one in drawn])
-                )
 
 
 def test_a_ratio_of_sums_has_a_bootstrap_interval_that_covers():

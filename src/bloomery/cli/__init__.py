@@ -212,12 +212,18 @@ _USAGE_FIXES = {
     ("bloomery runs", "no such command 'list'"): "bloomery runs",
 }
 
+_PASS_AT_K = (
+    "`bloomery export MODEL --to hf --out DIR`, then lm-evaluation-harness on DIR with the tasks "
+    "humaneval or mbpp counts pass@k"
+)
 # Options that a command had once: what does the same today.
 _REMOVED_OPTIONS = {
     (
         "bloomery bench",
         "--torch",
     ): "python benchmarks/torch_versions.py RECIPE PYTHON PYTHON compares two environments",
+    ("bloomery eval", "--run-code"): _PASS_AT_K,
+    ("bloomery eval", "--samples"): _PASS_AT_K,
 }
 
 

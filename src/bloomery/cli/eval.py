@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @step_option
 @click.option("--no-bos", is_flag=True, help="Add no BOS token; the first token is not scored.")
 @click.option("--template", help="Format conversations with this chat template.")
-@click.option("--task", metavar="FILE", help="Score a task file, or stdlib-functions.")
+@click.option("--task", metavar="FILE", help="Score a task file.")
 @click.option(
     "--lm-eval", metavar="TASKS", help="Run tasks of lm-evaluation-harness, such as arc_easy,piqa."
 )
@@ -66,12 +66,6 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, help="End a completion at this text; may be repeated.")
 @click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 is greedy.")
 @click.option("--seed", type=int, help="Seed of sampling. [default: 0]")
-@click.option(
-    "--samples", type=click.IntRange(1, 1000), help="Sample N programs per function. [default: 1]"
-)
-@click.option(
-    "--run-code", is_flag=True, default=None, help="Run programs of the model, in a sandbox."
-)
 @click.option(
     "--outputs", metavar="FILE", type=NewPath(), help="Write the result of each item as JSON lines."
 )

@@ -1,9 +1,4 @@
-"""Task files: multiple choice, exact match and functions; asked and scored.
-
-Function tasks: the model writes the body of a function, a sandbox runs its tests, pass@k counts. Rows as in HumanEval
-(Chen et al. 2021): `prompt` is the beginning of a program, `test` defines check(candidate). The sandbox runs untrusted
-Python programs: without network, files or rights, with limits, and nothing of them survives.
-"""
+"""Task files: multiple choice and exact match, asked and scored."""
 
 import re
 from collections import deque
@@ -17,7 +12,6 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
-from bloomery.core.sandbox.programs import program_of, run_program
 from bloomery.core.text import closest
 from bloomery.core.units import counted
 from bloomery.data.chat.render import chat_format
@@ -26,20 +20,15 @@ from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.readers import read_values
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
-from bloomery.evals.statistics import CorpusScores, Scores, pass_at_k, shares
+from bloomery.evals.statistics import CorpusScores, Scores, shares
 from bloomery.infer.decoding import NotFinite, Past, RunningBatch, Sampling, Text, known_ids
 from bloomery.infer.forward import eval_mode
 from bloomery.infer.generate import Stops, TextStream
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
 
-Kind = Literal["multiple-choice", "exact-match", "functions"]
+Kind = Literal["multiple-choice", "exact-match"]
 SLOTS = 8  # texts that are decoded at once
-KEYS = {
-    "multiple-choice": {"choices", "answer"},
-    "exact-match": {"answer"},
-    "functions": {"prompt", "entry_point", "test"},
-}
 _STOPS = ("\n\n", "\nQuestion:")  # of a text that continues after the answer
 _FIX = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} or {"question": "...", "answer": "..."}'
 
@@ -47,7 +36,7 @@ _FIX = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} or {"q
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a task is asked. `shots`: first items that are shown with their answer and not scored. `limit`: items scored.
-    `extract`: a regular expression; its last match in a completion is the answer. `samples`: completions per function.
+    `extract`: a regular expression; its last match in a completion is the answer.
     """
 
     shots: int = 0
@@ -58,10 +47,8 @@ class Settings:
     extract: str | None = None
     max_new_tokens: int | None = None  # 256, and at most half of the context
     stop: tuple[str, ...] = ()
-    samples: int = 1
     temperature: float | None = None
     seed: int = 0
-    run_code: bool = False
 
     def most(self, decoder: Decoder) -> int:
         """New tokens of a completion."""
@@ -81,9 +68,6 @@ class Item:
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     right: int = 0
-    entry_point: str = ""
-    test: str = ""
-    banned: tuple[str, ...] = ()  # modules that a program cannot import
 
 
 @dataclass(frozen=True)
@@ -130,8 +114,10 @@ def read_task(path: Path) -> Task:
 
 
 def _kind_of(row: dict[str, Any], where: str) -> Kind:
-    if KEYS["functions"] <= row.keys():
-        return "functions"
+    if {"prompt", "entry_point", "test"} <= row.keys():
+        problem = "a task of programs with tests, as in HumanEval, is not scored here"
+        fix = "use the tasks humaneval or mbpp of lm-evaluation-harness, or the reward unit_tests"
+        raise UserError(problem, where=where, fix=fix, code=2)
     if "answer" not in row:
         similar = closest("answer", list(row), count=1, cutoff=0.5)
         hint = f"; is it {similar[0]!r}?" if similar else ""
@@ -147,19 +133,6 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
             )
         return str(row[key])
 
-    if kind == "functions":
-        prompt = text("prompt")
-        banned = row.get("banned") or []
-        if not isinstance(banned, list) or not all(isinstance(entry, str) for entry in banned):
-            raise UserError("the key 'banned' is a list of modules", where=where, fix=_FIX)
-        return Item(
-            name,
-            prompt,
-            prompt,
-            entry_point=text("entry_point"),
-            test=text("test"),
-            banned=tuple(banned),
-        )
     question = text("prompt") if "prompt" in row else text("question")
     prompt = question if "prompt" in row else f"Question: {question}\nAnswer:"
     answer = row.get("answer")
@@ -227,11 +200,6 @@ class Asker:
                 problem, where=f"item {item.name}", fix="lengthen it, or remove the item"
             )
         return context, continuation
-
-    def turns(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a chat."""
-        assert self._encode is not None
-        return self._encode(messages)
 
     def prompt(self, item: Item) -> list[int]:
         if self._encode is None:
@@ -497,110 +465,3 @@ def complete(
                     num_done += 1
                     progress(f"{num_done:,} of {counted(len(requests), 'completions')}")
     return texts
-
-
-STDLIB = "stdlib-functions"
-PACKAGED = Path(__file__).with_name(f"{STDLIB}.jsonl")
-SAMPLED = 0.8  # temperature of several samples; one is greedy
-_KS = (1, 10, 100)
-_ENDS = (
-    "\nclass ",
-    "\ndef ",
-    "\n#",
-    "\n@",
-    "\nif ",
-    "\nprint(",
-    "\nimport ",
-    "\nfrom ",
-    "\n```",
-    "\nassert ",
-)
-_ASKED = "Complete this Python function. Reply with the whole function in one code block.\n\n```python\n{}\n```"
-
-
-def refuse_settings(task: Task, settings: Settings) -> None:
-    """Raises UserError for settings of another kind of task, and for function tasks without `run_code`."""
-    functions = task.kind == "functions"
-    flags = {"--shots": settings.shots, "--extract": settings.extract} if functions else {}
-    flags |= (
-        {} if functions else {"--samples": settings.samples > 1, "--run-code": settings.run_code}
-    )
-    if flag_set := next((flag for flag, value in flags.items() if value), None):
-        raise UserError(
-            f"{flag_set} does not apply to {task.kind} tasks",
-            where=flag_set,
-            fix=f"remove {flag_set}",
-            code=2,
-        )
-    if functions and not settings.run_code:
-        problem = "this task runs the programs that the model writes"
-        fix = "add --run-code: a sandbox without network and files runs them, with limits of time, memory and processes"
-        raise UserError(problem, where=task.name, fix=fix, code=2)
-
-
-def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
-    """pass@1 and, of several samples, pass@k up to their number. Raises UserError where there is no sandbox."""
-    items = task.items[: settings.limit]
-    samples = settings.samples
-    new_tokens = settings.most(decoder)
-    temperature = (
-        settings.temperature if settings.temperature is not None else SAMPLED * (samples > 1)
-    )
-    with asking(tokenizer, settings) as asker:
-        if settings.chat:
-            prompts = [
-                asker.turns([Message("user", _ASKED.format(item.prompt.strip()))]) for item in items
-            ]
-            stops: tuple[str, ...] = asker.stops
-        else:
-            prefix = tokenizer.prefix if settings.bos else []
-            prompts = [prefix + tokenizer.encode(item.prompt.rstrip()) for item in items]
-            stops = (*settings.stop, *_ENDS)
-        prompts, notes = fitted_prompts(decoder, prompts, new_tokens)
-        settings_of = [
-            Sampling(
-                max_new_tokens=new_tokens,
-                temperature=temperature,
-                seed=settings.seed + number,
-                stop_ids=asker.stop_ids,
-            )
-            for number in range(samples)
-        ]
-        requests = [Request(ids, sampling, stops) for ids in prompts for sampling in settings_of]
-        completions = complete(decoder, tokenizer, requests)
-    outputs = []
-    passed = []
-    for number, item in enumerate(items):
-        progress(f"the programs of {number:,} of {counted(len(items), 'functions')} have run")
-        programs = completions[number * samples : (number + 1) * samples]
-        results = [passes(item, text, chat=settings.chat) for text in programs]
-        passed.append(sum(failure is None for failure in results))
-        outputs.append(
-            {"item": item.name, "passed": passed[-1], "completions": programs, "failures": results}
-        )
-    return TaskScores(tuple(scores_of(passed, samples)), tuple(outputs), tuple(notes))
-
-
-def passes(item: Item, completion: str, *, chat: bool) -> str | None:
-    """None when the completion passes the item's test, else why it failed."""
-    program = program_of(completion, prompt=item.prompt, entry_point=item.entry_point, chat=chat)
-    return run_program(
-        program,
-        test=item.test,
-        entry_point=item.entry_point,
-        prompt=item.prompt,
-        banned=item.banned,
-    )
-
-
-def scores_of(passed: Sequence[int], samples: int) -> list[Scores]:
-    """pass@k for k of 1, 10, 100 and the number of samples, from the samples of each item that passed."""
-    return [
-        Scores(
-            f"pass@{k}",
-            np.array([pass_at_k(samples, count, k) for count in passed]),
-            np.ones(len(passed)),
-        )
-        for k in sorted({*_KS, samples})
-        if k <= samples
-    ]

@@ -1,4 +1,4 @@
-"""Confidence intervals of scores, paired significance tests, and pass@k. Numpy alone.
+"""Confidence intervals of scores and paired significance tests. Numpy alone.
 
 Items are drawn again, not tokens: the tokens of a document are alike, so that a test over tokens finds differences
 that another set of documents would not show (Miller 2024, "Adding error bars to evals", arXiv:2411.00640, 2.2).
@@ -198,15 +198,6 @@ def sign_flip(parts: np.ndarray) -> float:
         signs = 1.0 - 2.0 * random.integers(0, 2, (draws, count), dtype=np.int8)
         hits += int((np.abs(signs @ parts) >= reached).sum())
     return (hits + 1) / (_DRAWS + 1)
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The unbiased estimate of "at least one of k samples passes" from n >= k samples: 1 - C(n-c, k) / C(n, k).
-
-    Chen et al. 2021, arXiv:2107.03374, equation 1.
-    """
-    assert 0 <= correct <= samples and 1 <= k <= samples
-    return 1.0 - float(math.comb(samples - correct, k) / math.comb(samples, k))
 
 
 def _pieces(count: int) -> list[int]:

@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.core.sandbox.programs import refuse_without_sandbox
 from bloomery.core.units import counted
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.evals.evaluate import load_found, notes_of, texts_of
 from bloomery.evals.harness import HarnessSettings, refuse_without_harness, run_harness
 from bloomery.evals.items import (
-    PACKAGED,
-    STDLIB,
     Settings,
     TaskScores,
     ask,
     compiled,
     read_task,
-    refuse_settings,
-    solve,
 )
 from bloomery.evals.statistics import (
     CorpusScores,
@@ -69,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """`kind`: multiple-choice, exact-match, functions, lm-eval or text. `items`: scored, by both models. The first
+    """`kind`: multiple-choice, exact-match, lm-eval or text. `items`: scored, by both models. The first
     result is the headline. `outputs`: one object per item.
     """
 
@@ -92,19 +87,14 @@ def evaluate_task(
     use: Use | None = None,
     on_load: OnText = lambda _: None,
 ) -> TaskReport:
-    """Score a task file or the packaged functions with `model`, and with `against` on the same items.
+    """Score a task file with `model`, and with `against` on the same items.
 
     A run records it. Raises UserError.
     """
-    task_read = read_task(PACKAGED if str(task) == STDLIB else task)
-    refuse_settings(task_read, settings)
+    task_read = read_task(task)
     if settings.extract is not None:
         compiled(settings.extract)  # before hours of completions
-    if task_read.kind == "functions":
-        refuse_without_sandbox()
-    score = partial(
-        solve if task_read.kind == "functions" else ask, task=task_read, settings=settings
-    )
+    score = partial(ask, task=task_read, settings=settings)
     return _report(model, against, score, task_read.name, task_read.kind, use, on_load)
 
 

@@ -130,7 +130,7 @@ class TaskDone(Event):
 
     task: str
     kind: str  # multiple-choice, exact-match, functions or text
-    metric: str  # such as acc, exact_match, pass@1, bits_per_byte
+    metric: str  # such as acc, exact_match, bits_per_byte
     items: int  # scored
     value: float | None
     low: float | None = None  # of the 95% confidence interval

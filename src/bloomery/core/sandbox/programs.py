@@ -50,7 +50,7 @@ def run_program(
     prompt: str = "",
     banned: Sequence[str] = (),
     limits: Limits | None = None,
-    where: str = "--run-code",
+    where: str = "the sandbox",
 ) -> str | None:
     """None when the program passes the test, else why it failed. `banned`: modules that it cannot import.
 
@@ -123,7 +123,7 @@ def _answer_of(python: str, job: bytes, seconds: float) -> dict[str, Any]:
                 stream.close()
 
 
-def refuse_without_sandbox(where: str = "--run-code") -> None:
+def refuse_without_sandbox(where: str = "the sandbox") -> None:
     """Raises UserError where this system offers no sandbox. `where`: what needs one."""
     if not sys.platform.startswith("linux"):
         problem = "programs of a model run in a sandbox of the Linux kernel"

@@ -1,4 +1,4 @@
-"""Whether programs of completions pass the tests of their rows, each in the sandbox of `eval --run-code`. No torch."""
+"""Whether programs of completions pass the tests of their rows, each in a sandbox. No torch."""
 
 import ast
 import math
