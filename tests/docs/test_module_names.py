@@ -66,5 +66,5 @@ def test_pages_for_contributors_name_modules_that_exist(page: str) -> None:
 
 
 def test_a_module_that_is_gone_is_found() -> None:
-    assert exists("train/loop.py") and exists("model.config") and exists("train.seed")
+    assert exists("train/loop.py") and exists("facts.config") and exists("train.seed")
     assert not exists("train/nowhere.py") and not exists("model.weights")

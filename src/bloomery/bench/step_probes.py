@@ -1,7 +1,7 @@
 """Probes of one training step on a GPU against the CPU, for `hardware.probes`, and their child process.
 
 Each takes the step of a packaged recipe in one precision, and names the part that the GPU computes wrong
-(`train.diagnostics.checked_step`).
+(`check.checked_step`).
 """
 
 import os

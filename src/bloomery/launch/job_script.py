@@ -255,7 +255,7 @@ def commented(command: str) -> str:
 def script_templates() -> Environment:
     # The text is a shell script, not markup: values are quoted for the shell where they are made.
     return Environment(
-        loader=PackageLoader("bloomery.runs", ""),
+        loader=PackageLoader("bloomery.launch", ""),
         undefined=StrictUndefined,
         trim_blocks=False,
         keep_trailing_newline=True,

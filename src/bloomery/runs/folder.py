@@ -437,7 +437,7 @@ def find_run(name: str) -> Path:
 def model_path(name: str) -> Path:
     """The folder of MODEL: a model, an adapter or a run; downloads a Hub id. Raises UserError.
 
-    BASE+ADAPTER stays one path; `train.model_folder.find_model` splits it.
+    BASE+ADAPTER stays one path; `infer.model_folder.find_model` splits it.
     """
     folder = expanded(name)
     if name and any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):

@@ -384,7 +384,7 @@ def _adapter_values(step: StepShape) -> float:
 
 
 def useful_flops(model: TrainedModel, sequence_length: int) -> float:
-    """FLOPs per token as in `model.counting`, without gradients of frozen weights, with those of adapters."""
+    """FLOPs per token as in `facts.counting`, without gradients of frozen weights, with those of adapters."""
     config = model.config
 
     def frozen_in(layer: TrainedLayer) -> float:
