@@ -352,7 +352,7 @@ def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
 
 def test_runs_and_the_monitor_need_no_torch():
     code = (
-        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.lines,"
-        " bloomery.monitor.sinks, bloomery.plan.explained; sys.exit('torch' in sys.modules)"
+        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.view.terminal,"
+        " bloomery.monitor.sinks, bloomery.view.facts; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

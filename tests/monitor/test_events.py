@@ -32,7 +32,7 @@ from bloomery.monitor.events import (
     read_events,
     to_json,
 )
-from bloomery.monitor.summary import summary_of
+from bloomery.view.summary import summary_of
 
 
 def step_done(step, loss=2.0):

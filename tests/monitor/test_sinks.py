@@ -18,16 +18,9 @@ from bloomery.monitor.events import (
     Warned,
     read_events,
 )
-from bloomery.monitor.sinks import (
-    TRACKERS,
-    CommandSink,
-    LogFile,
-    Tracker,
-    TrackerSink,
-    open_sinks,
-    write_metrics,
-)
+from bloomery.monitor.sinks import TRACKERS, CommandSink, LogFile, Tracker, TrackerSink, open_sinks
 from bloomery.recipe.schema import IF_INSTALLED
+from bloomery.view.metrics import write_metrics
 from runs_for_tests import made_up_run, step_done
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.monitor.events import read_events
-from bloomery.monitor.summary import RunSummary, summary_of
+from bloomery.view.summary import RunSummary, summary_of
 from browser import PROGRAM, Browser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "studio"))

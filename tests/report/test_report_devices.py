@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from bloomery.core.units import format_joules
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, EventLog, RunEnded, StepDone
-from bloomery.monitor.words import format_joules
 from bloomery.report import write_report
 
 

@@ -19,8 +19,8 @@ import yaml
 import preloaded
 from bloomery.infer.model_folder import best_on_disk, damage, model_folder
 from bloomery.monitor.events import EvalDone, read_events
-from bloomery.monitor.summary import summary_of
 from bloomery.report import write_report
+from bloomery.view.summary import summary_of
 
 MODEL = {
     "family": "qwen2",

@@ -7,7 +7,7 @@ import pytest
 from studio_for_tests import TOKEN, make_run, studio_process
 
 from bloomery.monitor.events import EventLog, Resumed, Warned, read_events
-from bloomery.studio.curves import MOST_BUCKETS, RunCurves
+from bloomery.view.curves import MOST_BUCKETS, RunCurves
 from browser import PROGRAM, Browser
 from runs_for_tests import step_done
 

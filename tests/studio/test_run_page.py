@@ -10,9 +10,9 @@ import pytest
 from studio_for_tests import make_run, with_user
 
 from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, Warned
-from bloomery.monitor.summary import RunFacts
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.watching import Watching
+from bloomery.view.facts import RunFacts
 from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")

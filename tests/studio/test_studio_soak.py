@@ -7,7 +7,7 @@ import pytest
 from studio_for_tests import LOOKS, PATIENCE, TOKEN, click, shows, start_studio, studio_process
 
 from bloomery.monitor.events import read_events
-from bloomery.monitor.summary import summary_of
+from bloomery.view.summary import summary_of
 from browser import Browser
 from models_for_tests import make_chat_model
 

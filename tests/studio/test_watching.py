@@ -17,7 +17,6 @@ import pytest
 from studio_for_tests import make_run
 
 from bloomery.core.errors import UserError
-from bloomery.monitor import reader_processes
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -36,14 +35,15 @@ from bloomery.monitor.events import (
     read_events,
     to_json,
 )
-from bloomery.monitor.reader_processes import ReaderProcesses
-from bloomery.monitor.screen import WatchedRun
-from bloomery.monitor.step_columns import StepColumns, read_groups
-from bloomery.monitor.summary import summary_of
 from bloomery.plan.store import begin
-from bloomery.runs.reader import RunReader
-from bloomery.studio.curves import RunCurves
 from bloomery.studio.watching import END_BYTES, OpenRun, Watching
+from bloomery.view import reader_processes
+from bloomery.view.curves import RunCurves
+from bloomery.view.reader import RunReader
+from bloomery.view.reader_processes import ReaderProcesses
+from bloomery.view.screen import WatchedRun
+from bloomery.view.step_columns import StepColumns, read_groups
+from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 
 
@@ -203,14 +203,14 @@ def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderPro
         if num_groups == 3 or moment == "before":
             for child in psutil.Process().children():
                 with suppress(psutil.NoSuchProcess):  # its parent has not waited for it yet
-                    if "bloomery.monitor.reader_processes" in child.cmdline():
+                    if "bloomery.view.reader_processes" in child.cmdline():
                         child.kill()
 
     if moment == "before":
         OpenRun(folder, decode_json, processes).update()
         kill(None)
     reader = RunReader(folder, keeps_curves=False, processes=processes)
-    assert reader.read(kill) == alone.status
+    assert reader.read(kill, is_running=False) == alone.status
     assert reader.run.summary == alone.summary
     assert reader.tail.read_lines == alone.reader.tail.read_lines
 
@@ -237,7 +237,7 @@ def test_a_reading_ends_where_the_processes_are_closed(processes: ReaderProcesse
     alone = OpenRun(folder, decode_json)
     alone.update()
     reader = RunReader(folder, keeps_curves=False, processes=processes)
-    reader.read(lambda _: processes.close())
+    reader.read(lambda _: processes.close(), is_running=False)
     assert 0 < reader.tail.read_lines < alone.reader.tail.read_lines
 
 
@@ -258,7 +258,7 @@ def test_reader_processes_end_with_the_one_that_asks() -> None:
     program = f"""
 import os, sys, psutil
 from pathlib import Path
-from bloomery.monitor import reader_processes
+from bloomery.view import reader_processes
 from bloomery.monitor.events import Tail
 reader_processes.PIECE_BYTES = 60_000
 list(reader_processes.ReaderProcesses().groups(Tail(Path({str(folder / "events.jsonl")!r}))))

@@ -13,8 +13,8 @@ from bloomery.data.loader import Loader
 from bloomery.monitor.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
 from bloomery.monitor.history import history_of
-from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import context
+from bloomery.view.facts import diagnosis_facts
 
 STEPS = 200
 # a step of four sequences takes less time than two of two

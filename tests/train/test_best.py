@@ -22,13 +22,13 @@ from bloomery.infer.model_folder import (
     saved_steps,
 )
 from bloomery.monitor.events import EvalDone, Saved, Warned
-from bloomery.monitor.sinks import metrics_of
-from bloomery.monitor.summary import summary_of
 from bloomery.plan.lengths import Scale, checkpoint_steps, steps_of
 from bloomery.train import checkpoint as checkpoints_module
 from bloomery.train.evaluation import evaluation
 from bloomery.train.evaluation.evaluation import EvalResult
 from bloomery.train.loop import run
+from bloomery.view.metrics import metrics_of
+from bloomery.view.summary import summary_of
 from ranks import on_ranks, train
 
 CONFIG_OF_RANKS = tiny_config(vocab_size=300)  # without dropout, which differs from rank to rank

@@ -48,11 +48,12 @@ from bloomery.monitor.events import (
     follow,
     read_events,
 )
-from bloomery.monitor.lines import TITLE, WIDTH, PlainView, titled
-from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
 from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
+from bloomery.view.facts import RunFacts
+from bloomery.view.summary import RunSummary, summary_of
+from bloomery.view.terminal import TITLE, WIDTH, PlainView, titled
 
 if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder

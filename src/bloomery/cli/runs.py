@@ -42,9 +42,6 @@ from bloomery.monitor.events import (
     follow,
     read_events,
 )
-from bloomery.monitor.screen import Screen, frame, picture
-from bloomery.monitor.sinks import metrics_of
-from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
 from bloomery.runs.folder import (
@@ -59,9 +56,12 @@ from bloomery.runs.folder import (
     start_mark,
     worked_on,
 )
-from bloomery.runs.reader import RunReader
 from bloomery.runs.signals import SAVE_SIGNAL
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
+from bloomery.view.metrics import metrics_of
+from bloomery.view.reader import RunReader
+from bloomery.view.screen import Screen, frame, picture
+from bloomery.view.summary import RunSummary, summary_of
 
 
 @final
@@ -534,11 +534,11 @@ class _RunView:
     def __init__(self, folder: Path) -> None:
         self._reader = RunReader(folder)
         self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        self.name = self._reader.name
+        self.name = name_of(folder.absolute())  # as an argument of commands
 
     def print(self) -> None:
         reader = self._reader
-        status = reader.read()
+        status = reader.read(is_running=worked_on(reader.folder))
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._ascii_only)
         for line in frame(reader.run, reader.facts, screen, state=status, now=time.time()):
             echo(line)
@@ -564,7 +564,7 @@ class _RunView:
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while worked_on(reader.folder):
-                status = reader.read()
+                status = reader.read(is_running=worked_on(reader.folder))
                 screen = Screen(console.size.width, console.size.height, self._ascii_only)
                 view = picture(reader.run, reader.facts, screen, state=status, now=time.time())
                 live.update(view, refresh=True)
@@ -573,7 +573,7 @@ class _RunView:
     def document(self) -> dict[str, Any]:
         """The JSON of the run: the keys of metrics.json and the present state."""
         reader = self._reader
-        status = reader.read()
+        status = reader.read(is_running=worked_on(reader.folder))
         run = reader.run
         facts = reader.facts
         summary = run.summary

@@ -10,6 +10,7 @@ Unit = Literal["steps", "tokens", "epochs", "percent", "seconds"]
 
 GIB = 2**30
 MIB = 2**20
+JOULES_IN_KWH = 3.6e6
 
 _COUNT_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTE_SUFFIX = {
@@ -184,3 +185,11 @@ def format_seconds(value: float) -> str:
 def two_digits(value: float) -> str:
     """5233 -> "5,200": two significant digits, for estimates."""
     return f"{float(f'{value:.2g}'):,.0f}"
+
+
+def format_joules(joules: float) -> str:
+    """In Wh or kWh, three digits."""
+    kwh = joules / JOULES_IN_KWH
+    if kwh >= 100:
+        return f"{kwh:,.0f} kWh"
+    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{kwh * 1000:.3g} Wh"

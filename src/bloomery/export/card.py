@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ruamel.yaml import YAML
 
 from bloomery.core.text import redact_secrets
-from bloomery.core.units import format_count, format_seconds
+from bloomery.core.units import format_count, format_joules, format_seconds
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.config import ModelConfig
@@ -19,13 +19,12 @@ from bloomery.facts.counting import parameter_count
 from bloomery.facts.families import architecture_of
 from bloomery.hub import PREFIX, is_hub_id
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
-from bloomery.monitor.summary import Devices
-from bloomery.monitor.words import format_joules
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Recipe, reward_name
 from bloomery.report.page import loss_plot
+from bloomery.view.devices import Devices
 
 PLOT = "loss.svg"
 

@@ -21,7 +21,6 @@ from bloomery.monitor.events import (
     StepHealth,
     Warned,
 )
-from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary, RunSummary
 
 BEST_CHECKPOINT = "checkpoint (best)"
 # Before the first step: a live view shows them, a plain terminal does not.
@@ -70,21 +69,6 @@ def incident_text(event: Event) -> str | None:
         case Phase(name="stopping"):
             return "stop requested: saving a checkpoint after this step"
     return None
-
-
-def status_text(status: str, summary: RunSummary) -> str:
-    """The status of a run with its reason, for a list of runs."""
-    at_step = f"at step {summary.step:,}"
-    match status:
-        case "killed" if summary.step:
-            return f"killed {at_step}, resumes from its last checkpoint"
-        case "killed":
-            return "killed before its first step"
-        case "stopped":
-            return f"stopped {at_step}, resumes exactly"
-        case "failed" if summary.ended is not None:
-            return f"failed {at_step}: {summary.ended.error.partition(chr(10))[0]}"
-    return status
 
 
 def checked_text(event: StepChecked) -> str:
@@ -181,7 +165,7 @@ def log_line(event: Event) -> str:
             kind = "weights" if event.weights_only else "checkpoint"
             return f"{kind} {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{best})"
         case DeviceStats():
-            return " ".join(device_lines([DeviceSummary(latest=event)])[0].split())
+            return " ".join(sensor_lines([event])[0].split())
     kinds: dict[type[Event], str] = {
         Warned: "warning",
         Recovered: f"recovered at step {event.step}",
@@ -192,9 +176,9 @@ def log_line(event: Event) -> str:
     return f"{kind}: {incident_text(event) or type(event).__name__}"
 
 
-def device_lines(devices: Iterable[DeviceSummary], width: int = 100) -> list[str]:
-    """One line per device with its newest values in aligned columns; unknown values are left out."""
-    rows = [_cells(device) for device in devices]
+def sensor_lines(newest: Iterable[DeviceStats], width: int = 100) -> list[str]:
+    """One line per device, from its newest values, in aligned columns; unknown values are left out."""
+    rows = [_cells(sample) for sample in newest]
     columns: list[int] = []
     if rows:
         columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
@@ -216,12 +200,12 @@ def device_lines(devices: Iterable[DeviceSummary], width: int = 100) -> list[str
     return [line[:width] for line in lines]
 
 
-def short_device_lines(devices: Iterable[DeviceSummary], width: int = 80) -> list[str]:
+def short_sensor_lines(newest: Iterable[DeviceStats], width: int = 80) -> list[str]:
     """Two devices per line: utilization, temperature, power, memory in use, and whether a limit throttles it."""
     cells = []
-    for device in devices:
-        name, utilization, temperature, power, _, _, throttled, _ = _cells(device)
-        memory = figure(device.latest.memory_gib, ".0f", " GiB")
+    for sample in newest:
+        name, utilization, temperature, power, _, _, throttled, _ = _cells(sample)
+        memory = figure(sample.memory_gib, ".0f", " GiB")
         line = f"{name:<5}{utilization:>5}{temperature:>7}{power.replace('GPU ', ''):>8}{memory:>9}"
         cells.append(f"{line} slow" if throttled else line)
     half = width // 2
@@ -229,8 +213,7 @@ def short_device_lines(devices: Iterable[DeviceSummary], width: int = 80) -> lis
     return [f"{left:<{half}}{right}".rstrip()[:width] for left, right in pairs]
 
 
-def _cells(device: DeviceSummary) -> tuple[str, ...]:
-    sample = device.latest
+def _cells(sample: DeviceStats) -> tuple[str, ...]:
     of_total = f" of {sample.memory_total_gib:.1f}" if sample.memory_total_gib else ""
     pytorch = ""
     if sample.reserved_gib is not None and sample.allocated_gib is not None:
@@ -263,11 +246,3 @@ def with_interval(value: float, low: float | None, high: float | None, spec: str
     """A value with its confidence interval, where it has one."""
     interval = "" if low is None or high is None else f" ({low:{spec}} to {high:{spec}})"
     return f"{value:{spec}}{interval}"
-
-
-def format_joules(joules: float) -> str:
-    """In Wh or kWh, three digits."""
-    kwh = joules / JOULES_IN_KWH
-    if kwh >= 100:
-        return f"{kwh:,.0f} kWh"
-    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{kwh * 1000:.3g} Wh"

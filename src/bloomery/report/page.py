@@ -9,12 +9,17 @@ from typing import Any
 from markupsafe import Markup
 
 from bloomery.core.errors import UserError
-from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
+from bloomery.core.units import (
+    GIB,
+    JOULES_IN_KWH,
+    format_bytes,
+    format_count,
+    format_joules,
+    format_seconds,
+)
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
-from bloomery.monitor.screen import plot
-from bloomery.monitor.summary import JOULES_IN_KWH, MEASURABLE_TOKENS, in_millions
-from bloomery.monitor.words import figure, format_joules, number_format_of, with_interval
+from bloomery.monitor.words import figure, number_format_of, with_interval
 from bloomery.plan.advise import claims_of, energy_kwh
 from bloomery.report.charts import (
     SIGNS,
@@ -38,6 +43,8 @@ from bloomery.report.rewards import (
     shown_completions,
     title_of,
 )
+from bloomery.view.plot import plot
+from bloomery.view.summary import MEASURABLE_TOKENS, in_millions
 
 _LEGEND = {
     "kill": "killed or failed",

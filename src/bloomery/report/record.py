@@ -32,16 +32,16 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.history import Diagnosis
-from bloomery.monitor.summary import Elapsed, RunSummary, summary_of
 from bloomery.monitor.words import incident_text
 from bloomery.plan.advise import ROUNDING, Claim, KnownRange, compare_claims
-from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
 from bloomery.train.run import contradicted, read_history
+from bloomery.view.facts import diagnosis_facts, run_facts
+from bloomery.view.summary import Elapsed, RunSummary, summary_of
 
 _NEAR = 0.05  # relative distance from the claimed step to its evaluation
 KILLED = "process exited without a final event (SIGKILL, crash or power loss)"

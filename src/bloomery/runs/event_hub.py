@@ -13,13 +13,13 @@ from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.diagnosis import Diagnoser
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
-from bloomery.monitor.lines import showing
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
-from bloomery.monitor.summary import RunFacts, summary_of
-from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan
 from bloomery.runs.consent import noted_commands
 from bloomery.runs.folder import RunFolder
+from bloomery.view.facts import RunFacts, diagnosis_facts, run_facts
+from bloomery.view.summary import summary_of
+from bloomery.view.terminal import showing
 
 
 @final

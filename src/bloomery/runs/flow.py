@@ -20,7 +20,6 @@ from bloomery.launch.stage_ends import STOPPED, Stage, StageResult, failure
 from bloomery.launch.supervisor import run_stage
 from bloomery.launch.worker import DONE, FAILED
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
-from bloomery.monitor.sinks import write_metrics
 from bloomery.plan.advise import energy_kwh
 from bloomery.plan.resolve import DETERMINISM, child_environment, plan_environment
 from bloomery.plan.store import (
@@ -40,6 +39,7 @@ from bloomery.runs.resume_plan import (
 from bloomery.runs.signals import STOP_SIGNALS, StopRequests
 from bloomery.runs.telemetry import sensing
 from bloomery.train.run import name_of
+from bloomery.view.metrics import write_metrics
 
 INTERRUPTED = 130  # the exit code after a second Ctrl+C
 MOST_RESTARTS = 3

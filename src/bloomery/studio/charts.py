@@ -13,7 +13,7 @@ from nicegui.dependencies import esm_modules
 from nicegui.events import GenericEventArguments
 
 from bloomery.monitor.events import Event, RunEnded, Saved, Warned
-from bloomery.studio.curves import NO_POINTS, Axis, Points
+from bloomery.view.curves import NO_POINTS, Axis, Points
 
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
 DASHES = ("solid", "dashed", "dotted")

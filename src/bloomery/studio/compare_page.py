@@ -13,14 +13,12 @@ from nicegui.events import ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
-from bloomery.core.units import counted, format_seconds
+from bloomery.core.units import counted, format_joules, format_seconds
 from bloomery.monitor.events import TaskDone
-from bloomery.monitor.summary import in_millions
-from bloomery.monitor.words import format_joules, number_format_of, with_interval
+from bloomery.monitor.words import number_format_of, with_interval
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.curves import AXES, NO_POINTS, Axis, Points
 from bloomery.studio.frame import CommandView, notify, page, update_every
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.watching import (
@@ -33,6 +31,8 @@ from bloomery.studio.watching import (
     method_of,
     model_of,
 )
+from bloomery.view.curves import AXES, NO_POINTS, Axis, Points
+from bloomery.view.summary import in_millions
 
 UPDATE_SECONDS = 2.0
 MOST_RUNS = 20

@@ -14,10 +14,12 @@ from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
 from bloomery.launch.stage_ends import STACKS
-from bloomery.monitor.words import device_lines, log_line, status_text
+from bloomery.monitor.words import log_line, sensor_lines
 from bloomery.report.record import KILLED
 from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
+from bloomery.train.run import name_of
+from bloomery.view.summary import status_text
 
 DEAD = ("failed", "killed")  # the statuses with a post-mortem
 _LOG_LINES = 12
@@ -51,10 +53,10 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
         began_at = opened.began_at
         warnings = tuple(warned.reason for warned in opened.diagnoses.values())
         lines = [] if summary.last is None else [log_line(summary.last)]
-        figures = "\n".join([*lines, *device_lines(summary.devices.all)])
+        figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)
     log = [line for line in end_of(folder / "log.txt").splitlines() if line >= _log_stamp(began_at)]
-    resume = f"bloomery resume {opened.reader.name}"
+    resume = f"bloomery resume {name_of(folder.absolute())}"
     findings: tuple[Finding, ...] = ()
     if ended is None or not ended.fix:
         findings = _findings("\n".join(log), folder)

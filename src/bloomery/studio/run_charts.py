@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bloomery.core.text import harmless
-from bloomery.core.units import GIB, format_seconds
-from bloomery.monitor.summary import in_millions
-from bloomery.monitor.words import eval_text, figure, format_joules
+from bloomery.core.units import GIB, format_joules, format_seconds
+from bloomery.monitor.words import eval_text, figure
 from bloomery.report.rewards import (
     DRAWN_ELSEWHERE,
     GROUPS,
@@ -16,10 +15,11 @@ from bloomery.report.rewards import (
     mean_rewards,
     title_of,
 )
-from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import Level
-from bloomery.studio.curves import NO_POINTS, Points, points_of
 from bloomery.studio.watching import MFU, OpenRun, planned_speed
+from bloomery.view.curves import NO_POINTS, Points, points_of
+from bloomery.view.reader import LIVE
+from bloomery.view.summary import in_millions
 
 
 @dataclass(frozen=True)

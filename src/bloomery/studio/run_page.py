@@ -11,16 +11,16 @@ from nicegui import ui
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.monitor.words import phase_text
-from bloomery.runs.reader import LIVE
 from bloomery.studio.charts import ChartMark, LineChart, marks_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.curves import NO_POINTS
 from bloomery.studio.frame import STATUS_COLORS, CommandView, notify, page, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import charts_of, evaluations_of, figures_of
 from bloomery.studio.run_sections import EventList, drawers_of
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, incidents_of
+from bloomery.view.curves import NO_POINTS
+from bloomery.view.reader import LIVE
 
 UPDATE_SECONDS = 1.0
 

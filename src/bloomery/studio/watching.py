@@ -28,15 +28,15 @@ from bloomery.monitor.events import (
     fast_decode,
     read_ends,
 )
-from bloomery.monitor.reader_processes import ReaderProcesses
-from bloomery.monitor.step_columns import StepColumns
-from bloomery.monitor.summary import RunSummary, summary_of
-from bloomery.monitor.words import incident_text, status_text
+from bloomery.monitor.words import incident_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import all_runs, is_run, worked_on
-from bloomery.runs.reader import LIVE, RunReader, status_of
-from bloomery.studio.curves import Points, RunCurves
+from bloomery.view.curves import Points, RunCurves
+from bloomery.view.reader import LIVE, RunReader, status_of
+from bloomery.view.reader_processes import ReaderProcesses
+from bloomery.view.step_columns import StepColumns
+from bloomery.view.summary import RunSummary, status_text, summary_of
 
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
@@ -228,7 +228,8 @@ class OpenRun:
             self.problem = "the run folder is gone"
             return
         try:
-            self.status = self.reader.read(self._add)
+            folder = self.reader.folder
+            self.status = self.reader.read(self._add, is_running=worked_on(folder))
             self.problem = ""
             utilization = self.reader.facts.utilization(1.0)
             if utilization is not None:

@@ -18,7 +18,6 @@ from bloomery.infer.decoding import NotFinite
 from bloomery.infer.forward import eval_mode, to_device
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, Warned
-from bloomery.monitor.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.types import EvalPlan
@@ -30,6 +29,7 @@ from bloomery.train.recover import AllocationFailed, attempt_with_kernels, repla
 from bloomery.train.rl.rollouts import HeldOutReward, RolloutSource
 from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
+from bloomery.view.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ import math
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import final
 
-import numpy as np
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.console import Group
 from rich.text import Text
 
 from bloomery.core.text import harmless
-from bloomery.core.units import format_seconds
+from bloomery.core.units import format_joules, format_seconds
 from bloomery.monitor.events import (
     Event,
     Recovered,
@@ -26,130 +25,17 @@ from bloomery.monitor.events import (
     StepDone,
     as_shown,
 )
-from bloomery.monitor.step_columns import StepColumns, in_groups
-from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 from bloomery.monitor.words import (
-    device_lines,
     eval_text,
-    format_joules,
     incident_text,
     phase_text,
-    short_device_lines,
+    sensor_lines,
+    short_sensor_lines,
 )
-
-Point = tuple[float, float]
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
-_LABEL = 9  # columns of the scale
-
-
-def plot(
-    line: Sequence[Point],
-    marks: Sequence[Point],
-    strips: Mapping[str, Sequence[Point]] | None = None,
-    *,
-    width: int,
-    height: int,
-    top: float | None = None,
-    plain: bool = False,
-) -> list[str]:
-    """`height` rows of at most `width` columns with a scale on the left, one with the first and the last step, then one
-    of bars from zero for each of `strips`, over the same steps.
-
-    `line` is drawn as the mean of each interval, `marks` as `o`. Values above `top` are drawn at the upper edge.
-    `plain`: ASCII only. Empty without two points.
-    """
-    columns = width - _LABEL - 1
-    across = [x for x, _ in (*line, *marks)]
-    if len(line) < 2 or columns < 10 or height < 2:
-        return []
-
-    # The scale of both axes. Above `top` everything is drawn at the upper edge.
-    first_x = min(across)
-    last_x = max(across)
-    span = max(last_x - first_x, 1e-9)
-
-    def means(points: Sequence[Point], intervals: int) -> np.ndarray:
-        """One value per interval; an empty one is interpolated, or NaN at the ends."""
-        x, y = np.array(points, dtype=float).T
-        interval = np.minimum(((x - first_x) / span * intervals).astype(int), intervals - 1)
-        counts = np.bincount(interval, minlength=intervals)
-        filled = counts.nonzero()[0]
-        values = np.bincount(interval, weights=y, minlength=intervals)[filled] / counts[filled]
-        return np.interp(np.arange(intervals), filled, values, left=np.nan, right=np.nan)
-
-    curve = means(line, columns * (1 if plain else 2))
-    heights = [*curve[~np.isnan(curve)].tolist(), *(y for _, y in marks)]
-    lowest = min(heights)
-    highest = max(heights) if top is None else min(max(top, lowest), max(heights))
-    value_range = (highest - lowest) or abs(highest) * 0.1 or 1.0
-
-    # The line: a braille cell has two columns and four rows of dots. The cells between two adjacent
-    # columns are filled, so that the line has no gap.
-    num_levels = height * (1 if plain else 4)
-    bits = [[0] * columns for _ in range(height)]
-    previous_level: int | None = None
-    for column, value in enumerate(curve.tolist()):
-        if math.isnan(value):
-            continue
-        level = min(int((value - lowest) / value_range * num_levels), num_levels - 1)
-        start = level
-        if previous_level is not None:
-            start = previous_level + (level > previous_level) - (level < previous_level)
-        for filled_level in range(min(start, level), max(start, level) + 1):
-            dot_row = num_levels - 1 - filled_level
-            if plain:
-                bits[dot_row][column] = ord("*")
-            else:
-                bits[dot_row // 4][column // 2] |= 0x2800 | _DOTS[column % 2][dot_row % 4]
-        previous_level = level
-
-    # The marks, over the line.
-    for x, y in marks:
-        row = height - 1 - min(int((y - lowest) / value_range * height), height - 1)
-        bits[row][min(int((x - first_x) / span * columns), columns - 1)] = ord("o")
-
-    # The rows as text, with the scale on the left and the steps below.
-    scale = {
-        0: highest,
-        height // 2: lowest + value_range * (height - 1 - height // 2) / max(height - 1, 1),
-        height - 1: lowest,
-    }
-    border = "|" if plain else "│"
-    rows = []
-    for row_index, cells in enumerate(bits):
-        label = f"{scale[row_index]:.4g}" if row_index in scale else ""
-        drawn = "".join(chr(cell or 32) for cell in cells).rstrip()
-        rows.append(f"{label:>{_LABEL - 1}} {border}{drawn}")
-    start_step = f"{first_x:,.0f}"
-    end_step = f"{last_x:,.0f}"
-    rows.append(f"{'step':>{_LABEL - 1}}  {start_step}{end_step:>{columns - len(start_step)}}")
-
-    # The strips of bars, each from zero to its own peak. Intervals without a value stay blank.
-    bar_letters = " .:-=+*#" if plain else BARS
-    for name, points in (strips or {}).items():
-        if not points:
-            continue
-        values = means(points, columns)
-        peak = float(np.nanmax(values))
-        heights_of_bars = values * ((len(bar_letters) - 1) / peak if peak > 0 else 0.0)
-        bars = "".join(
-            " " if math.isnan(bar) else bar_letters[max(round(bar), 0)]
-            for bar in heights_of_bars.tolist()
-        )
-        rows.append(f"{name:>{_LABEL - 1}}  {bars}".rstrip())
-    return rows
-
-
-def settled_top(line: Sequence[Point]) -> float | None:
-    """The maximum after the first tenth of a curve, if drawing that tenth would flatten the rest; else None."""
-    start = len(line) // 10
-    if start < 10:
-        return None
-    rest = [y for _, y in line[start:]]
-    lowest = min(y for _, y in line)
-    highest = max(y for _, y in line)
-    return max(rest) if max(rest) - lowest < 0.6 * (highest - lowest) else None
-
+from bloomery.view.facts import RunFacts
+from bloomery.view.plot import Point, plot, settled_top
+from bloomery.view.step_columns import StepColumns, in_groups
+from bloomery.view.summary import RunSummary, in_millions
 
 _TITLE = 11  # columns
 _KEPT = 200  # incidents
@@ -270,10 +156,10 @@ class Screen:
 def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
     width = screen.width
-    all_devices = run.summary.devices.all
+    readings = run.summary.devices.newest
     head = _head(run.summary, facts, screen, state, now)
     figures = _figures(run, facts, width)
-    devices = device_lines(all_devices, width)
+    devices = sensor_lines(readings, width)
     if screen.height is None:
         chart = _chart(run, screen, 10)
         incidents = _incidents(run, width, 16, now=now)
@@ -281,8 +167,8 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
     else:
         # Four blank lines stand between the blocks.
         free_lines = screen.height - len(head) - len(figures) - len(devices) - 4
-        if free_lines < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
-            devices = short_device_lines(all_devices, width)
+        if free_lines < _LEAST_ROOM and len(readings) > 2 and width >= 2 * _SHORT:
+            devices = short_sensor_lines(readings, width)
             free_lines = screen.height - len(head) - len(figures) - len(devices) - 4
         wordy = bool(run.incidents) and len(run.incidents[-1][1]) > 2 * width - 40
         lowest = 2 if wordy and free_lines < _LEAST_ROOM else 3

@@ -1,6 +1,7 @@
-"""Facts for the diagnosis of a run, from its plan, machine and dataset."""
+"""What the plan of a run tells its views: figures beside those of events, and facts for the diagnosis."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
@@ -8,11 +9,29 @@ from bloomery.data.prepare.stats import DatasetStats, read_stats
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.history import PlanFacts
-from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Rollouts, VerifierReward
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Figures of the plan that a view shows and no event holds; None is not shown."""
+
+    name: str = ""
+    every_steps: int = 10
+    steps: int | None = None
+    flops_per_token: float | None = None  # forward and backward
+    peak_flops: float | None = None  # per second, of all devices together
+    memory_limit_gib: float | None = None
+    show_memory: bool = False  # in each line of the table
+
+    def utilization(self, tokens_per_second: float) -> float | None:
+        """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""
+        if not self.flops_per_token or not self.peak_flops:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak_flops
 
 
 def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:

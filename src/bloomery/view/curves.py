@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, Recovered, Resumed, StepDone
-from bloomery.monitor.step_columns import StepColumns
-from bloomery.monitor.summary import Elapsed
+from bloomery.view.step_columns import StepColumns
+from bloomery.view.summary import Elapsed
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
 HIGHEST_STEP = 2**32 - 1

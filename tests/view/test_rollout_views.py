@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from bloomery.monitor.events import EvalDone, Phase, RunEnded, RunStarted, Saved
-from bloomery.monitor.lines import PlainView
-from bloomery.monitor.screen import Screen, WatchedRun, frame
-from bloomery.monitor.sinks import metrics_of
-from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.monitor.words import progress_text
+from bloomery.view.facts import RunFacts
+from bloomery.view.metrics import metrics_of
+from bloomery.view.screen import Screen, WatchedRun, frame
+from bloomery.view.summary import summary_of
+from bloomery.view.terminal import PlainView
 from runs_for_tests import step_done
 
 UPDATE = 0.5

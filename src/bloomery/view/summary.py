@@ -4,12 +4,10 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from math import isnan
-from typing import Any, final
 
 from bloomery.monitor.events import (
-    CPU_DEVICE,
     DeviceStats,
     EvalDone,
     Event,
@@ -24,124 +22,15 @@ from bloomery.monitor.events import (
     TaskDone,
     Warned,
 )
-from bloomery.monitor.step_columns import NEWEST, StepColumns, in_groups
+from bloomery.view.devices import Devices
+from bloomery.view.step_columns import NEWEST, StepColumns, in_groups
 
 # Loss tokens of an evaluation: with fewer, a mean of losses that vary by 1 to 2 nats is off by more than 0.03.
 MEASURABLE_TOKENS = 2000
 # Held-out prompts: with fewer, a mean of rewards of 0 or 1 is off by more than 0.1.
 MEASURABLE_PROMPTS = 25
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
-BARS = "▁▂▃▄▅▆▇█"
 NEWS = 0.1  # relative change of the number of steps that is printed
-JOULES_IN_KWH = 3.6e6
-_NOW = ("utilization", "temperature", "power", "clock_mhz", "throttled")
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Figures of the plan that a view shows and no event holds; None is not shown."""
-
-    name: str = ""
-    every_steps: int = 10
-    steps: int | None = None
-    flops_per_token: float | None = None  # forward and backward
-    peak_flops: float | None = None  # per second, of all devices together
-    memory_limit_gib: float | None = None
-    show_memory: bool = False  # in each line of the table
-
-    def utilization(self, tokens_per_second: float) -> float | None:
-        """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""
-        if not self.flops_per_token or not self.peak_flops:
-            return None
-        return tokens_per_second * self.flops_per_token / self.peak_flops
-
-
-@final
-@dataclass
-class DeviceSummary:
-    """Mutable: figures of one device after the samples that `add` was given."""
-
-    latest: DeviceStats  # the newest value of each field
-    seconds: float = 0.0  # covered by samples
-    busy_seconds: float = 0.0  # utilization x time
-    utilization_seconds: float = 0.0  # in which utilization is known
-    peak_utilization: float | None = None
-    peak_temperature: float | None = None
-    peak_gib: float | None = None
-    joules: float = 0.0
-    power_seconds: float = 0.0  # in which power is known
-    throttled_seconds: dict[str, float] = field(default_factory=dict)  # by reason
-
-    def add(self, event: DeviceStats) -> None:
-        known: dict[str, Any] = {
-            f.name: v for f in fields(event) if (v := getattr(event, f.name)) is not None
-        }
-        if event.seconds:  # a sample of the device: a value that it lacks is no longer known
-            known = {**dict.fromkeys(_NOW), **known}
-        self.latest = replace(self.latest, **known)
-        self.seconds += event.seconds
-        peaks = {
-            "peak_utilization": event.utilization,
-            "peak_temperature": event.temperature,
-            "peak_gib": event.memory_gib,
-        }
-        for name, value in peaks.items():
-            if value is not None:
-                setattr(self, name, max(getattr(self, name) or value, value))
-        if event.utilization is not None:
-            self.busy_seconds += event.utilization / 100 * event.seconds
-            self.utilization_seconds += event.seconds
-        if event.power is not None:
-            self.joules += event.power * event.seconds
-            self.power_seconds += event.seconds
-        for reason in filter(None, (event.throttled or "").split(", ")):
-            self.throttled_seconds[reason] = self.throttled_seconds.get(reason, 0.0) + event.seconds
-
-    @property
-    def name(self) -> str:
-        return "CPU" if self.latest.device == CPU_DEVICE else f"GPU {self.latest.device}"
-
-    @property
-    def mean_utilization(self) -> float | None:
-        """Percent."""
-        return (
-            100 * self.busy_seconds / self.utilization_seconds if self.utilization_seconds else None
-        )
-
-    @property
-    def mean_power(self) -> float | None:
-        """Watts."""
-        return self.joules / self.power_seconds if self.power_seconds else None
-
-
-@final
-@dataclass
-class Devices:
-    """Mutable: all devices of a run, by number."""
-
-    by_number: dict[int, DeviceSummary] = field(default_factory=dict)
-
-    def add(self, event: DeviceStats) -> None:
-        self.by_number.setdefault(event.device, DeviceSummary(latest=event)).add(event)
-
-    @property
-    def all(self) -> list[DeviceSummary]:
-        """GPUs in order, then the CPU."""
-        return sorted(
-            self.by_number.values(),
-            key=lambda device: (device.latest.device == CPU_DEVICE, device.latest.device),
-        )
-
-    @property
-    def joules(self) -> float | None:
-        """Of every device whose power is known; None without any."""
-        known_joules = [device.joules for device in self.by_number.values() if device.power_seconds]
-        return sum(known_joules) if known_joules else None
-
-    @property
-    def covered_seconds(self) -> float:
-        """The longest time over which the power of a device is known."""
-        return max((device.power_seconds for device in self.by_number.values()), default=0.0)
 
 
 @dataclass
@@ -490,17 +379,6 @@ def summary_of(events: Iterable[Event]) -> RunSummary:
     return summary
 
 
-def sparkline(values: Iterable[float], width: int) -> str:
-    """Bars of the last `width` values, scaled to all of them; equal values are low bars."""
-    points = list(values)
-    lowest = min(points, default=0.0)
-    highest = max(points, default=0.0)
-    scale = (len(BARS) - 2) / (highest - lowest) if highest > lowest else 0.0
-    return "".join(
-        BARS[round((value - lowest) * scale)] for value in points[max(len(points) - width, 0) :]
-    )
-
-
 def in_millions(tokens: float) -> str:
     """0.33 M, 3.19 B: two decimals, for aligned columns; below 10,000 the number itself."""
     if tokens < 10_000:
@@ -508,27 +386,16 @@ def in_millions(tokens: float) -> str:
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
 
 
-def device_figures(device: DeviceSummary) -> dict[str, Any]:
-    """A device in metrics.json."""
-
-    def short(value: float | None) -> float | None:
-        return None if value is None else round(value, 3)
-
-    return {
-        "device": device.latest.device,
-        "name": device.latest.name,
-        "seconds": round(device.seconds, 1),
-        "utilization_mean": short(device.mean_utilization),
-        "utilization_peak": short(device.peak_utilization),
-        "temperature_peak": short(device.peak_temperature),
-        "power_mean": short(device.mean_power),
-        "energy_kwh": device.joules / JOULES_IN_KWH if device.power_seconds else None,
-        "memory_peak_gib": short(device.peak_gib),
-        "power_shared_with": device.latest.shared_with,
-        "throttled_seconds": {
-            reason: round(seconds, 1) for reason, seconds in device.throttled_seconds.items()
-        },
-        "reserved_gib": short(device.latest.reserved_gib),
-        "fragmentation": short(device.latest.fragmentation),
-        "alloc_retries": device.latest.alloc_retries,
-    }
+def status_text(status: str, summary: RunSummary) -> str:
+    """The status of a run with its reason, for a list of runs."""
+    at_step = f"at step {summary.step:,}"
+    match status:
+        case "killed" if summary.step:
+            return f"killed {at_step}, resumes from its last checkpoint"
+        case "killed":
+            return "killed before its first step"
+        case "stopped":
+            return f"stopped {at_step}, resumes exactly"
+        case "failed" if summary.ended is not None:
+            return f"failed {at_step}: {summary.ended.error.partition(chr(10))[0]}"
+    return status

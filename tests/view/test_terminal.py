@@ -22,10 +22,12 @@ from bloomery.monitor.events import (
     StepChecked,
     Warned,
 )
-from bloomery.monitor.lines import PlainView, header, showing
-from bloomery.monitor.screen import Screen, WatchedRun, frame
-from bloomery.monitor.summary import RunFacts, RunSummary, sparkline, summary_of
 from bloomery.monitor.words import STARTING_PHASES, devices_of, log_line
+from bloomery.view.facts import RunFacts
+from bloomery.view.plot import sparkline
+from bloomery.view.screen import Screen, WatchedRun, frame
+from bloomery.view.summary import RunSummary, summary_of
+from bloomery.view.terminal import PlainView, header, showing
 from runs_for_tests import made_up_run, step_done
 
 

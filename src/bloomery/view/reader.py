@@ -10,15 +10,13 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
-from bloomery.monitor.reader_processes import ReaderProcesses
-from bloomery.monitor.screen import WatchedRun
-from bloomery.monitor.step_columns import StepColumns, read_groups
-from bloomery.monitor.summary import RunFacts, RunSummary
-from bloomery.plan.explained import run_facts
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.runs.folder import worked_on
-from bloomery.train.run import name_of
+from bloomery.view.facts import RunFacts, run_facts
+from bloomery.view.reader_processes import ReaderProcesses
+from bloomery.view.screen import WatchedRun
+from bloomery.view.step_columns import StepColumns, read_groups
+from bloomery.view.summary import RunSummary
 
 LIVE = ("running", "paused", "stopping")  # while a process works on the run
 
@@ -37,7 +35,6 @@ class RunReader:
     ) -> None:
         """`processes` parse a long file."""
         self.folder = folder
-        self.name = name_of(folder.absolute())  # as an argument of commands
         self.run = WatchedRun(keeps_curves=keeps_curves)
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self._groups = read_groups if processes is None else processes.groups
@@ -80,10 +77,13 @@ class RunReader:
             events = status.st_dev, status.st_ino
         return run, events
 
-    def read(self, on_group: Callable[[Event | StepColumns], None] = lambda _: None) -> str:
+    def read(
+        self, on_group: Callable[[Event | StepColumns], None] = lambda _: None, *, is_running: bool
+    ) -> str:
         """Reads new events. Returns the status of the run. Raises UserError.
 
-        `on_group` gets each event, and consecutive steps together.
+        `on_group` gets each event, and consecutive steps together. `is_running`: whether a process worked on the run
+        right before: its last events are not missed then.
         """
         if self.is_replaced:
             raise UserError(
@@ -92,8 +92,6 @@ class RunReader:
                 fix="open it again, to see its figures",
             )
 
-        # The lock is asked before the events are read, so that the last events of a run are not missed.
-        is_running = worked_on(self.folder)
         for group in self._groups(self.tail):
             if isinstance(group, StepColumns):
                 self.run.add_steps(group)

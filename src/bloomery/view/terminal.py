@@ -33,9 +33,7 @@ from bloomery.monitor.events import (
     Warned,
     as_shown,
 )
-from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.sinks import Sink
-from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
 from bloomery.monitor.words import (
     BEST_CHECKPOINT,
     STARTING_PHASES,
@@ -44,6 +42,10 @@ from bloomery.monitor.words import (
     eval_text,
     incident_text,
 )
+from bloomery.view.facts import RunFacts
+from bloomery.view.plot import sparkline
+from bloomery.view.screen import Screen, WatchedRun, frame, picture
+from bloomery.view.summary import RunSummary, in_millions
 
 WIDTH = 100
 TITLE = 11  # columns

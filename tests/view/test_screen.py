@@ -18,8 +18,9 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
-from bloomery.monitor.screen import Screen, WatchedRun, frame, plot, settled_top
-from bloomery.monitor.summary import RunFacts
+from bloomery.view.facts import RunFacts
+from bloomery.view.plot import plot, settled_top
+from bloomery.view.screen import Screen, WatchedRun, frame
 from runs_for_tests import made_up_run, step_done
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)

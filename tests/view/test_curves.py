@@ -7,9 +7,9 @@ from itertools import groupby
 import pytest
 
 from bloomery.monitor.events import DeviceStats, Resumed
-from bloomery.monitor.step_columns import StepColumns, in_groups
-from bloomery.monitor.summary import RunSummary, summary_of
-from bloomery.studio.curves import MOST_BUCKETS, Curve, CurveTable, RunCurves
+from bloomery.view.curves import MOST_BUCKETS, Curve, CurveTable, RunCurves
+from bloomery.view.step_columns import StepColumns, in_groups
+from bloomery.view.summary import RunSummary, summary_of
 from runs_for_tests import made_up_run, step_done
 
 

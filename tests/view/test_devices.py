@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json, to_json
-from bloomery.monitor.sinks import CommandSink, LogFile, TrackerSink, write_metrics
-from bloomery.monitor.summary import device_figures, summary_of
-from bloomery.monitor.words import device_lines
+from bloomery.monitor.sinks import CommandSink, LogFile, TrackerSink
+from bloomery.monitor.words import sensor_lines
+from bloomery.view.devices import device_figures
+from bloomery.view.metrics import write_metrics
+from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 
 
@@ -61,21 +63,21 @@ def test_without_any_power_there_is_no_energy_rather_than_none_used():
 def test_the_odd_die_adds_nothing_and_says_whose_sensor_it_is():
     summary = summary_of([sampled(0, power=402.0), sampled(1, power=None, shared_with=0)])
     assert summary.devices.joules == 2010.0
-    assert "with GPU 0" in device_lines(summary.devices.all)[1]
+    assert "with GPU 0" in sensor_lines(summary.devices.newest)[1]
 
 
 def test_lines_stand_under_each_other_and_leave_out_what_nobody_knows():
     summary = summary_of(
         [sampled(), sampled(1, utilization=7.0, temperature=None, clock_mhz=800.0), of_torch()]
     )
-    first, second = device_lines(summary.devices.all)
+    first, second = sensor_lines(summary.devices.newest)
     assert first == (
         "gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, reserved 9.5"
     )
     assert second == "gpu 1       7%         200 W    800 MHz  10.1 of 12.0 GiB"
     cpu = summary_of([sampled(CPU_DEVICE, power=None, clock_mhz=None, temperature=None)])
-    assert device_lines(cpu.devices.all) == ["cpu        98%  10.1 of 12.0 GiB"]
-    assert device_lines([]) == []
+    assert sensor_lines(cpu.devices.newest) == ["cpu        98%  10.1 of 12.0 GiB"]
+    assert sensor_lines([]) == []
 
 
 def test_what_a_look_did_not_find_any_more_is_not_shown_as_it_was():

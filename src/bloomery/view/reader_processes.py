@@ -21,7 +21,7 @@ from typing import IO, Any, final
 from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Decode, Event, Tail, fast_decode
-from bloomery.monitor.step_columns import (
+from bloomery.view.step_columns import (
     ParsedSteps,
     StepColumns,
     in_groups,
