@@ -33,10 +33,10 @@ from bloomery.facts.columns import (
     TRAINED_KEYS,
     UNUSED,
 )
+from bloomery.facts.objectives import OBJECTIVES
 from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
-from bloomery.recipe.schema import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
 NOTE = "<!-- `python scripts/reference_pages.py` writes this page from the code. -->"

@@ -13,9 +13,9 @@ from bloomery.cli import cli
 from bloomery.cli.common import SHELLS
 from bloomery.cli.completion import FILES, MODELS, PATH_KEYS, allowed_words, values_of
 from bloomery.core.errors import UserError
+from bloomery.facts.objectives import OBJECTIVES
 from bloomery.hardware.specs import find_gpu, table
 from bloomery.recipe.aliases import all_keys
-from bloomery.recipe.schema import OBJECTIVES
 
 
 def completed(words: list[str], start: str) -> list[str]:

@@ -1,7 +1,6 @@
 """The support matrix is current, and its reasons are those that a plan gives."""
 
 import sys
-from typing import get_args
 
 import pytest
 from words_of_docs import ROOT
@@ -11,9 +10,10 @@ sys.path.append(str(ROOT / "scripts"))
 import support_page
 
 from bloomery.core.errors import UserError
+from bloomery.facts.objectives import OBJECTIVES
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.plan.unsupported import ALL_AXES, FEATURES, refuse_unsupported
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import OBJECTIVES, OptimizerKind
 
 
 def rows() -> dict[str, list[str]]:
@@ -60,7 +60,7 @@ def test_a_cell_says_what_a_plan_says(feature) -> None:
 
 
 CHOICES = {
-    "optimizer": [(f"optimizer.kind={kind}",) for kind in get_args(OptimizerKind)],
+    "optimizer": [(f"optimizer.kind={kind}",) for kind in OPTIMIZERS],
     "objective": [
         (f"objective={{kind: {spec.kind}{', teacher: gpt2' * (spec.extra_forwards > 0)}}}",)
         for spec in OBJECTIVES.values()

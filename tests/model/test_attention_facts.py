@@ -6,13 +6,8 @@ import sys
 
 import pytest
 
-from bloomery.facts.attention import BACKENDS, choose, supports
+from bloomery.facts.attention import choose, supports
 from bloomery.hardware.specs import arch_spec
-from bloomery.recipe.schema import AttentionBackend
-
-
-def test_the_table_is_the_recipes_list() -> None:
-    assert set(BACKENDS) == set(AttentionBackend.__args__)
 
 
 def test_no_torch_is_imported() -> None:

@@ -13,7 +13,7 @@ from bloomery.facts import config as facts
 from bloomery.facts.config import ModelConfig, RopeScaling
 from bloomery.facts.families import FAMILIES, config_from_hf, config_to_hf
 from bloomery.model.presets import PRESETS, build_config, preset, read_config
-from bloomery.recipe.schema import Family, Model, Preset
+from bloomery.recipe.schema import Model, Preset
 from bloomery.recipe.schema import RopeScalingSection as StatedScaling
 
 LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -25,9 +25,8 @@ def test_a_config_survives_both_directions(case: str) -> None:
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
-def test_recipes_know_the_names_of_presets_and_families() -> None:
+def test_recipes_know_the_names_of_presets() -> None:
     assert get_args(Preset) == tuple(PRESETS)
-    assert get_args(Family) == tuple(FAMILIES)
 
 
 @pytest.mark.parametrize("name", PRESETS)

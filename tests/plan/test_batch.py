@@ -1,18 +1,15 @@
 """Steps and their cut: what a step holds never depends on the machine."""
 
-from typing import get_args
-
 import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.model.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
-from bloomery.plan.lengths import REPEATS
 from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Model, Objective
+from bloomery.recipe.schema import Model
 
 
 def test_the_step_grows_with_the_model_by_the_published_law():
@@ -210,12 +207,6 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, e
     (said,) = doubts(10 * epochs + 10)
     assert f"{epochs + 1} epochs on its 80 sequences" in said
     assert said.endswith(f"set train.epochs={edit}")
-
-
-def test_every_objective_says_how_many_epochs_it_takes():
-    parts = get_args(get_args(Objective)[0])
-    kinds = {kind for part in parts for kind in get_args(part.model_fields["kind"].annotation)}
-    assert kinds == set(REPEATS)
 
 
 @pytest.mark.parametrize(

@@ -8,31 +8,29 @@ from pathlib import Path
 import pytest
 from tests.plan.plan_help import loaded, machine, reported
 
+from bloomery.facts.objectives import OBJECTIVES
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.facts.published import published_config
+from bloomery.facts.rates import rate_text
 from bloomery.plan.learning_rates import (
     ADALORA,
     FULL,
     LORA,
-    MUON,
-    OF_OPTIMIZERS,
     PEFT,
-    PREFERENCES,
     PRETRAINING,
-    ROLLOUTS,
     far_rates,
-    short,
     usual_optimizer,
     with_usual_values,
 )
 from bloomery.plan.made import made_recipe
 from bloomery.plan.resolve import local_facts
 from bloomery.recipe.load import load_recipe, load_text, packaged
-from bloomery.recipe.schema import OBJECTIVES
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/hyperparameters.md"
 LORA_RECIPE = "qwen2.5-1.5b-lora"
 
 
+MUON = OPTIMIZERS["muon"].own_rate.of_new_model
 CONFIG = published_config("Qwen/Qwen2.5-1.5B-Instruct")
 
 
@@ -56,7 +54,7 @@ def test_packaged_recipes_are_within(name):
 def test_a_rate_far_above_is_warned_about_with_the_range(rate):
     (warning,) = warned(f"optimizer.learning_rate={rate}")
     assert warning.startswith(
-        f"optimizer.learning_rate is {short(float(rate))}, far above the usual 1e-4 to 2e-4 for LoRA"
+        f"optimizer.learning_rate is {rate_text(float(rate))}, far above the usual 1e-4 to 2e-4 for LoRA"
     )
 
 
@@ -115,7 +113,9 @@ def bare(objective, adapter="none", *, optimizer="adamw", model=None):
                 "data": {"path": "rows.jsonl"},
                 "objective": {"kind": objective}
                 | ({"teacher": "Qwen/Qwen2.5-1.5B-Instruct"} if objective == "distill" else {}),
-                "rewards": [{"function": "score"}] if objective in ROLLOUTS else [],
+                "rewards": [{"function": "score"}]
+                if OBJECTIVES[objective].source == "rollouts"
+                else [],
                 "adapter": section,
                 "optimizer": {"kind": optimizer},
             }
@@ -125,7 +125,7 @@ def bare(objective, adapter="none", *, optimizer="adamw", model=None):
     ).recipe
 
 
-@pytest.mark.parametrize("optimizer", OF_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_auto_is_the_usual_value_and_nothing_warns_of_it(objective, adapter, optimizer):
@@ -193,10 +193,13 @@ def test_the_page_shows_this_table():
         str(rates) in cell
         for rates, cell in zip((LORA, FULL, PRETRAINING), row.split("|")[3:6], strict=True)
     ] == [True] * 3
-    for objective, (adapted, full) in (PREFERENCES | ROLLOUTS).items():
-        assert f"| `{objective}` | {adapted} | {full} |" in text
+    with_rates = [spec for spec in OBJECTIVES.values() if spec.rates is not None]
+    assert len(with_rates) == 9
+    for spec in with_rates:
+        assert f"| `{spec.kind}` | {spec.rates.adapter} | {spec.rates.full} |" in text
     assert (
-        f"{OF_OPTIMIZERS['adafactor']:g} times as much: full fine-tuning {FULL.times(25)}" in text
+        f"{OPTIMIZERS['adafactor'].rate_factor:g} times as much: full fine-tuning {FULL.times(25)}"
+        in text
     )
     assert f"of the matrices: {MUON}" in text and f"AdaLoRA {ADALORA}" in text
     assert f"other methods of PEFT {PEFT}" in text

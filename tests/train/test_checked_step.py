@@ -42,12 +42,12 @@ from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, ti
 from bloomery.check.small_model import small_plan
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
+from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.hardware.machine import Probe, read_machine
 from bloomery.hardware.probes import ProbeSpec, probe
 from bloomery.monitor.events import Phase, StepChecked, Warned
 from bloomery.monitor.words import checked_text
 from bloomery.parallel.process_group import join
-from bloomery.plan.estimate.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from bloomery.core import Choice
+from bloomery.facts.table import Table
 
 # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
 SHORT = 512
@@ -25,28 +26,35 @@ class BackendSupport:
     dropout: str | None = None
 
 
-BACKENDS = {
-    "sdpa": BackendSupport(
-        ("cpu", "cuda"),
-        packed="a causal flag cannot mask documents",
-        softcap="scaled_dot_product_attention has no soft-cap",
-    ),
-    "mask": BackendSupport(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
-    "per_document": BackendSupport(("cpu",)),
-    "compiled": BackendSupport(("cpu",)),
-    "varlen": BackendSupport(
-        ("cuda",),
-        since=(2, 12),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
-        float32="varlen_attn takes 16-bit floats only",
-        window="not every build of varlen_attn has windows",
-        softcap="varlen_attn has no soft-cap",
-        dropout="varlen_attn has no dropout",
-    ),
-    "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
-    "blockwise": BackendSupport(("cpu", "cuda")),
-    "math": BackendSupport(("cpu", "cuda")),
-    "triton": BackendSupport(("cuda",)),
-}
+BACKENDS = Table(
+    {
+        "sdpa": BackendSupport(
+            ("cpu", "cuda"),
+            packed="a causal flag cannot mask documents",
+            softcap="scaled_dot_product_attention has no soft-cap",
+        ),
+        "mask": BackendSupport(
+            ("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"
+        ),
+        "per_document": BackendSupport(("cpu",)),
+        "compiled": BackendSupport(("cpu",)),
+        "varlen": BackendSupport(
+            ("cuda",),
+            since=(
+                2,
+                12,
+            ),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
+            float32="varlen_attn takes 16-bit floats only",
+            window="not every build of varlen_attn has windows",
+            softcap="varlen_attn has no soft-cap",
+            dropout="varlen_attn has no dropout",
+        ),
+        "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
+        "triton": BackendSupport(("cuda",)),
+        "blockwise": BackendSupport(("cpu", "cuda")),
+        "math": BackendSupport(("cpu", "cuda")),
+    }
+)
 _ON_DEVICE = {
     "per_document": "one call per document uses a kernel that only the CPU has",
     "compiled": "its code is compiled for the CPU",

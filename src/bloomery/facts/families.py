@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
+from bloomery.facts.table import Table
 
 FIX = "fix that value; download a published model again"
 LARGEST = {
@@ -499,7 +500,7 @@ def _write_phi3(config: ModelConfig) -> ConfigFields:
     }
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Table[Family] = Table(
     {
         "llama": Family(
             "LlamaForCausalLM",

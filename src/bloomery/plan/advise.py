@@ -22,6 +22,7 @@ from bloomery.core.units import (
 )
 from bloomery.data.tokenizer.templates import NOT_OWN
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -31,7 +32,6 @@ from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts

@@ -16,13 +16,13 @@ from bloomery.facts import attention as attention_facts
 from bloomery.facts.config import ModelConfig, TransformersBackend
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.families import architecture_of
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import tiles
 from bloomery.model.presets import known_config
 from bloomery.plan.estimate.kernels import kernel_run
 from bloomery.plan.estimate.mode import mode_of, setting_of
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan

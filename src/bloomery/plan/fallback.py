@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.plan.types import Decision, RunPlan
 
 SMALLEST_CHUNK = 256  # tokens whose logits exist together: as exact, and matmuls are hardly slower

@@ -1,9 +1,9 @@
 """The usual optimizer of each method: learning rate, weight decay and warmup, and the warning about a rate far outside.
 
 What a recipe leaves at auto, what a generated recipe has, what is warned about and the tables of
-docs/how-to/hyperparameters.md are these. Sources: the papers of each objective, the defaults of TRL, and the packaged
-recipes; of rates of pretraining those of GPT-3, Llama 2 and Llama 3 (arXiv:2005.14165, 2307.09288, 2407.21783); for
-Adafactor its update relative to the weights (arXiv:1804.04235), for Muon arXiv:2502.16982.
+docs/how-to/hyperparameters.md are these, with the facts about each objective and optimizer. Sources: the defaults of
+TRL, and the packaged recipes; of rates of pretraining those of GPT-3, Llama 2 and Llama 3 (arXiv:2005.14165,
+2307.09288, 2407.21783).
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,10 @@ from bloomery.core import Choice
 from bloomery.core.units import Duration, parse_duration
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_count
-from bloomery.recipe.schema import OBJECTIVES, Peft, Recipe
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The usual range of a learning rate. `first`: the value to start with, where that is not the highest."""
-
-    low: float
-    high: float
-    first: float | None = None
-
-    @property
-    def start(self) -> float:
-        return self.high if self.first is None else self.first
-
-    def times(self, factor: float) -> "Rates":
-        first = None if self.first is None else self.first * factor
-        return Rates(self.low * factor, self.high * factor, first)
-
-    def __str__(self) -> str:
-        return f"{short(self.low)} to {short(self.high)}"
-
+from bloomery.facts.objectives import OBJECTIVES
+from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.rates import Rates, rate_text
+from bloomery.recipe.schema import Peft, Recipe
 
 # Of models with fewer parameters than the first number of each row.
 PRETRAINING = Rates(3e-4, 6e-4)
@@ -46,25 +28,8 @@ FULL = Rates(1e-5, 2e-5)
 LORA = Rates(1e-4, 2e-4)
 ADALORA = LORA.times(2)
 PEFT = Rates(1e-4, 2e-2, 1e-3)  # VeRA and (IA)3 train few parameters at high rates
-PREFERENCES = {  # objective: with an adapter, full fine-tuning
-    "dpo": (Rates(5e-6, 5e-5), Rates(5e-7, 5e-6)),
-    "ipo": (Rates(5e-6, 5e-5), Rates(5e-7, 5e-6)),
-    "kto": (Rates(5e-6, 5e-5), Rates(5e-7, 5e-6)),
-    "orpo": (Rates(1e-5, 5e-5), Rates(5e-6, 8e-6)),
-    "simpo": (Rates(5e-6, 2e-5), Rates(3e-7, 1e-6)),
-    "reward": (Rates(1e-5, 5e-5), Rates(1e-6, 1e-5)),
-}
-ROLLOUTS = {  # as above; the first rates of all parameters are TRL's defaults
-    "grpo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6)),
-    "rloo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6)),
-    "ppo": (Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 3e-6)),
-}
-# Of another optimizer than AdamW, relative to AdamW's rate. Muon's updates have the size of AdamW's.
-OF_OPTIMIZERS = {"adamw": 1.0, "muon": 1.0, "adafactor": 25.0}
-MUON = Rates(2e-3, 5e-2)  # optimizer.muon_learning_rate, of the matrices
 
-WARMUP = "3%"
-WARMUPS = {"pretrain": "1%"} | dict.fromkeys(PREFERENCES, "10%")
+WARMUP = "3%"  # of an adapter
 WEIGHT_DECAY = 0.1  # of pretraining
 
 FAR = 10  # times the usual range: beyond it the loss diverges, or does not move
@@ -98,9 +63,9 @@ def usual_optimizer(
     adapted = adapter != "none"
     names = {"none": "full fine-tuning", "lora": "LoRA", "dora": "DoRA"}
     method = names.get(adapter, adapter)
-    by_objective = PREFERENCES | ROLLOUTS
-    if objective in by_objective:
-        rates = by_objective[objective][0 if adapted else 1]
+    spec = OBJECTIVES[objective]
+    if spec.rates is not None:
+        rates = spec.rates.adapter if adapted else spec.rates.full
         method = f"{objective} with {method if adapter in names else 'an adapter'}"
     elif adapted:
         rates = {"lora": LORA, "dora": LORA, "adalora": ADALORA}.get(adapter, PEFT)
@@ -109,12 +74,12 @@ def usual_optimizer(
         method = "pretraining"
     else:
         rates = FULL
-        method = "continued pretraining" if objective == "pretrain" else method
+        method = "continued pretraining" if spec.reads_text else method
     return UsualOptimizer(
-        rates=rates.times(OF_OPTIMIZERS.get(optimizer, 1.0)),
+        rates=rates.times(OPTIMIZERS[optimizer].rate_factor),
         method=method if optimizer == "adamw" else f"{method} and {optimizer}",
-        weight_decay=WEIGHT_DECAY if OBJECTIVES[objective].reads_text and not adapted else 0.0,
-        warmup=WARMUP if adapted and objective == "pretrain" else WARMUPS.get(objective, WARMUP),
+        weight_decay=WEIGHT_DECAY if spec.reads_text and not adapted else 0.0,
+        warmup=WARMUP if adapted and spec.reads_text else spec.warmup,
     )
 
 
@@ -142,12 +107,14 @@ def with_usual_values(
         rate = usual.rates.start
         values["learning_rate"] = rate
         reason = f"usual for {usual.method}: {usual.rates}"
-        choices["optimizer.learning_rate"] = Choice(short(rate), reason)
+        choices["optimizer.learning_rate"] = Choice(rate_text(rate), reason)
         # Muon's matrices of a new model take more. Those of a pretrained one take what its other weights do.
-        if section.kind == "muon" and section.muon_learning_rate is None and new_model:
-            values["muon_learning_rate"] = MUON.low
-            reason = f"{reason}; of the matrices {short(MUON.low)}: {MUON}"
-            choices["optimizer.learning_rate"] = Choice(short(rate), reason)
+        own_rate = OPTIMIZERS[section.kind].own_rate
+        if own_rate is not None and getattr(section, own_rate.key) is None and new_model:
+            matrix_rates = own_rate.of_new_model
+            values[own_rate.key] = matrix_rates.low
+            reason = f"{reason}; of the matrices {rate_text(matrix_rates.low)}: {matrix_rates}"
+            choices["optimizer.learning_rate"] = Choice(rate_text(rate), reason)
     if section.weight_decay == "auto":
         values["weight_decay"] = usual.weight_decay
         reason = f"usual for {usual.method}"
@@ -169,29 +136,20 @@ def far_rates(recipe: Recipe, config: ModelConfig) -> list[str]:
     if recipe.optimizer.learning_rate != "auto":
         rate = recipe.optimizer.learning_rate
         checked_rates.append(("learning_rate", rate, usual.rates, usual.method))
-    if recipe.optimizer.kind == "muon" and recipe.optimizer.muon_learning_rate is not None:
-        checked_rates.append(
-            (
-                "muon_learning_rate",
-                recipe.optimizer.muon_learning_rate,
-                MUON,
-                "the matrices of muon",
-            )
-        )
+    kind = recipe.optimizer.kind
+    own_rate = OPTIMIZERS[kind].own_rate
+    matrix_rate = None if own_rate is None else getattr(recipe.optimizer, own_rate.key)
+    if own_rate is not None and matrix_rate is not None:
+        matrices = f"the matrices of {kind}"
+        checked_rates.append((own_rate.key, matrix_rate, own_rate.of_new_model, matrices))
     highest = FAR * (USUAL_WIDTH / width if width < NARROW_WIDTH else 1)
     warnings = list[str]()
     for key, rate, usual_range, name in checked_rates:
-        warning = f"optimizer.{key} is {short(rate)}, far {{}} the usual {usual_range} for {name}"
+        warning = (
+            f"optimizer.{key} is {rate_text(rate)}, far {{}} the usual {usual_range} for {name}"
+        )
         if rate > highest * usual_range.high:
             warnings.append(warning.format("above") + ": the loss may rise or become NaN")
         elif rate < usual_range.low / (10 * FAR):
             warnings.append(warning.format("below") + ": the model will hardly change")
     return warnings
-
-
-def short(rate: float) -> str:
-    """0.0002 -> "2e-4"; from 0.01 on as it is."""
-    if rate >= 0.01:
-        return f"{rate:g}"
-    digits, _, exponent = f"{rate:.3e}".partition("e")
-    return f"{float(digits):g}e{int(exponent)}"

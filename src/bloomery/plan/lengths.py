@@ -16,38 +16,6 @@ N = TypeVar("N", int, float)
 UNKNOWN_STEPS = 1000
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """The most epochs before an objective overfits, and the usual number. `reason` names the source."""
-
-    most_epochs: int
-    usual_epochs: int
-    reason: str
-
-
-_PAIRS = Repeats(
-    3, 1, "preference pairs are trained on for one to three epochs (Zephyr, arXiv:2310.16944)"
-)
-_ROLLOUTS = Repeats(
-    20, 1, "the completions are new in every epoch, but the model learns the prompts by heart"
-)
-REPEATS = {
-    "pretrain": Repeats(
-        4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"
-    ),
-    "sft": Repeats(
-        5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"
-    ),
-    "distill": Repeats(10, 3, "a teacher's probabilities allow more epochs than labels do"),
-    "reward": Repeats(
-        2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"
-    ),
-    "grpo": _ROLLOUTS,
-    "rloo": _ROLLOUTS,
-    "ppo": _ROLLOUTS,
-} | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
-
-
 def in_epochs(plan: RunPlan) -> str:
     """ "about 3 epochs"; empty where the number is unknown."""
     epochs = plan.epochs
@@ -62,7 +30,7 @@ def in_epochs(plan: RunPlan) -> str:
 
 def too_many_epochs(plan: RunPlan) -> str | None:
     """A warning with the edit, where the dataset is repeated so often that the model overfits."""
-    repeats = REPEATS.get(plan.objective.kind)
+    repeats = plan.objective.spec.repeats
     epochs = plan.epochs
     dataset = plan.dataset
     if (

@@ -27,10 +27,11 @@ from bloomery.data.sources.files import (
 from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.facts.columns import COLUMN_NAMES, ColumnUse
+from bloomery.facts.objectives import OBJECTIVES
 from bloomery.facts.published import published_config
 from bloomery.plan.learning_rates import usual_optimizer
 from bloomery.recipe.load import merged_text
-from bloomery.recipe.schema import OBJECTIVES, Recipe, Source
+from bloomery.recipe.schema import Recipe, Source
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024

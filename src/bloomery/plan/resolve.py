@@ -15,6 +15,7 @@ from bloomery.core.units import GIB, MIB, Duration
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
@@ -38,7 +39,6 @@ from bloomery.plan.choices import (
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepShape
 from bloomery.plan.gather import Facts, fetch, gather

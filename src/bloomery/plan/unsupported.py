@@ -7,7 +7,8 @@ LoRA; PEFT is not imported.
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from bloomery.core import Choice
@@ -17,13 +18,14 @@ from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.limits import Dequantizer, storage_bytes
+from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
+from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
 from bloomery.facts.published import published_config
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
 from bloomery.model.presets import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function
 from bloomery.plan.stages import refuse_schedule
@@ -200,9 +202,6 @@ def adapter_choices(
         yield "adapter.kind", Choice(f"PEFT's {adapter.method}", reason)
 
 
-OPTIMIZER_MEMORY_KEYS = ("offload", "fused_backward", "stochastic_rounding")
-
-
 def refuse_recipe(recipe: Recipe) -> None:
     """Raises UserError for keys that contradict each other."""
     refuse_reward_misfits(recipe)
@@ -334,7 +333,11 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     spec = OPTIMIZERS[optimizer.kind]
 
     # The memory settings of the recipe as they stand in it, by key.
-    settings = {key: f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)}
+    settings = {
+        key: f"optimizer.{key}"
+        for key in ("offload", "fused_backward", "stochastic_rounding")
+        if getattr(optimizer, key)
+    }
     if optimizer.paged:
         settings["offload"] = "optimizer.paged"  # another name for it
     if optimizer.state_dtype != "float32":
@@ -502,28 +505,66 @@ SAMPLES_WITH_WHOLE_MODEL = (
 )
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
+
+
+def _has_objective(recipe: Recipe, *, kinds: tuple[str, ...]) -> bool:
+    return recipe.objective.kind in kinds
+
+
+def _has_optimizer(recipe: Recipe, *, kind: str) -> bool:
+    return recipe.optimizer.kind == kind
+
+
+def _has_optimizer_setting(recipe: Recipe, *, kind: str, key: str) -> bool:
+    is_set: bool = getattr(recipe.optimizer, key) != PLAIN_SETTINGS[key]
+    return is_set and _has_optimizer(recipe, kind=kind)
+
+
+def _objective_features() -> Iterator[Feature]:
+    """A row for objectives that read the same rows and count their loss alike."""
+    alike: dict[object, list[ObjectiveSpec]] = {}
+    for spec in OBJECTIVES.values():
+        alike.setdefault((spec.data_kind, spec.loss_unit, spec.values), []).append(spec)
+    for specs in alike.values():
+        kinds = tuple(spec.kind for spec in specs)
+        row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
+        if specs[0].source == "rollouts":
+            yield replace(
+                row,
+                pipeline=SAMPLES_WITH_WHOLE_MODEL,
+                context="each device packs the completions that it trains on by itself",
+            )
+        elif specs[0].extra_forwards:
+            yield replace(
+                row,
+                pipeline="the teacher is not cut into stages",
+                context="the teacher reads whole sequences",
+            )
+        else:
+            yield replace(row, context=WHOLE_TEXTS if specs[0].numbers_texts else "")
+
+
+def _optimizer_features() -> Iterator[Feature]:
+    """A row for each optimizer."""
+    for kind, spec in OPTIMIZERS.items():
+        is_used_by = partial(_has_optimizer, kind=kind)
+        yield Feature(f"optimizer {kind}", is_used_by, shard=spec.over_shards)
+
+
+def _optimizer_setting_features() -> Iterator[Feature]:
+    """A row for each setting of one optimizer that does not train over shards."""
+    for kind, spec in OPTIMIZERS.items():
+        for key, reason in spec.settings_over_shards.items():
+            yield Feature(
+                f"optimizer.{key}, {kind}",
+                partial(_has_optimizer_setting, kind=kind, key=key),
+                shard=reason,
+                fix="optimizer.kind=adamw optimizer.state_dtype=int8",
+            )
+
+
 FEATURES: tuple[Feature, ...] = (
-    Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
-    Feature("objective sft", lambda r: r.objective.kind == "sft"),
-    Feature(
-        "objective dpo, ipo, simpo, orpo",
-        lambda r: r.objective.kind in ("dpo", "ipo", "simpo", "orpo"),
-        context=WHOLE_TEXTS,
-    ),
-    Feature("objective kto", lambda r: r.objective.kind == "kto", context=WHOLE_TEXTS),
-    Feature("objective reward", lambda r: r.objective.kind == "reward", context=WHOLE_TEXTS),
-    Feature(
-        "objective distill",
-        lambda r: r.objective.kind == "distill",
-        pipeline="the teacher is not cut into stages",
-        context="the teacher reads whole sequences",
-    ),
-    Feature(
-        "objective grpo, rloo, ppo",
-        lambda r: isinstance(r.objective, Rollouts),
-        pipeline=SAMPLES_WITH_WHOLE_MODEL,
-        context="each device packs the completions that it trains on by itself",
-    ),
+    *_objective_features(),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
         "adapter dora",
@@ -550,17 +591,10 @@ FEATURES: tuple[Feature, ...] = (
         lambda r: r.train.activation_checkpointing not in ("none", "auto"),
     ),
     Feature("train.compile", lambda r: r.train.compile is True),
-    Feature("optimizer adamw", lambda r: r.optimizer.kind == "adamw"),
-    Feature("optimizer muon", lambda r: r.optimizer.kind == "muon"),
-    Feature("optimizer adafactor", lambda r: r.optimizer.kind == "adafactor"),
+    *_optimizer_features(),
     Feature("optimizer.state_dtype int8, bfloat16", lambda r: r.optimizer.state_dtype != "float32"),
     Feature("optimizer.stochastic_rounding, adamw", lambda r: r.optimizer.stochastic_rounding),
-    Feature(
-        "optimizer.stochastic_rounding, adafactor",
-        lambda r: r.optimizer.stochastic_rounding and r.optimizer.kind == "adafactor",
-        shard="its random bits follow slices of the rows of one device",
-        fix="optimizer.kind=adamw optimizer.state_dtype=int8",
-    ),
+    *_optimizer_setting_features(),
     Feature(
         "optimizer.paged, offload",
         lambda r: r.optimizer.paged or r.optimizer.offload,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import one_line
 from bloomery.core.text import closest
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, read_yaml
 
@@ -222,7 +223,7 @@ def _translated(edit: str) -> tuple[tuple[str, ...], str] | None:
     rows = {_value_name(name): row for name, row in _table()["values"].get(key, {}).items()}
     name = _value_name(value)
     patterns = (pattern for pattern in rows if "*" in pattern and fnmatchcase(name, pattern))
-    is_ours = name in ("adamw", "muon", "adafactor")  # no pattern is for them
+    is_ours = name in OPTIMIZERS  # no pattern is for them
     text = rows.get(name) or (None if is_ours else rows.get(next(patterns, "")))
     if text is None:
         return None

@@ -1,12 +1,6 @@
-"""The recipe's sections, keys and defaults. Sections do not depend on each other.
+"""The recipe's sections, keys and defaults. Sections do not depend on each other. No torch."""
 
-`OBJECTIVES` has the facts about each objective, so that no other module compares objective names. No torch.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +15,10 @@ from pydantic import (
 )
 
 from bloomery.core.units import GIB, MIB, Duration, Unit
+from bloomery.facts.attention import BACKENDS
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.recipe.values import (
     Auto,
     Checkpointing,
@@ -45,62 +43,8 @@ from bloomery.recipe.values import (
     WallTime,
 )
 
-DataKind = Literal["any", "sft", "pairs", "kto", "prompts"]
-LossUnit = Literal["token", "label", "pair", "answer", "completion"]
-BatchOrigin = Literal["dataset", "rollouts"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 PipelineTransport = Literal["device", "host"]
-
-
-@dataclass(frozen=True)
-class ObjectiveSpec:
-    """`data_kind`: its rows; "any" is read as text. `loss_unit`: the loss is per token (in nats), label,
-    pair or answer. `reference`: it needs a reference model. `extra_forwards`: forwards of another model per step.
-    `source`: it trains on the prepared dataset or on generated responses. `values`: the model outputs one value per
-    sequence, no text. `value_head`: it trains a value head next to the language model's. `falls`: a loss that does not
-    fall means that training fails.
-    """
-
-    kind: str
-    data_kind: DataKind
-    loss_unit: LossUnit
-    reference: bool = False
-    extra_forwards: int = 0
-    source: BatchOrigin = "dataset"
-    values: bool = False
-    value_head: bool = False
-    falls: bool = False
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it trains on every token, also of conversations."""
-        return self.data_kind == "any"
-
-    @property
-    def numbers_texts(self) -> bool:
-        """Whether the loss is per response, so that batches number the responses of each sequence."""
-        return self.loss_unit in ("pair", "answer", "completion")
-
-
-OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
-    {
-        spec.kind: spec
-        for spec in (
-            ObjectiveSpec("pretrain", "any", "token", falls=True),
-            ObjectiveSpec("sft", "sft", "token", falls=True),
-            ObjectiveSpec("dpo", "pairs", "pair", reference=True),
-            ObjectiveSpec("ipo", "pairs", "pair", reference=True),
-            ObjectiveSpec("simpo", "pairs", "pair"),
-            ObjectiveSpec("orpo", "pairs", "pair"),
-            ObjectiveSpec("kto", "kto", "answer", reference=True),
-            ObjectiveSpec("reward", "pairs", "pair", values=True),
-            ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
-            ObjectiveSpec("grpo", "prompts", "completion", source="rollouts"),
-            ObjectiveSpec("rloo", "prompts", "completion", source="rollouts"),
-            ObjectiveSpec("ppo", "prompts", "completion", source="rollouts", value_head=True),
-        )
-    }
-)
 
 
 LENGTHS: dict[str, Unit] = {
@@ -112,24 +56,15 @@ LENGTHS: dict[str, Unit] = {
 IF_INSTALLED = "tensorboard-if-installed"  # the tracker of a plan whose recipe names none
 # The names of bloomery.model, which is a layer above; a test compares them.
 Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
-Family = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "olmo2",
-    "phi3",
-    "gpt2",
-]
-# The facts about each are OPTIMIZERS of plan/estimate/optimizers.py.
-OptimizerKind = Literal["adamw", "muon", "adafactor"]
-AttentionBackend = Literal[
-    "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "triton", "blockwise", "math"
-]
+# Keys whose values are the names in a table of facts. Installed packages add to some of them, which mypy cannot know.
+if TYPE_CHECKING:
+    FamilyName = str
+    OptimizerKind = str
+    AttentionBackend = str
+else:
+    FamilyName = FAMILIES.name_literal()
+    OptimizerKind = OPTIMIZERS.name_literal()
+    AttentionBackend = BACKENDS.name_literal()
 # Between nodes: the usual one, sockets, or GB/s of a node.
 AssumedNetwork = Auto | Literal["tcp"] | PositiveFloat
 
@@ -210,7 +145,7 @@ class Model(Section):
     preset: Preset | None = key(
         None, "Architecture and sizes of a packaged model, with random weights.", "go-coder-tiny"
     )
-    family: Family | None = key(
+    family: FamilyName | None = key(
         None, "Architecture of a new model; the sizes follow below.", "llama"
     )
     implementation: Auto | Literal["native", "transformers"] = key(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
+from bloomery.facts.objectives import LossUnit
 from bloomery.infer.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
@@ -27,7 +28,6 @@ from bloomery.recipe.schema import (
     Distill,
     Grpo,
     Kto,
-    LossUnit,
     OrPo,
     Ppo,
     Preference,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from bloomery.recipe.schema import BatchOrigin
+from bloomery.facts.objectives import BatchOrigin
 from bloomery.train.rl.rollouts import rollout_source
 from bloomery.train.source import BatchSource, DatasetSource, SourceInputs
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.optimizers import saves_memory
 from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, method_name, targets_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
@@ -40,12 +41,7 @@ class TrainingMode:
     @property
     def saves_optimizer_memory(self) -> bool:
         """Whether AdamW is the native one."""
-        return (
-            self.state_dtype != "float32"
-            or self.offload
-            or self.stochastic_rounding
-            or self.fused_backward
-        )
+        return saves_memory(self)
 
     @property
     def frozen(self) -> bool:

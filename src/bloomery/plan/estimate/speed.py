@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from bloomery.facts.counting import Shape, flops_per_token
 from bloomery.facts.limits import CPU_TILE, storage_bytes
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
@@ -53,7 +54,6 @@ NARROW = 10.0
 # 0.4 to 0.8 for int8 on the same core, whose share is 12 GB/s.
 DEQUANTIZED = {"nf4": 14.0, "int8": 7.0}
 ADDED = 6.0  # bytes per value where LoRA's part is added to the output, and its gradient to that of the input
-MUON_ITERATIONS = 5  # of its orthogonalization
 
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
@@ -291,7 +291,9 @@ def work_of(
         operators=0.0
         if step.on_gpu
         else operators_of_micro_batch(step, recomputed=recomputed.between) * micro_batches,
-        update_products=0.0 if step.on_gpu else _orthogonalization_flops(step),
+        update_products=0.0
+        if step.on_gpu
+        else OPTIMIZERS[step.optimizer].update_flops(model.layer_matrices),
         scores=_tiled_scores(step, attention_forwards, tokens)
         if step.attention == "triton"
         else None,
@@ -306,17 +308,6 @@ def _adapted_shapes(step: StepShape) -> list[tuple[int, int]]:
         for adapted in layer.layer.matrices
         if layer.adapter_rank(adapted.name)
     ]
-
-
-def _orthogonalization_flops(step: StepShape) -> float:
-    """FLOPs of Muon's update: in each iteration two products of R x R with R x C, and one of R x R with itself."""
-    if step.optimizer != "muon":
-        return 0.0
-    total_flops = 0.0
-    for shape in step.model.layer_matrices:
-        rows, columns = sorted(shape)
-        total_flops += MUON_ITERATIONS * (4.0 * rows**2 * columns + 2.0 * rows**3)
-    return total_flops
 
 
 def _cast_bytes(step: StepShape) -> float:

@@ -11,9 +11,9 @@ from typing import TypeVar
 from bloomery.facts.config import ModelConfig, Stage
 from bloomery.facts.counting import Layer, Shape, layers, parameter_shapes
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
+from bloomery.facts.optimizers import OPTIMIZERS, Update, is_layer_matrix
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.mode import FULL, TrainingMode, mode_of
-from bloomery.plan.estimate.optimizers import OPTIMIZERS, Update
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Recipe
 
@@ -195,9 +195,7 @@ class TrainedModel:
     def layer_matrices(self) -> tuple[Shape, ...]:
         """The shapes of the trainable matrices inside layers."""
         return tuple(
-            shape
-            for name, shape in self.trainable.items()
-            if ".layers." in name and len(shape) == 2
+            shape for name, shape in self.trainable.items() if is_layer_matrix(name, shape)
         )
 
     @cached_property
@@ -259,7 +257,7 @@ class TrainedModel:
         float32_values = 0
         other_values = 0
         for name, shape in self.frozen.items():
-            if mode.quantize_kind != "none" and ".layers." in name and len(shape) == 2:
+            if mode.quantize_kind != "none" and is_layer_matrix(name, shape):
                 quantized_bytes += storage_bytes(shape, mode.quantize_kind, mode.double_quant)
             elif stays_float32(name):
                 float32_values += math.prod(shape)
@@ -329,7 +327,7 @@ class TrainedModel:
     def update_bytes(self, kind: str, precision: str, *, on_gpu: bool) -> float:
         """Temporary bytes of the update. A fused backward updates one parameter at a time."""
         update = Update(
-            mode=self.mode,
+            settings=self.mode,
             on_gpu=on_gpu,
             weight_bytes=weight_bytes_of(precision),
             values_at_once=max(self._largest_values)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
+from bloomery.facts.optimizers import saves_memory
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.common import (
     Gate,
@@ -353,13 +354,7 @@ def build_adamw(
     placement: StatePlacement,
 ) -> list[torch.optim.Optimizer]:
     """torch's AdamW, unless the plan has a memory setting that torch's lacks."""
-    saves_memory = (
-        plan.state_dtype != "float32"
-        or plan.offload
-        or plan.stochastic_rounding
-        or plan.fused_backward
-    )
-    if not saves_memory:
+    if not saves_memory(plan):
         return [torch_adamw(named_parameters, plan)]
     return [
         ChunkedAdamW(

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
 from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.model.io.parameters import local, rows_of
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.estimate.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
 from bloomery.recipe.schema import OptimizerKind
 from bloomery.train.optim.adafactor import build_adafactor

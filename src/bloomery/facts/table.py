@@ -1,0 +1,31 @@
+"""A table of entries by name, to which installed packages add theirs before the recipe's schema is built. No torch."""
+
+from typing import Any, Literal, TypeVar, final
+
+from bloomery.core.errors import UserError
+
+Entry = TypeVar("Entry")
+
+
+@final
+class Table(dict[str, Entry]):
+    """Entries by name, in the order in which pages list them."""
+
+    _names_are_used = False
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Another entry, before `name_literal` is called. Raises UserError for a name that is taken."""
+        assert not self._names_are_used, f"{name} comes too late: the names are in the schema"
+        if name in self:
+            raise UserError(
+                f"the name {name} is taken",
+                where="an installed package",
+                fix="uninstall it, or ask its author to choose another name",
+            )
+        self[name] = entry
+
+    def name_literal(self) -> Any:
+        """The names as a Literal, for a key of the recipe; no entry can be added from then on."""
+        self._names_are_used = True
+        names = tuple(self)
+        return Literal[names]
