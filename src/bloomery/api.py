@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from bloomery.evals.rewards import RewardScores
     from bloomery.evals.tasks import Named, TaskReport
     from bloomery.export.layouts import Exported
-    from bloomery.export.merge import Method
     from bloomery.infer.generate import Model
     from bloomery.infer.load import Use
     from bloomery.monitor.events import Event
@@ -531,25 +530,20 @@ def merge(
     models: Sequence[str | Path],
     out: str | Path,
     *,
-    method: "Method" = "linear",
     weights: Sequence[float] | None = None,
-    base: str | Path | None = None,
-    density: float = 0.2,
     dtype: str | None = None,
     verify: bool = True,
     device: str = "auto",
 ) -> "Exported":
-    """Merge models of one architecture and tokenizer into the new folder `out`: linear, slerp, ties, task-arithmetic.
+    """Merge models of one architecture and tokenizer into the new folder `out`: the mean of their weights.
 
-    `weights`: one per model, 1 each by default. `base`: the model that all were fine-tuned from, for ties and
-    task-arithmetic. `density`: the share of each parameter's changes that ties keeps.
+    `weights`: one per model, 1 each by default.
 
-        bloomery.merge(["model-a", "model-b"], "merged", method="ties", base="original")
+        bloomery.merge(["model-a", "model-b"], "merged", weights=[0.7, 0.3])
     """
     from bloomery.runs.folder import chosen_use, model_path
 
     paths = [model_path(str(model)) for model in models]
-    base_path = None if base is None else model_path(str(base))
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
     from bloomery.infer.model_folder import find_model
@@ -557,10 +551,7 @@ def merge(
     return merge_models(
         [find_model(path) for path in paths],
         Path(out),
-        method=method,
-        base=None if base_path is None else find_model(base_path),
         weights=weights,
-        density=density,
         dtype=dtype,
         verify=verify,
         use=use,

@@ -229,13 +229,3 @@ def test_bench_fails_where_nothing_is_learned_and_prints_both_losses(
     assert f"could not be measured: failed, {problem}" in text
     assert f"loss 8.0000 -> {learning['loss_after']:.4f} in 5 steps" in text
     assert f"gradient norm {learning['grad_norm']:.3g}" in text
-
-
-def test_versions_of_pytorch_are_compared_by_a_script():
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "bloomery", "bench", "demo", "--torch", "2.12.1,2.13.0"],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert "benchmarks/torch_versions.py" in result.stderr

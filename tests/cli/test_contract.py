@@ -139,10 +139,7 @@ FLAGS = {
         "--devices",
     },
     "merge": {
-        "--method",
         "--weights",
-        "--base",
-        "--density",
         "--out",
         "--type",
         "--verify",

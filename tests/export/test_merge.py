@@ -10,14 +10,13 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from peft.utils.merge_utils import ties as ties_of_peft
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import export, open_model
-from bloomery.export.merge import combine, export_several, merge, slerp, ties
+from bloomery.export.merge import export_several, merge
 from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder
 from models_for_tests import make_model
@@ -62,67 +61,14 @@ def test_a_linear_merge_is_the_weighted_mean(models, tmp_path):
         )
 
 
-@pytest.mark.parametrize(("density", "weights"), [(0.2, [1.0, 1.0, 1.0]), (0.5, [0.7, 0.2, 0.4])])
-def test_ties_is_that_of_peft(models, tmp_path, density, weights):
-    done = merge(
-        found(models, "a", "b", "c"),
-        tmp_path / "out",
-        method="ties",
-        base=find_model(models["base"]),
-        density=density,
-        weights=weights,
-        verify=False,
-    )
-    base, mine = stored(models["base"]), stored(done.folder)
-    every = [stored(models[name]) for name in "abc"]
-    for name, value in mine.items():
-        changes = [each[name] - base[name] for each in every]
-        expected = base[name] + ties_of_peft(changes, torch.tensor(weights), density)
-        assert_close(value, expected, atol=1e-7, rtol=0)
-
-
-def test_ties_by_hand():
-    """The example of figure 1 of the paper in numbers: trimmed, the sign of the larger sum, the mean of those."""
-    changes = [torch.tensor([4.0, -3.0, 1.0, 0.1]), torch.tensor([2.0, 5.0, -4.0, 0.2])]
-    assert ties(changes, [1.0, 1.0], 0.5).tolist() == [4.0, 5.0, -4.0, 0.0]
-    assert ties([torch.tensor([1.0, 1.0, 1.0])], [1.0], 0.4).tolist() == [1.0, 1.0, 1.0], (
-        "equal numbers are all kept"
-    )
-    assert ties(changes, [1.0, 1.0], 0.1).tolist() == [0.0] * 4, "less than one number is kept"
-
-
-def test_slerp_stays_on_the_sphere():
-    random = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(40, 30, generator=random) for _ in range(2))
-    b *= a.norm() / b.norm()
-    for share in (0.0, 0.25, 0.5, 1.0):
-        assert math.isclose(float(slerp(a, b, share).norm()), float(a.norm()), rel_tol=1e-5)
-    assert_close(slerp(a, b, 0.0), a)
-    assert_close(slerp(a, b, 1.0), b)
-    middle = (a + b) / (a + b).norm() * a.norm()
-    assert_close(slerp(a, b, 0.5), middle, atol=1e-5, rtol=0)
-    assert_close(slerp(a, 2 * a, 0.5), 1.5 * a)
-    assert_close(slerp(torch.zeros(3), torch.ones(3), 0.5), torch.full((3,), 0.5))
-    quarter = combine("slerp", [a, b], None, [3.0, 1.0], 0.2)
-    assert_close(quarter, slerp(a, b, 0.25))
-
-
 def test_the_same_models_give_the_same_bytes(models, tmp_path):
-    for method in ("slerp", "ties"):
-        base = find_model(models["base"]) if method == "ties" else None
-        for out in ("one", "two"):
-            merge(
-                found(models, "a", "b"),
-                tmp_path / method / out / "m",
-                method=method,
-                base=base,
-                verify=False,
-            )
-        folders = (tmp_path / method / out / "m" for out in ("one", "two"))
-        one, two = (
-            {path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders
-        )
-        assert one == two
+    for out in ("first", "second"):
+        merge(found(models, "a", "b"), tmp_path / out / "m", weights=[0.7, 0.4], verify=False)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / out / "m").iterdir()}
+        for out in ("first", "second")
+    )
+    assert first == second
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +92,8 @@ def test_adapters_with_weights_are_those_of_peft(models, adapters, tmp_path):
     """`cat` of PEFT is the sum of updates; its `linear` multiplies a sum of A by a sum of B, and needs equal ranks."""
     both = Path("+".join(map(str, (models["base"], *adapters))))
     done = export_several(both, tmp_path / "out", weights=[0.7, 0.4])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Method: task-arithmetic; base: base." in card
     base = transformers.AutoModelForCausalLM.from_pretrained(models["base"])
     theirs = peft.PeftModel.from_pretrained(base, adapters[0], adapter_name="a")
     theirs.load_adapter(adapters[1], adapter_name="b")
@@ -165,10 +113,6 @@ def test_the_command_merges_and_the_card_tells(models, tmp_path):
         "merge",
         str(models["a"]),
         str(models["b"]),
-        "--method",
-        "ties",
-        "--base",
-        str(models["base"]),
         "--weights",
         "1,0.5",
         "--type",
@@ -179,7 +123,7 @@ def test_the_command_merges_and_the_card_tells(models, tmp_path):
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     card = (tmp_path / "out" / "README.md").read_text()
-    for text in ("Method: ties, density 0.2; base: base.", "| a | 1 |", "| b | 0.5 |", "- merge"):
+    for text in ("Method: linear.", "| a | 1 |", "| b | 0.5 |", "- merge"):
         assert text in card
     assert str(tmp_path) not in card
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -189,13 +133,10 @@ def test_the_command_merges_and_the_card_tells(models, tmp_path):
     ("settings", "names", "problem"),
     [
         ({}, "a", "two models"),
-        ({"method": "slerp"}, "abc", "two models, not 3"),
-        ({"method": "ties"}, "ab", "needs the model"),
         ({"weights": [1.0]}, "ab", "1 weights for 2 models"),
         ({"weights": [1.0, -1.0]}, "ab", "not usable as weights"),
         ({"weights": [math.nan, 1.0]}, "ab", "not usable as weights"),
         ({"weights": [1e308, 1e308]}, "ab", "sum of the weights is too large"),
-        ({"density": 0.0}, "ab", "not a share"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(models, tmp_path, settings, names, problem):
@@ -271,7 +212,6 @@ def test_a_merge_that_float16_cannot_hold_is_refused(models, tmp_path):
         merge(
             found(models, "a", "b"),
             tmp_path / "out",
-            method="task-arithmetic",
             base=find_model(models["base"]),
             weights=[1.0, 1e9],
             dtype="float16",

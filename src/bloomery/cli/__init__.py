@@ -54,7 +54,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "bloomery.cli.models:convert_command",
         "Convert a model, its context, template and tokens.",
     ),
-    "merge": ("bloomery.cli.models:merge_command", "Merge models into one: linear, SLERP, TIES."),
+    "merge": (
+        "bloomery.cli.models:merge_command",
+        "Merge models into one: the mean of their weights.",
+    ),
     "download": (
         "bloomery.cli.models:download_command",
         "Download a model or dataset from the Hub.",
@@ -216,12 +219,18 @@ _PASS_AT_K = (
     "`bloomery export MODEL --to hf --out DIR`, then lm-evaluation-harness on DIR with the tasks "
     "humaneval or mbpp counts pass@k"
 )
+_OTHER_MERGES = (
+    "leave it out for the weighted mean; mergekit merges by SLERP, TIES and task arithmetic"
+)
 # Options that a command had once: what does the same today.
 _REMOVED_OPTIONS = {
     (
         "bloomery bench",
         "--torch",
     ): "python benchmarks/torch_versions.py RECIPE PYTHON PYTHON compares two environments",
+    ("bloomery merge", "--method"): _OTHER_MERGES,
+    ("bloomery merge", "--base"): _OTHER_MERGES,
+    ("bloomery merge", "--density"): _OTHER_MERGES,
     ("bloomery eval", "--run-code"): _PASS_AT_K,
     ("bloomery eval", "--samples"): _PASS_AT_K,
 }

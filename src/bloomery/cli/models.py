@@ -19,7 +19,6 @@ from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.api import Layout
-    from bloomery.export.merge import Method
 
 
 @click.command()
@@ -103,24 +102,7 @@ def command(
 @click.command()
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option(
-    "--method",
-    type=click.Choice(["linear", "slerp", "ties", "task-arithmetic"]),
-    default="linear",
-    show_default=True,
-    help="How the weights are combined.",
-)
-@click.option(
     "--weights", callback=numbers, metavar="LIST", help="One weight per model [default: 1 each]."
-)
-@click.option(
-    "--base", metavar="MODEL", help="Their common base model, for ties and task-arithmetic."
-)
-@click.option(
-    "--density",
-    type=float,
-    default=0.2,
-    show_default=True,
-    help="Share of changes that ties keeps.",
 )
 @click.option(
     "--out",
@@ -140,10 +122,7 @@ def command(
 @devices_option
 def merge_command(
     models: tuple[str, ...],
-    method: "Method",
     weights: tuple[float, ...] | None,
-    base: str | None,
-    density: float,
     out_path: Path,
     dtype: str | None,
     verify: bool,
@@ -151,13 +130,10 @@ def merge_command(
 ) -> None:
     """Merge models of one architecture and tokenizer into a new one.
 
-    linear: the weighted mean. slerp: two models along the arc between them, the second one's share being its weight
-    over the sum. ties: the base plus the largest changes that agree in sign. task-arithmetic: the base plus the
-    weighted changes. Weights are read one tensor at a time and computed in float32.
+    Each weight is the mean of the models' weights, weighted by --weights. They are read one tensor at a time and
+    computed in float32.
 
     Example: bloomery merge model-a model-b --weights 0.7,0.3 --out merged
-
-    Example: bloomery merge model-a model-b --method ties --base original --out merged
     """
     from bloomery.api import merge
 
@@ -165,10 +141,7 @@ def merge_command(
         merged = merge(
             models,
             out_path,
-            method=method,
             weights=weights,
-            base=base,
-            density=density,
             dtype=dtype,
             verify=verify,
             device=devices,

@@ -50,12 +50,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of whole models: the name and weight of each, and the settings of the method."""
+    """A merge of whole models: the name and weight of each, and the base whose changes were weighted."""
 
     method: str
     models: tuple[tuple[str, float], ...]
     base: str | None = None
-    density: float | None = None
 
 
 def training_of(checkpoint: Path) -> Training | None:

@@ -1,7 +1,7 @@
-"""Merges of whole models, one parameter at a time: linear, SLERP, TIES and task arithmetic, computed in float32.
+"""Merges of whole models and of adapters, one parameter at a time, computed in float32.
 
-Linear: Wortsman et al., "Model soups", arXiv:2203.05482. TIES: Yadav et al., arXiv:2306.01708. Task arithmetic:
-Ilharco et al., arXiv:2212.04089. SLERP: Shoemake, "Animating rotation with quaternion curves", 1985.
+The weighted mean of models: Wortsman et al., "Model soups", arXiv:2203.05482. A base with the changes of its adapters:
+task arithmetic, Ilharco et al., arXiv:2212.04089.
 """
 
 import math
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,14 +35,6 @@ from bloomery.model.adapters.settings import Base
 from bloomery.model.io.stored import find_tensors
 from bloomery.model.io.weights import write_model_piecewise
 
-Method = Literal["linear", "slerp", "ties", "task-arithmetic"]
-METHODS: tuple[Method, ...] = get_args(Method)
-NEEDS_BASE = ("ties", "task-arithmetic")
-DENSITY = 0.2  # of each parameter's changes that TIES keeps (section 4 of the paper)
-PARALLEL_COSINE = (
-    0.9995  # above it SLERP is the straight line: the sine of the angle would divide noise
-)
-FLOAT64_NUMBERS = 2**20  # of a dot product at a time
 # Facts of a config that do not change what a layer computes: the first model's are kept.
 FREE_FACTS = (
     "max_positions",
@@ -57,96 +48,40 @@ FREE_FACTS = (
 )
 
 
-def combine(
-    method: Method,
-    parts: Sequence[Tensor],
-    base: Tensor | None,
-    weights: Sequence[float],
-    density: float,
-) -> Tensor:
+def weighted_mean(parameters: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """One parameter of the merged model from those of the models, all float32 and of one shape."""
-    if method == "slerp":
-        return slerp(parts[0], parts[1], weights[1] / sum(weights))
-    if method == "linear":
-        shares = [weight / sum(weights) for weight in weights]
-        weighted = [part * share for part, share in zip(parts, shares, strict=True)]
-        return torch.stack(weighted).sum(0)
-    assert base is not None
-    changes = [part - base for part in parts]
-    if method == "ties":
-        return base + ties(changes, weights, density)
+    shares = [weight / sum(weights) for weight in weights]
+    weighted = [parameter * share for parameter, share in zip(parameters, shares, strict=True)]
+    return torch.stack(weighted).sum(0)
+
+
+def with_changes(base: Tensor, parameters: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """A parameter of the base, plus what each model changed of it, times its weight."""
+    changes = [parameter - base for parameter in parameters]
     weighted = [change * weight for change, weight in zip(changes, weights, strict=True)]
     return base + torch.stack(weighted).sum(0)
-
-
-def slerp(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """The point at `share` of the arc from `first` to `second`, taken as vectors; the line where they are parallel."""
-
-    def dot(a: Tensor, b: Tensor) -> float:
-        a_parts = a.flatten().split(FLOAT64_NUMBERS)
-        b_parts = b.flatten().split(FLOAT64_NUMBERS)
-        parts = zip(a_parts, b_parts, strict=True)
-        return sum(float(a_part.double() @ b_part.double()) for a_part, b_part in parts)
-
-    norms = math.sqrt(dot(first, first) * dot(second, second))
-    cosine = dot(first, second) / norms if norms else 1.0
-    if abs(cosine) > PARALLEL_COSINE:
-        return first * (1 - share) + second * share
-    angle = math.acos(cosine)
-    return (first * math.sin((1 - share) * angle) + second * math.sin(share * angle)) / math.sin(
-        angle
-    )
-
-
-def ties(changes: Sequence[Tensor], weights: Sequence[float], density: float) -> Tensor:
-    """Trim, elect sign, disjoint mean: the mean of the largest changes that have the sign of most of their sum.
-
-    With equal weights of 1 the algorithm of the paper; weights multiply the trimmed changes as in PEFT. Numbers that
-    are equal to the smallest one kept are kept too, so that the result does not depend on their order.
-    """
-    # Trim: small changes become 0.
-    trimmed_changes = []
-    for change in changes:
-        num_kept = int(density * change.numel())
-        if num_kept == 0:
-            trimmed_changes.append(torch.zeros_like(change))
-            continue
-        smallest_kept = change.abs().flatten().kthvalue(change.numel() - num_kept + 1).values
-        trimmed_changes.append(torch.where(change.abs() >= smallest_kept, change, 0.0))
-
-    # Elect: the sign of the sum. Mean: of the changes that have it.
-    total = torch.stack(trimmed_changes).sum(0)
-    elected_sign = torch.where(total >= 0, 1.0, -1.0)
-    merged = torch.zeros_like(total)
-    count = torch.zeros_like(total)
-    for change, weight in zip(trimmed_changes, weights, strict=True):
-        agrees = change.sign() == elected_sign
-        merged += torch.where(agrees, change * weight, 0.0)
-        count += agrees
-    return merged / count.clamp(min=1.0)
 
 
 def merge(
     models: Sequence[ModelFiles],
     out: Path,
     *,
-    method: Method = "linear",
     base: ModelFiles | None = None,
     weights: Sequence[float] | None = None,
-    density: float = DENSITY,
     dtype: str | None = None,
     verify: bool = True,
     use: Use | None = None,
 ) -> Exported:
     """Writes the merged model to the new folder `out`, completely or not at all; the same models give the same bytes.
 
-    `models`: full models, or adapters on their base. `weights`: one for each; linear and SLERP divide them by their
-    sum, TIES and task arithmetic multiply the changes to `base` by them. `density`: the share of changes that TIES
-    keeps. `dtype`: None keeps the first model's. Tokenizer, config and generation settings are the first model's.
-    Holds one parameter of each model at a time, in float32. Raises UserError for models that do not fit together.
+    `models`: full models, or adapters on their base. The result is their weighted mean; with `base`, the base plus the
+    weighted changes. `weights`: one for each. `dtype`: None keeps the first model's. Tokenizer, config and generation
+    settings are the first model's. Holds one parameter of each model at a time, in float32. Raises UserError for models
+    that do not fit together.
     """
     weights = list(weights or [1.0] * len(models))
-    _refuse_arguments(models, method, base, weights, density)
+    _refuse_arguments(models, weights, are_shares=base is None)
+    method = "linear" if base is None else "task-arithmetic"
     sources = [*models, *([] if base is None else [base])]
     with ExitStack() as stack:
         # All models are open together, and must be of one architecture with one tokenizer.
@@ -170,8 +105,10 @@ def merge(
                         where=str(files.weights),
                         fix="merge another checkpoint or copy of it",
                     )
-            base_parameter = parameters.pop() if base is not None else None
-            merged = combine(method, parameters, base_parameter, weights, density)
+            if base is None:
+                merged = weighted_mean(parameters, weights)
+            else:
+                merged = with_changes(parameters[-1], parameters[:-1], weights)
             return refuse_overflow(merged.to(target_dtype), name, where=out)
 
         with draft_of(out) as draft:
@@ -181,7 +118,6 @@ def merge(
                 method,
                 models=tuple(zip(names, weights, strict=True)),
                 base=None if base is None else _display_name(base),
-                density=density if method == "ties" else None,
             )
             write_other_files(draft, out.name, config, models[0], merge=about)
             num_parameters = len(parameter_shapes(config))
@@ -211,7 +147,6 @@ def export_several(
     return merge(
         files,
         out,
-        method="task-arithmetic",
         base=find_model(Path(base)),
         weights=weights,
         dtype=dtype,
@@ -234,45 +169,26 @@ def _display_name(files: ModelFiles) -> str:
 
 
 def _refuse_arguments(
-    models: Sequence[ModelFiles],
-    method: Method,
-    base: ModelFiles | None,
-    weights: Sequence[float],
-    density: float,
+    models: Sequence[ModelFiles], weights: Sequence[float], *, are_shares: bool
 ) -> None:
-    """Raises UserError for arguments that contradict each other, or that the method does not take."""
-    are_finite = all(map(math.isfinite, weights))
-    are_shares = method in NEEDS_BASE or (min(weights, default=0) >= 0 and any(weights))
+    """Raises UserError for weights that cannot be used. `are_shares`: of a mean, so that none is negative."""
     problem = fix = ""
-    where = f"--method {method}"
+    where = "--weights"
     if len(models) < 2:
+        where = "bloomery merge"
         problem = "a merge needs two models at least"
         fix = "name two or more models"
-    elif method == "slerp" and len(models) != 2:
-        problem = f"SLERP merges two models, not {len(models)}"
-        fix = "use --method linear"
-    elif method in NEEDS_BASE and base is None:
-        problem = f"{method} needs the model that the others were trained from"
-        fix = "add --base MODEL"
-    elif method not in NEEDS_BASE and base is not None:
-        problem = f"{method} has no base"
-        fix = "remove --base, or use --method ties"
     elif len(weights) != len(models):
-        where = "--weights"
         problem = f"{len(weights)} weights for {len(models)} models"
         fix = "give one weight for each model"
-    elif not are_finite or not are_shares:
-        where = "--weights"
+    elif not all(map(math.isfinite, weights)) or (
+        are_shares and (min(weights) < 0 or not any(weights))
+    ):
         problem = f"not usable as weights: {', '.join(f'{weight:g}' for weight in weights)}"
         fix = "give numbers of 0 or more, not all 0"
     elif not math.isfinite(sum(map(abs, weights))):
-        where = "--weights"
         problem = "the sum of the weights is too large for a number"
         fix = "give smaller numbers, such as 0.7,0.3"
-    elif not 0 < density <= 1:
-        where = "--density"
-        problem = f"not a share: {density:g}"
-        fix = "give a number above 0, up to 1"
     if problem:
         raise UserError(problem, where=where, fix=fix, code=2)
 
