@@ -6,7 +6,7 @@ from plans_for_tests import tiny_config
 from test_adamw import PLAN, Some, same, train
 
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.parallel import offload
+from bloomery.parallel import offload, transfers
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.transfers import CopyStream
@@ -56,9 +56,9 @@ def streams(monkeypatch):
     for module in (offload, placement):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
         monkeypatch.setattr(module, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
-    monkeypatch.setattr(torch.cuda, "Stream", fresh)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: WORK)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(transfers, "new_stream", fresh)
+    monkeypatch.setattr(transfers, "current_stream", lambda device: WORK)
+    monkeypatch.setattr(transfers, "on_stream", lambda device, stream: stream)
     return made
 
 

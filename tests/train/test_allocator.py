@@ -54,7 +54,7 @@ def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, m
         return made
 
     monkeypatch.setattr(loop, "open_context", on_a_gpu)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: STATS)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS)
     monkeypatch.setattr(context, "peak_memory_gib", lambda device: 0.0)
     run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
     assert (

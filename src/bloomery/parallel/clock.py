@@ -3,10 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
-import torch
-
+from bloomery.core.device import is_accelerator, recorded_event
 from bloomery.parallel.collective_notes import CollectiveNotes
 
 
@@ -23,7 +22,7 @@ class CommunicationClock:
         self.waited_seconds = 0.0  # of the host, in any collective
         self._host_seconds_by_axis = dict[str, float]()
         self._host_end = 0.0  # of the last collective, on time.perf_counter
-        self._device_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._device_events: list[tuple[str, Any, Any]] = []
 
     def reset(self) -> None:
         """Begin a step."""
@@ -40,10 +39,10 @@ class CommunicationClock:
         `name`: of the collective, for the notes.
         """
         name = f"{name}, {axis}" if axis else name
-        if device == "cuda":
-            start = _recorded_event()
+        if is_accelerator(device):
+            start = recorded_event(device)
             yield
-            end = _recorded_event()
+            end = recorded_event(device)
             self._device_events.append((axis, start, end))
             self.notes.follow(name, start, end)
         else:
@@ -55,10 +54,10 @@ class CommunicationClock:
     @contextmanager
     def noted(self, name: str, device: str = "cpu") -> Iterator[None]:
         """Note the block, a collective of tensors on `device` whose seconds are not counted."""
-        if device == "cuda":
-            start = _recorded_event()
+        if is_accelerator(device):
+            start = recorded_event(device)
             yield
-            self.notes.follow(name, start, _recorded_event())
+            self.notes.follow(name, start, recorded_event(device))
         else:
             self.notes.enter(name)
             yield
@@ -69,9 +68,9 @@ class CommunicationClock:
 
         FSDP2 sums gradients between replicas by itself, right after its reduce-scatter, and then calls a hook.
         """
-        if device == "cuda":
+        if is_accelerator(device):
             _, _, start = self._device_events[-1]
-            self._device_events.append((axis, start, _recorded_event()))
+            self._device_events.append((axis, start, recorded_event(device)))
         else:
             self._count_host_seconds(axis)
 
@@ -91,10 +90,3 @@ class CommunicationClock:
         self.waited_seconds += elapsed
         if axis:
             self._host_seconds_by_axis[axis] = self._host_seconds_by_axis.get(axis, 0.0) + elapsed
-
-
-def _recorded_event() -> torch.cuda.Event:
-    """An event at the current end of the device's work."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -45,7 +45,7 @@ class CollectiveNote:
 
 
 class DeviceEvent(Protocol):
-    """torch.cuda.Event."""
+    """What `core.device.recorded_event` returns."""
 
     def query(self) -> bool:
         """Whether the device has reached it."""

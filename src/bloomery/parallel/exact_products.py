@@ -2,9 +2,11 @@
 
 import torch
 
+from bloomery.core.device import is_accelerator, release_cached_memory, reset_peak_memory
 from bloomery.plan.types import TrainPlan
 
-SIZES = {"cpu": 256, "cuda": 4096}  # a GPU multiplies 69 G pairs: every compute unit takes part
+CPU_SIZE = 256
+GPU_SIZE = 4096  # multiplies 69 G pairs: every compute unit takes part
 TRIES = 3  # a device that is wrong now and then
 LARGEST = 2**20  # of the numbers by which products are compared
 
@@ -23,11 +25,16 @@ def product_problem(plan: TrainPlan) -> str:
             return f"fails: {str(error).strip().partition(chr(10))[0][:150]}"
         if wrong_rows:
             name = str(dtype).removeprefix("torch.")
-            return f"computes wrong {name} products: {wrong_rows:,} of {SIZES[plan.device]:,} rows"
-    if plan.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+            return (
+                f"computes wrong {name} products: {wrong_rows:,} of {_size_on(plan.device):,} rows"
+            )
+    release_cached_memory()
+    reset_peak_memory(plan.device)
     return ""
+
+
+def _size_on(device: str) -> int:
+    return GPU_SIZE if is_accelerator(device) else CPU_SIZE
 
 
 def wrong_rows_of_product(device: str, dtype: torch.dtype) -> int:
@@ -37,7 +44,7 @@ def wrong_rows_of_product(device: str, dtype: torch.dtype) -> int:
     holds exactly and sums to in any order: the device must return exactly these. Instead of the product the CPU
     computes A (B v) in float64, for numbers v, and compares it with (A B) v (Freivalds 1977): n^2 operations, not n^3.
     """
-    size = SIZES[device]
+    size = _size_on(device)
     generator = torch.Generator().manual_seed(0)
     left, right = (
         torch.randint(-1, 2, (size, size), generator=generator, dtype=torch.int8) for _ in range(2)

@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bloomery.core.device import is_accelerator
 from bloomery.model.io.parameters import is_split
 from bloomery.parallel.mesh import Mesh
 
 # Small gradients are summed together, in a float32 copy of 25 MiB: DistributedDataParallel's bucket.
 BUCKET_NUMBERS = 25 * 2**20 // 4
 # A float32 gradient of so many numbers is summed where it is: on a CPU, two copies soon cost more than a call.
-IN_PLACE_NUMBERS = {"cpu": 2**18, "cuda": BUCKET_NUMBERS}
+IN_PLACE_ON_CPU = 2**18
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
@@ -40,13 +41,14 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     bucket = [ranks_with_gradient]
     bucket_numbers = 0
     under_way = list[dist.Work]()
+    in_place_numbers = BUCKET_NUMBERS if is_accelerator(mesh.device) else IN_PLACE_ON_CPU
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
         # Size and dtype of the parameter decide, which are equal on every rank; the layout of a gradient may differ,
         # where one rank had none. A large one travels while the next is copied.
-        is_large = parameter.numel() >= IN_PLACE_NUMBERS[mesh.device]
+        is_large = parameter.numel() >= in_place_numbers
         if is_large and parameter.dtype == torch.float32:
             parameter.grad = parameter.grad.contiguous()
             work = dist.all_reduce(parameter.grad, group=mesh.data_group, async_op=True)

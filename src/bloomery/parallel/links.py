@@ -10,6 +10,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import (
+    accelerators_in_use,
+    current_index,
+    is_accelerator,
+    select_device,
+    synchronize_stream,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.parallel.environment import LinkFailed
@@ -104,7 +111,7 @@ def try_edges(
     rank_names: Sequence[str],
 ) -> LinkTrial:
     """Every edge in both directions: one after the other, timed, then all of them at once. Raises UserError."""
-    count = GPU_NUMBERS if mesh.device == "cuda" else CPU_NUMBERS
+    count = GPU_NUMBERS if is_accelerator(mesh.device) else CPU_NUMBERS
     directions = list(product(range(num_edges), (FORWARD, BACKWARD)))
     transfers = [_transfer(mesh, edge, direction) for edge, direction in directions]
     best_seconds = [float("inf")] * len(transfers)
@@ -184,8 +191,7 @@ def _exchange(
                     buffer, transfer.sender, transfer.edge, transfer.direction
                 )
         transport.settle()
-        if mesh.device == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize_stream(mesh.device)
 
     failure = run_within(LINK_SECONDS, send_and_receive)
     if failure:
@@ -201,11 +207,11 @@ def _exchange(
 def run_within(seconds: float, work: Callable[[], None]) -> str:
     """Runs `work` in a thread that may never end. Returns why it did not succeed in `seconds`, "" where it did."""
     errors = list[Exception]()
-    current_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device_indices = {kind: current_index(kind) for kind in accelerators_in_use()}
 
     def run() -> None:
-        if current_device is not None:
-            torch.cuda.set_device(current_device)  # each thread has its own
+        for kind, index in device_indices.items():
+            select_device(kind, index)  # each thread has its own
         try:
             work()
         except Exception as error:  # any: it is reported, and ends the run

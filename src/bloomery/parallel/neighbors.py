@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.core.device import is_accelerator, synchronize_stream
 from bloomery.core.errors import UserError
 from bloomery.parallel import links
 from bloomery.parallel.environment import without_host
 from bloomery.parallel.mesh import Mesh
 
 Pair = tuple[int, int]  # of ranks, the lower one first
-Device = str  # where the numbers are that are sent: "cpu" or "cuda"
+Device = str  # where the numbers are that are sent: a type of device
 
 CPU_NUMBERS = 2**18  # float32 numbers of each transfer
 GPU_NUMBERS = 2**22
@@ -25,10 +26,8 @@ TRIES = 3  # each pair is timed so often. The fastest counts: the first one conn
 # A link of one of many hosts is reported below this share of their usual rate.
 SLOW_SHARE = 1 / 3
 LEAST_PAIRS = 4  # of which most are usual
-FIXES: dict[Device, str] = {
-    "cpu": "check the network of these hosts, and GLOO_SOCKET_IFNAME",
-    "cuda": "`bloomery doctor --probe` there; on AMD check that iommu=pt is set",
-}
+HOST_FIX = "check the network of these hosts, and GLOO_SOCKET_IFNAME"
+GPU_FIX = "`bloomery doctor --probe` there; on AMD check that iommu=pt is set"
 
 
 @final
@@ -146,12 +145,12 @@ def try_neighbors(mesh: Mesh, hosts: Sequence[str], device: Device) -> LinkRates
             ]
         # Between hosts the other neighbors tell which of the two is at fault; a GPU that waits for one rank cannot try
         # another.
-        if failures and (device == "cuda" or index < inside):
+        if failures and (is_accelerator(device) or index < inside):
             break
     if failures:
         raise _error(failures, hosts, device)
 
-    numbers = GPU_NUMBERS if device == "cuda" else CPU_NUMBERS
+    numbers = GPU_NUMBERS if is_accelerator(device) else CPU_NUMBERS
     seconds_by_rank = mesh.all_gather_floats(*own_seconds)
     return LinkRates(
         {
@@ -183,7 +182,7 @@ def _exchange(rank: int, partner: int, device: Device, *, tag: int) -> str:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        torch.cuda.current_stream().synchronize()
+        synchronize_stream(device)
 
     failure = links.run_within(links.LINK_SECONDS, send_and_receive)
     if failure:
@@ -193,7 +192,7 @@ def _exchange(rank: int, partner: int, device: Device, *, tag: int) -> str:
 
 def _numbers(sender: int, device: Device) -> Tensor:
     """float32: whole numbers below 2^24, which at every index differ from those of any other rank."""
-    count = GPU_NUMBERS if device == "cuda" else CPU_NUMBERS
+    count = GPU_NUMBERS if is_accelerator(device) else CPU_NUMBERS
     return (torch.arange(count, device=device) + sender * 65_537).remainder_(2**24).float()
 
 
@@ -208,13 +207,15 @@ def _error(failures: Sequence[Failure], hosts: Sequence[str], device: Device) ->
     )
     others = len(failures) - 1
     more = f", and {others} other{'s' if others > 1 else ''}" if others else ""
-    kind = "between GPUs" if device == "cuda" else "between the ranks' hosts"
+    kind, fix = "between the ranks' hosts", HOST_FIX
+    if is_accelerator(device):
+        kind, fix = "between GPUs", GPU_FIX
     several_hosts = len(set(hosts)) > 1
     host = ",".join(suspects) if several_hosts and len(suspects) < len(set(hosts)) else ""
     return UserError(
         f"the link {_named(first.pair, hosts)} fails{more}: {first.problem}",
         where=f"links {kind}, before the first step" + (f"; at fault: {host}" if host else ""),
-        fix=f"{FIXES[device]}; or leave it out: {without_host(host)}" if host else FIXES[device],
+        fix=f"{fix}; or leave it out: {without_host(host)}" if host else fix,
         host=host,
     )
 

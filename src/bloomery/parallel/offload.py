@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class _Offloaded:
     number: int  # in the order of forward
     host_tensor: Tensor
     device: torch.device
-    arriving: tuple[Tensor, torch.cuda.Event | None] | None = None
+    arriving: tuple[Tensor, Any] | None = None  # its event is None where nothing is waited for
     returned: "weakref.ref[Tensor] | None" = None
 
     def in_use(self) -> Tensor | None:
@@ -131,7 +131,7 @@ class _OffloadHooks(saved_tensors_hooks):
             wait_for(arrived, offloaded.device)
         return tensor
 
-    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
         """Begin the copy to the device, where it has not begun; without a device of its own, a copy at once."""
         if offloaded.arriving is not None:
             return offloaded.arriving

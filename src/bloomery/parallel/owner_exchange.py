@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.core.device import can, synchronize
 from bloomery.model.io.parameters import local
 from bloomery.parallel.ownership import OwnedTensor
 
@@ -24,7 +25,8 @@ class HostBuffer:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._is_pinned = device_type == "cuda"
+        self._device_type = device_type
+        self._is_pinned = can(device_type, "streams")
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
@@ -42,8 +44,7 @@ class HostBuffer:
             copy.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._is_pinned)
             copies[key] = copy
             start += sizes[key]
-        if self._is_pinned:
-            torch.cuda.synchronize()
+        synchronize(self._device_type)
         return copies
 
 

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bloomery.core.device import is_accelerator, synchronize_stream
 from bloomery.model.adapters.settings import EMBEDDING, shares_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import local
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.transfers import has_own_memory, pinned_like
+from bloomery.parallel.transfers import pinned_like
 
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 FORWARD = 0
@@ -76,14 +77,14 @@ class HostTransport:
 
     def send(self, tensor: Tensor, rank: int, edge: int, direction: int) -> None:
         on_host = tensor.detach().contiguous()
-        if has_own_memory(tensor.device):
+        if is_accelerator(tensor.device):
             # The neighbor reads what was computed: the host waits for that, and for its copy.
             on_host = pinned_like(on_host).copy_(on_host, non_blocking=True)
-            torch.cuda.current_stream(tensor.device).synchronize()
+            synchronize_stream(tensor.device)
         self._send_queue.add(dist.isend(on_host, rank, tag=2 * edge + direction), on_host)
 
     def receive(self, buffer: Tensor, rank: int, edge: int, direction: int) -> Tensor:
-        if not has_own_memory(buffer.device):
+        if not is_accelerator(buffer.device):
             dist.recv(buffer, rank, tag=2 * edge + direction)
             return buffer
         # The copy to the device may still run after this returns: the allocator reuses pinned memory only after it.

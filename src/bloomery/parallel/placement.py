@@ -3,8 +3,7 @@
 import os
 from dataclasses import asdict
 
-import torch
-
+from bloomery.core.device import current_index, is_accelerator, properties_of
 from bloomery.hardware.binding import Binding, BindingReport, binding_report, read_binding
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import visible_devices
@@ -17,21 +16,21 @@ def check_binding(mesh: Mesh) -> BindingReport | None:
     """Prints where this rank runs; on every rank the verdict on all of them. None for one rank alone."""
     if mesh.world == 1:
         return None
-    gpu = _gpu_address() if mesh.device == "cuda" else ""
+    gpu = _gpu_address(mesh.device)
     binding = read_binding(node_name(), rank_environment().local_rank, gpu)
     print(f"binding: rank {mesh.rank} on {binding}", flush=True)
     bindings = [Binding(**entry) for entry in mesh.all_gather_json(asdict(binding))]
     return binding_report(bindings, site=local_site(), is_slurm="SLURM_JOB_ID" in os.environ)
 
 
-def _gpu_address() -> str:
-    """The PCI address of this rank's GPU; "" where neither torch nor the kernel gives it."""
-    index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
-    if hasattr(properties, "pci_bus_id"):
-        domain = getattr(properties, "pci_domain_id", 0)
-        device = getattr(properties, "pci_device_id", 0)
-        return f"{domain:04x}:{properties.pci_bus_id:02x}:{device:02x}.0"
+def _gpu_address(device: str) -> str:
+    """The PCI address of this rank's GPU; "" on a CPU, and where neither torch nor the kernel gives it."""
+    if not is_accelerator(device):
+        return ""
+    pci_address = properties_of(device).pci_address
+    if pci_address:
+        return pci_address
     # An older torch counts the devices as `visible_devices` does.
+    index = current_index(device)
     devices = visible_devices(detect())
     return devices[index].pci_address if index < len(devices) else ""

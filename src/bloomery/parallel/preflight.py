@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.core import __version__
+from bloomery.core.device import accelerator_type, is_accelerator, properties_of
 from bloomery.core.errors import UserError
 from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
@@ -102,7 +103,7 @@ def meet(plan: TrainPlan) -> Mesh:
     """`join`, with its errors in one sentence. Raises UserError."""
     environment = rank_environment()
     this_rank = f"rank {environment.rank} on {node_name()}"
-    if plan.ranks > 1 and plan.device == "cuda" and not torch.cuda.is_available():
+    if plan.ranks > 1 and is_accelerator(plan.device) and accelerator_type() is None:
         raise UserError(
             f"{this_rank} sees no GPU",
             where="HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
@@ -170,7 +171,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     rates = try_neighbors(mesh, hosts, "cpu")
     reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
     if _reduces_on_gpus(mesh):
-        rates = try_neighbors(mesh, hosts, "cuda")
+        rates = try_neighbors(mesh, hosts, mesh.device)
     rank_names = [f"{rank_name(rank, plan)} on {host}" for rank, host in enumerate(hosts)]
     link = try_links(mesh, plan.train, rank_names)
     return Preflight(
@@ -192,7 +193,7 @@ def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
         torch=torch.__version__,
         bloomery=__version__,
         plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
-        device=_device_id() if plan.train.device == "cuda" else "",
+        device=_device_id(plan.train.device),
         wrong_device=product_problem(plan.train),
         local_free_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         sees_run_folder=_appears(shared_file, token),
@@ -210,9 +211,12 @@ def _appears(shared_file: Path, token: str) -> bool:
     return True
 
 
-def _device_id() -> str:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return str(getattr(properties, "uuid", "") or getattr(properties, "pci_bus_id", ""))
+def _device_id(device: str) -> str:
+    """Of this very GPU; "" on a CPU, which ranks may share."""
+    if not is_accelerator(device):
+        return ""
+    properties = properties_of(device)
+    return properties.unit_id or properties.pci_address
 
 
 def _reading_problem(prepared: Path) -> str:
@@ -363,7 +367,7 @@ CHECKS: tuple[Callable[[Sequence[RankFacts]], UserError | None], ...] = (
 
 
 def _reduces_on_gpus(mesh: Mesh) -> bool:
-    return mesh.device == "cuda" and not mesh.reduces_on_host
+    return is_accelerator(mesh.device) and not mesh.reduces_on_host
 
 
 def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int, float]:

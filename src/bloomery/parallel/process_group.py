@@ -6,10 +6,16 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bloomery.core.device import (
+    collective_backends,
+    device_backend,
+    device_count,
+    is_accelerator,
+    select_device,
+)
 from bloomery.parallel.environment import RankEnvironment, rank_environment
 from bloomery.parallel.fsdp import return_freed_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
@@ -43,11 +49,11 @@ def join(plan: TrainPlan) -> Mesh:
 
     # CPU tensors travel over gloo in every run: the few numbers that ranks agree on.
     backend = "gloo"
-    if plan.device == "cuda":
+    if is_accelerator(plan.device):
         # Under some launchers each rank sees one device alone.
-        torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
-        if _may_use_nccl(plan):
-            backend = "cpu:gloo,cuda:nccl"
+        select_device(plan.device, environment.local_rank % device_count(plan.device))
+        if _devices_exchange(plan):
+            backend = collective_backends(plan.device)
 
     store = _meet(environment, plan.ranks)
     dist.init_process_group(
@@ -93,7 +99,7 @@ def leave(mesh: Mesh) -> None:
             time.sleep(0.05)
 
 
-def _may_use_nccl(plan: TrainPlan) -> bool:
+def _devices_exchange(plan: TrainPlan) -> bool:
     """Whether tensors may travel from GPU to GPU. A pipeline over the hosts with one rank a stage never does that.
 
     NCCL starts with the first tensor that it sends: where it fails, a run that does not use it is not disturbed.
@@ -166,8 +172,8 @@ def _pipeline_groups(plan: TrainPlan, own_rank: int) -> PipelineGroups:
     assert data_group is not None and stage_group is not None, "every rank has a stage and a copy"
     ends_group = own_group(ends_by_copy)
     edges = {}
-    if plan.device == "cuda" and plan.pipeline_link != "host":
-        edges = edge_groups(plan, own_rank, backend="nccl")
+    if is_accelerator(plan.device) and plan.pipeline_link != "host":
+        edges = edge_groups(plan, own_rank, backend=device_backend(plan.device))
     return PipelineGroups(data_group, stage_group, ends_group, edges)
 
 

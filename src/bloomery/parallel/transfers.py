@@ -2,15 +2,17 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from bloomery.core.device import can, current_stream, new_stream, on_stream
+
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether tensors of the device must be copied for the host to hold them."""
-    return device.type == "cuda"
+    """Whether tensors of the device move to the host by copies, which run beside its work."""
+    return can(device, "streams")
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
@@ -18,12 +20,12 @@ def pinned_like(tensor: Tensor) -> Tensor:
 
     PyTorch rounds its size up to a power of two, and keeps freed ones for the next request.
     """
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_own_memory(tensor.device))
 
 
-def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
+def wait_for(event: Any, device: torch.device) -> None:
     """Make the device's work after this wait for the event; the host goes on."""
-    torch.cuda.current_stream(device).wait_event(event)
+    current_stream(device).wait_event(event)
 
 
 @final
@@ -31,8 +33,8 @@ class CopyStream:
     """Orders copies without the host: a copy waits for the work before it, and the work after for what it needs."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._being_sent: deque[tuple[Sequence[Tensor], torch.cuda.Event]] = deque()
+        self._stream: Any = None  # as `core.device` makes them, like events
+        self._being_sent: deque[tuple[Sequence[Tensor], Any]] = deque()
 
     def send(
         self, tensors: Sequence[Tensor], copy: Callable[[], object], *, most_under_way: int
@@ -45,19 +47,18 @@ class CopyStream:
         self._being_sent.append((tensors, self.run_after_work(device, copy)))
         self.release_sent(device, most_under_way=most_under_way)
 
-    def run_after_work(self, device: torch.device, copy: Callable[[], object]) -> torch.cuda.Event:
+    def run_after_work(self, device: torch.device, copy: Callable[[], object]) -> Any:
         """Run `copy` on this stream; the event is its end.
 
         The caller allocates what `copy` writes to before, on the stream of the work: the allocator then frees it in
         order.
         """
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+            self._stream = new_stream(device)
+        self._stream.wait_stream(current_stream(device))
+        with on_stream(device, self._stream):
             copy()
-            end: torch.cuda.Event = self._stream.record_event()
-        return end
+            return self._stream.record_event()
 
     def release_sent(self, device: torch.device, *, most_under_way: int = 0) -> None:
         """Drop sent tensors, the oldest first: work that reuses their memory waits for their copies."""

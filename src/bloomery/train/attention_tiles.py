@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bloomery.core.device import properties_of
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.attention.tile_times import FILE, Gpu, Workload, fastest_tiles
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
@@ -76,7 +77,7 @@ def fastest_tiles_of(
     config = plan.model.config
     gpu = Gpu(
         arch=arch_of(device),
-        name=torch.cuda.get_device_name(device),
+        name=properties_of(device).name,
         triton=triton.__version__,
         torch=torch.__version__,
     )

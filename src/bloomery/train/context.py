@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from bloomery.check.checked_step import check_step
 from bloomery.core import __version__
+from bloomery.core.device import is_accelerator, memory_stats
 from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -179,11 +178,11 @@ class RunContext:
         # stage waits for its neighbors on the device, and so does a replica or a shard.
         axis_seconds = {axis: clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names}
         waited_seconds = clock.waited_seconds
-        if plan.device == "cuda":
+        if is_accelerator(plan.device):
             waited_seconds += axis_seconds.get("pipeline", 0.0)
         compute_seconds = max(0.0, seconds - waited_seconds)
         device_wait_seconds = 0.0
-        if plan.device == "cuda":
+        if is_accelerator(plan.device):
             device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
         # One collective for all that ranks tell each other after a step: at many ranks each takes its time.
         own_request = self.requests.after_step(self.step) if self.mesh.world > 1 else ()
@@ -251,10 +250,9 @@ class RunContext:
                         compiled=plan.compile,
                     )
                 )
-            if plan.device == "cuda":
-                self.emit(
-                    allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device)
-                )
+            allocator_stats = memory_stats(plan.device)
+            if allocator_stats:
+                self.emit(allocator_sample(allocator_stats, step=self.step, device=self.device))
 
     def warn_of_slow_ranks(self, compute_seconds_by_rank: Sequence[float]) -> None:
         """Name, once, each rank that is slower than others with the same layers, and an uneven cut into stages."""

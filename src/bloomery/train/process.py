@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from bloomery.core.device import cap_memory, is_accelerator, memory_stats
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
@@ -29,10 +30,8 @@ def set_up_process(plan: RunPlan) -> None:
     torch.use_deterministic_algorithms(plan.train.deterministic)
     # Debug fill of fresh memory with NaN costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated
-    if plan.train.device == "cuda":
-        # Out of memory in a ROCm driver can hang the machine; PyTorch's limit raises an error instead.
-        total_bytes = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / total_bytes))
+    # Out of memory in a ROCm driver can hang the machine; PyTorch's limit raises an error instead.
+    cap_memory(plan.train.device, plan.memory.limit)
 
 
 def build_kernels(plan: RunPlan) -> float:
@@ -79,7 +78,7 @@ def training_device(machine: Path) -> tuple[int, str]:
 def allocator_sample(
     stats: Mapping[str, int], *, step: int, device: tuple[int, str]
 ) -> DeviceStats:
-    """The state of PyTorch's allocator. `stats`: `torch.cuda.memory_stats()`."""
+    """The state of PyTorch's allocator. `stats`: of `core.device.memory_stats`."""
     reserved = stats.get("reserved_bytes.all.current", 0)
     # Free blocks next to a live tensor cannot be returned: their segment is in use.
     unusable = stats.get("inactive_split_bytes.all.current", 0)
@@ -108,8 +107,8 @@ def peak_memory_gib(device: str) -> float:
     On Linux pages of files count up to `LIBRARIES`: the kernel drops them when memory is short, and how many it maps of
     the same libraries depends on how it read them.
     """
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / GIB
+    if is_accelerator(device):
+        return memory_stats(device).get("allocated_bytes.all.peak", 0) / GIB
     status = Path("/proc/self/status")
     if status.is_file():  # not ru_maxrss, which on Linux starts at the parent's memory
         text = status.read_text()

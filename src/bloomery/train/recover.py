@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, final
 
 import torch
 
+from bloomery.core.device import free_and_total_bytes, memory_stats, release_cached_memory
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.data.order import Cursor
@@ -104,8 +105,7 @@ def attempt(
     # Outside the handler: the traceback holds every tensor of the attempt.
     state.optimizer.zero_grad()
     gc.collect()  # a compiled graph may be part of a cycle
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cached_memory()
     return failure
 
 
@@ -231,10 +231,12 @@ def _micro_batch_and_others(plan: RunPlan) -> str:
     micro_batch = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
     if size > 1:
         micro_batch += " (a fused backward cannot accumulate gradients)"
-    if plan.train.device != "cuda":
+    device_memory = free_and_total_bytes(plan.train.device)
+    if device_memory is None:
         return micro_batch
-    free, total = torch.cuda.mem_get_info()
-    used_by_others = total - free - torch.cuda.memory_reserved()
+    free, total = device_memory
+    reserved = memory_stats(plan.train.device).get("reserved_bytes.all.current", 0)
+    used_by_others = total - free - reserved
     return micro_batch + other_processes(gpu_processes(), others=used_by_others, total=total)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bloomery.core.device import can
 from bloomery.core.errors import UserError
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.decoder import Decoder
@@ -108,7 +109,7 @@ def stream_blocks(model: Decoder, device: torch.device) -> None:
             tensor.data = host.pop(name)
 
     for block in model.model.layers:
-        if device.type == "cuda":
+        if can(device, "streams"):
             for tensor in _tensors(block).values():
                 tensor.data = tensor.data.pin_memory()
         held: dict[str, torch.Tensor] = {}

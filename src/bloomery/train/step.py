@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bloomery.core.device import seed_generators
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.infer.forward import forward, has_dropout, to_device
@@ -131,10 +132,7 @@ class StepPasses:
 
     def _seed_generators(self, key: int) -> None:
         seed = key >> 1  # a generator takes 63 bits
-        # Not torch.manual_seed, which formats a traceback for each kind of GPU that is absent.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed_all(seed)
+        seed_generators(self.device, seed)
 
     def backward(self, parts: LossParts) -> None:
         """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""

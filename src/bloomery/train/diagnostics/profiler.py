@@ -13,8 +13,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from bloomery.core.device import (
+    is_accelerator,
+    memory_blocks,
+    memory_stats,
+    profiled_activities,
+    record_memory_history,
+    synchronize,
+)
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
@@ -164,10 +172,14 @@ def _bytes(tensors: list[Live], purpose: str) -> int:
 
 def _totals(device: str) -> Iterator[str]:
     """Memory that this process holds by now; on a GPU also its peak."""
-    if device == "cuda":
-        yield f"allocated   {torch.cuda.memory_allocated() / GIB:.3f} GiB by tensors, including kernel workspaces"
-        yield f"reserved    {torch.cuda.memory_reserved() / GIB:.3f} GiB by PyTorch's allocator"
-        yield f"peak        {torch.cuda.max_memory_allocated() / GIB:.3f} GiB allocated at most"
+    stats = memory_stats(device)
+    if stats:
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        peak = stats.get("allocated_bytes.all.peak", 0)
+        yield f"allocated   {allocated / GIB:.3f} GiB by tensors, including kernel workspaces"
+        yield f"reserved    {reserved / GIB:.3f} GiB by PyTorch's allocator"
+        yield f"peak        {peak / GIB:.3f} GiB allocated at most"
     else:
         yield f"resident    {resident_gib():.3f} GiB of the process, including libraries and the prepared dataset"
 
@@ -183,8 +195,8 @@ def write_memory(
     path.with_name(path.name + ".memory.txt").write_text(
         page(tensors, title, device), encoding="utf-8"
     )
-    if device == "cuda":  # torch's own format is a pickle
-        blocks = torch.cuda.memory._snapshot()
+    blocks = memory_blocks(device)
+    if blocks is not None:  # torch's own format is a pickle
         path.with_name(path.name + ".memory.json").write_text(
             json.dumps(blocks, default=str), encoding="utf-8"
         )
@@ -305,25 +317,18 @@ class _Recording:
         self.last_step = last_step
         self.device = plan.train.device
         self.listed = False
-        activities = [ProfilerActivity.CPU]
-        if self.device == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(
-                context="alloc", stacks="python", max_entries=100_000
-            )
-        self._profile = profile(activities=activities, profile_memory=True)
+        record_memory_history(self.device, is_on=True)
+        self._profile = profile(activities=profiled_activities(self.device), profile_memory=True)
         self._start_time = time.perf_counter()
         self._profile.start()
 
     def write(self, folder: Path, name: str) -> None:
         """Write the trace (Chrome, Perfetto) and a table of operators. Raises OSError."""
         # The kernels of the last step may still be running.
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         seconds = time.perf_counter() - self._start_time
         self._profile.stop()
-        if self.device == "cuda":
-            torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory_history(self.device, is_on=False)
 
         folder.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
@@ -339,7 +344,7 @@ def table(operators: list[Any], title: str, device: str) -> str:
     """Operators by self time; `operators`: torch's FunctionEventAvg."""
 
     def self_seconds(operator: Any) -> float:
-        on_device = device == "cuda"
+        on_device = is_accelerator(device)
         microseconds = (
             operator.self_device_time_total if on_device else operator.self_cpu_time_total
         )

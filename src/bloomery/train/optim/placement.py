@@ -1,7 +1,7 @@
 """Where optimizer states are stored: on the weights' device, or in pinned host memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class StatePlacement:
 
     def _copy_to_device(
         self, piece: PieceStates, device: torch.device
-    ) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+    ) -> tuple[list[list[Tensor]], Any]:
         def empty_for(views: Sequence[Tensor]) -> Tensor:
             shape = (sum(len(view) for view in views), *views[0].shape[1:])
             return torch.empty(shape, dtype=views[0].dtype, device=device)

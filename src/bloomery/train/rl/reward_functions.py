@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.child import Channel, die_with_parent, kill_group, requests
+from bloomery.core.device import accelerators_in_use
 from bloomery.core.errors import UserError
 from bloomery.core.sockets import short_path
 from bloomery.recipe.schema import FunctionReward, ModelReward, PythonReward, VerifierReward
@@ -61,8 +62,7 @@ def why_no_copy() -> str | None:
     """Why a copy of this process would not do."""
     if sys.platform != "linux":
         return "only Linux copies a process safely"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if accelerators_in_use():
         return "it uses a GPU, which a copy of it cannot"
     return None
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bloomery.core.device import release_cached_memory
 from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.facts.limits import ROLLOUT_SLOTS
@@ -237,8 +238,7 @@ class Sampler:
             # Outside the handler: the traceback holds the cache of all slots.
             self._slots //= 2
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_cached_memory()
 
     def _agree_on_slots(self, slots_before: int) -> None:
         """All ranks sample as many completions at once as the one with the least memory."""

@@ -1,0 +1,114 @@
+"""The door to devices on a machine with a CPU alone, and the rule that nobody goes around it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.core import device as door
+
+SOURCE = Path(__file__).parents[2] / "src/bloomery"
+VENDOR_WORDS = {*("cuda", "hip", "rocm", "nvidia", "amd", "xpu", "mps", "nccl", "rccl", "xccl")}
+# What may name a vendor, and why.
+ALLOWED = {
+    "core/device.py": "the door",
+    "data/sources/files.py": "endings of files with source text: .hip",
+}
+# Packages that still go around the door.
+UNFINISHED = (
+    "bench",
+    "check",
+    "cli",
+    "export",
+    "facts",
+    "infer",
+    "launch",
+    "model",
+    "plan",
+    "runs",
+    "simulate",
+)
+
+
+def vendor_names(source: str) -> list[str]:
+    """Names, attributes and strings of code that name a vendor or a type of device; prose, which has spaces, may."""
+    tree = ast.parse(source)
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if (
+                node not in docstrings and " " not in text.strip()
+            ):
+                found.append(text)
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name):
+                found.append(name)
+            case ast.FunctionDef(name=name) | ast.keyword(arg=str(name)):
+                found.append(name)
+    return [name for name in found if VENDOR_WORDS & set(re.split(r"[^a-z]+", name.lower()))]
+
+
+def test_a_vendor_in_code_is_seen_and_prose_is_not():
+    code = '"""Of cuda."""\nif device == "cuda":\n    torch.cuda.synchronize()\nfix = "on AMD check iommu=pt"\n'
+    assert vendor_names(code) == ["cuda", "cuda"]
+    assert vendor_names("def may_use_nccl(is_hip, **_): f(rocm=1)") == [
+        "may_use_nccl",
+        "is_hip",
+        "rocm",
+    ]
+
+
+def test_only_the_door_and_hardware_name_a_vendor():
+    files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    outside = {
+        name: path
+        for name, path in files.items()
+        if not name.startswith(("hardware/", *(f"{package}/" for package in UNFINISHED)))
+    }
+    named = {name: vendor_names(path.read_text()) for name, path in outside.items()}
+    assert {name: names for name, names in named.items() if names and name not in ALLOWED} == {}
+
+
+def test_a_cpu_answers_every_call():
+    assert (door.device_count("cpu"), door.current_index("cpu")) == (1, 0)
+    assert door.properties_of(torch.device("cpu")) == door.DeviceProperties("CPU")
+    assert door.memory_stats("cpu") == {}
+    assert door.free_and_total_bytes("cpu") is None
+    assert door.memory_blocks("cpu") is None
+    assert not door.multiplies_bfloat16("cpu")
+    assert door.collective_backends("cpu") == "gloo"
+    assert door.profiled_activities("cpu") == [torch.profiler.ProfilerActivity.CPU]
+    door.select_device("cpu", 0)
+    door.synchronize("cpu")
+    door.synchronize_stream("cpu")
+    door.reset_peak_memory("cpu")
+    door.release_cached_memory()
+    door.cap_memory("cpu", 2**30)
+    door.record_memory_history("cpu", is_on=True)
+
+
+def test_seeded_generators_repeat_and_a_block_restores_them():
+    door.seed_generators("cpu", 7)
+    with door.generators_restored("cpu"):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("kind", door.KINDS, ids=lambda kind: kind.type)
+def test_a_kind_is_one_that_torch_knows(kind):
+    assert torch.device(f"{kind.type}:0").type == kind.type
+    assert door.kind_of(torch.device(f"{kind.type}:0")) is kind
+    assert torch.get_device_module(kind.type) is not None
+    assert door.is_accelerator(kind.type) == (kind is not door.CPU)
+
+
+def test_a_kind_from_outside_of_torch_has_what_the_accelerator_api_asks_of_any():
+    assert door.can("privateuseone:0", "streams")
+    assert not door.can("privateuseone", "triton")
+
+
+def test_backends_of_collectives_are_those_of_torch():
+    assert door.collective_backends("cuda") == "cpu:gloo,cuda:nccl"
+    assert door.collective_backends("xpu") == "cpu:gloo,xpu:xccl"
