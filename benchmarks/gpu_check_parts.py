@@ -363,7 +363,7 @@ def any_tokenizer() -> Any:
 
 def probed(names: tuple[str, ...]) -> Found:
     """The doctor's own probes; they are remembered, and the later parts are planned by them."""
-    from bloomery.bench import attention_probes
+    from bloomery.check import attention_probes
     from bloomery.hardware.probes import run_probes
 
     here = detect()
@@ -404,7 +404,7 @@ def attended(*, tiny: bool) -> Found:
 
 def stepped(*, tiny: bool) -> Found:
     """One step of each recipe in each precision against the CPU; a part that is wrong is named, with the way out."""
-    from bloomery.bench.step_probes import examined, recipe_plan
+    from bloomery.check.step_probes import examined, recipe_plan
 
     machine = detect()
     rows = []

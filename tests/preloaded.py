@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 TALKING = (
     "bloomery.simulate.child",
     "bloomery.bench.child",
-    "bloomery.bench.attention_probes",
+    "bloomery.check.attention_probes",
     "bloomery.hardware.probe_worker",
     "bloomery.data.prepare.workers",
 )

@@ -101,7 +101,7 @@ def train(
             recover=recover,
             quiet=quiet,
             watch=watch,
-            check=check,
+            check_step=check,
         )
     return Run(outcome.folder, outcome.code)
 
@@ -183,7 +183,7 @@ class Run:
                 overrides=(*overrides, *_key_overrides(sections)),
                 quiet=quiet,
                 watch=_watch(on_event),
-                check=check,
+                check_step=check,
                 trust_code=trust_code,
             )
         return Run(outcome.folder, outcome.code)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.bench import attention_probes
+from bloomery.check import attention_probes
 from bloomery.hardware import probes as probes
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software

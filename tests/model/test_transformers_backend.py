@@ -15,7 +15,6 @@ from bloomery.core.errors import UserError
 from bloomery.facts.counting import parameter_shapes
 from bloomery.model import presets as transformers_config
 from bloomery.model import transformers_backend as transformers_backend
-from bloomery.model.backend_checks import check_rows
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
@@ -27,6 +26,7 @@ from bloomery.model.io.weights import (
     write_model,
 )
 from bloomery.model.presets import read_config
+from bloomery.model.transformers_checks import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})

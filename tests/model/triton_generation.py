@@ -10,9 +10,9 @@ import torch
 
 from bloomery.facts.config import ModelConfig
 from bloomery.infer.decoding import Past, RunningBatch, Sampling
+from bloomery.infer.decoding_kernel import decoding_problem
 from bloomery.model.attention import attend
 from bloomery.model.attention.triton_attention import KernelFailed
-from bloomery.model.backend_checks import decoding_problem
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder
 

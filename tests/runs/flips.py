@@ -77,7 +77,7 @@ def in_process(
                         emit,
                         flag,
                         resumed="--resumed" in arguments,
-                        check="--no-check" not in arguments,
+                        check_step="--no-check" not in arguments,
                         notes=None,
                     )
         except UserError as error:

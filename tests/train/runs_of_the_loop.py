@@ -1,4 +1,4 @@
-"""The loop, called in this process on a corpus of forty small files."""
+"""The loop, called in this process on a corpus of forty small files, after the check of the device."""
 
 import itertools
 from collections.abc import Mapping
@@ -9,7 +9,10 @@ import torch
 from plans_for_tests import tiny_config
 from safetensors.torch import load_file
 
+from bloomery.check.run_start import checked_plan
+from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import StepDone, Warned
+from bloomery.recipe.load import load_recipe
 from bloomery.train.length import Timer
 from bloomery.train.loop import run
 
@@ -19,6 +22,21 @@ tokenizer: {train: {vocab_size: 300}}
 data: {path: text, glob: "*.py", sequence_length: 32, validation: 5%}
 """
 CONFIG = tiny_config(vocab_size=300, residual_dropout=0.1)
+
+
+def prepared_corpus(folder: Path) -> Path:
+    """The corpus, prepared by `RECIPE` in the folder."""
+    (folder / "text").mkdir()
+    for number in range(40):
+        lines = [
+            f"def function_{number}_{i}(value):\n    return value * {i} + {number}\n"
+            for i in range(8)
+        ]
+        (folder / "text" / f"{number}.py").write_text("\n".join(lines))
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    prepare(load_recipe(recipe), folder / "prepared")
+    return folder / "prepared"
 
 
 class Run:
@@ -43,8 +61,9 @@ class Run:
                 clock.hears(event)
 
         timer = None if clock is None else Timer(clock.now, lambda: clock.now)
+        ready = checked_plan(plan, folder, emit, resumes=resume_from is not None)
         self.outcome = run(
-            plan, run_dir=folder, emit=emit, stop=stop, resume_from=resume_from, timer=timer
+            ready.plan, run_dir=folder, emit=emit, stop=stop, resume_from=resume_from, timer=timer
         )
 
     def of(self, kind) -> list:

@@ -46,8 +46,8 @@ def test_the_device_is_the_one_that_the_profile_chose(tmp_path):
 def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, monkeypatch):
     opened = loop.open_context
 
-    def on_a_gpu(plan, *rest, timer, check):
-        made = opened(plan, *rest, timer=timer, check=check)
+    def on_a_gpu(plan, *rest, **settings):
+        made = opened(plan, *rest, **settings)
         made.plan = plan.model_copy(
             update={"train": plan.train.model_copy(update={"device": "cuda"})}
         )

@@ -34,7 +34,8 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
     """
     import torch
 
-    from bloomery.parallel import exact_products, preflight
+    from bloomery.check import products
+    from bloomery.parallel import preflight
     from bloomery.parallel.mesh import Mesh
     from bloomery.plan.types import RunPlan
 
@@ -58,7 +59,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
     def broken_driver(device: str, dtype: torch.dtype) -> int:
         raise RuntimeError("HIP error: unspecified launch failure\nmore of it")
 
-    wrong_rows = exact_products.wrong_rows_of_product
+    wrong_rows = products.wrong_rows_of_product
     matmul = torch.Tensor.__matmul__
 
     def one_wrong_entry(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         if mesh.rank == 1 and break_rank_1 == "disk":
             preflight.shutil.disk_usage = little_disk
         if mesh.rank == 1 and break_rank_1 == "driver":
-            exact_products.wrong_rows_of_product = broken_driver
+            products.wrong_rows_of_product = broken_driver
         if mesh.rank == 1 and break_rank_1 == "product":
             torch.Tensor.__matmul__ = one_wrong_entry
         if mesh.rank == 1 and break_rank_1 == "torch":
@@ -87,7 +88,9 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         if mesh.rank == 1 and break_rank_1 == "sum":
             errors = iter((1, 0, 0))  # a link that is wrong now and then
             Mesh.all_reduce = lambda self, tensor: before[1](self, tensor).add_(next(errors))
-        found = preflight.check_ranks(mesh, plan, run_dir)
+        found = preflight.check_ranks(
+            mesh, plan, run_dir, product_problem=products.product_problem
+        )
         return f"{found} {found.seconds:.3f}"
     except UserError as error:
         return str(error)
@@ -95,7 +98,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         torch.__version__, Mesh.all_reduce, preflight.read_manifest = before
         preflight._reading_problem = reading_problem
         preflight.shutil.disk_usage = disk_usage
-        exact_products.wrong_rows_of_product = wrong_rows
+        products.wrong_rows_of_product = wrong_rows
         torch.Tensor.__matmul__ = matmul
         os.environ.pop("SLURMD_NODENAME", None)
 
@@ -265,6 +268,7 @@ def test_healthy_ranks_agree_in_half_a_second(prepared, tmp_path) -> None:
 
 def checked_pipeline(plan_json: str, folder: str, fault: str) -> str:
     """On every rank: the error of a pipeline's preflight, or its result. The first or the last rank is at fault."""
+    from bloomery.check.products import product_problem
     from bloomery.parallel import links, preflight
     from bloomery.parallel.pipeline import DeviceTransport, HostTransport
     from bloomery.parallel.process_group import edge_groups
@@ -289,7 +293,9 @@ def checked_pipeline(plan_json: str, folder: str, fault: str) -> str:
             links.LINK_SECONDS = SILENT_SECONDS
             if mesh.rank == 0:
                 faulty_class.send = lambda self, tensor, *way: None
-        found = preflight.check_ranks(mesh, plan, Path(folder))
+        found = preflight.check_ranks(
+            mesh, plan, Path(folder), product_problem=product_problem
+        )
         return f"{found.link.transport}: {found}"
     except UserError as error:
         return f"{type(error).__name__}: {error}"
@@ -353,6 +359,7 @@ def test_the_slowest_edge_of_all_copies_is_named(prepared, tmp_path):
 
 def slow_link(plan_json: str, folder: str) -> str:
     """On every rank: the result of the preflight, where the way from rank 3 to rank 1 is slow."""
+    from bloomery.check.products import product_problem
     from bloomery.parallel import preflight
     from bloomery.parallel.pipeline import HostTransport
     from bloomery.plan.types import RunPlan
@@ -368,7 +375,9 @@ def slow_link(plan_json: str, folder: str) -> str:
 
     HostTransport.receive = slow
     try:
-        return str(preflight.check_ranks(mesh, plan, Path(folder)))
+        return str(
+            preflight.check_ranks(mesh, plan, Path(folder), product_problem=product_problem)
+        )
     finally:
         HostTransport.receive = receive
 

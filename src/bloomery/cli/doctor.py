@@ -147,7 +147,7 @@ def command(
 
 def load_machine(file: Path | None, *, probe: bool) -> Machine:
     """The machine of `file`, or this one with the results of its probes, new or cached."""
-    from bloomery.bench import attention_probes, step_probes
+    from bloomery.check import attention_probes, step_probes
     from bloomery.hardware.detect import detect
     from bloomery.hardware.probes import run_probes
 

@@ -128,7 +128,7 @@ def command(
         devices=devices,
         recover=recover,
         measure=trial,
-        check=not no_check,
+        check_step=not no_check,
     )
     return conclude(ended_run)
 
@@ -258,7 +258,7 @@ def resume_command(
         overrides=overrides,
         devices=devices,
         recover=recover,
-        check=not no_check,
+        check_step=not no_check,
         trust_code=trust_code,
     )
     if outcome.already_done:

@@ -59,7 +59,7 @@ def run_probes(
 ) -> tuple[Probe, ...]:
     """All probes of this machine, or those in `only` (a name, or its first part: "matmul"). Results are cached.
 
-    `extra`: probes of the caller, such as `bench.attention_probes.specs`; they run last.
+    `extra`: probes of the caller, such as `check.attention_probes.specs`; they run last.
     Empty without an installed torch. A crash or hang of a probe does not affect the caller.
     """
     if machine.software.torch is None:

@@ -16,10 +16,10 @@ from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
+from bloomery.infer.decoding_kernel import decoding_problem
 from bloomery.infer.forward import autocast_forward, prepare_weights
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
-from bloomery.model.backend_checks import decoding_problem
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.presets import headers_of, untied_note

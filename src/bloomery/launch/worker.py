@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--notes", type=int)  # where the parent reads the last collectives
     parser.add_argument("--data", type=Path)
     parser.add_argument("--resumed", action="store_true")
-    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-check", dest="check_step", action="store_false")
     options = parser.parse_args(arguments)
     flag = StopFlag()
     if options.stage == "train":
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
                 emit,
                 flag,
                 resumed=options.resumed,
-                check=not options.no_check,
+                check_step=options.check_step,
                 notes=options.notes,
             )
     except (UserError, OSError) as failed:
@@ -274,13 +274,15 @@ def _train(
     flag: StopFlag,
     *,
     resumed: bool,
-    check: bool,
+    check_step: bool,
     notes: int | None,
 ) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     if int(os.environ.get("RANK", "0")) == 0:
         emit(Phase(step=flag.step, name="libraries"))
     with loading():
+        from bloomery.check.products import product_problem
+        from bloomery.check.run_start import checked_plan
         from bloomery.infer.model_folder import clear_drafts
         from bloomery.parallel.placement import check_binding
         from bloomery.parallel.preflight import check_ranks, meet
@@ -304,7 +306,7 @@ def _train(
         mesh.clock.notes.write_to(notes)
     if deadline is not None:
         deadline.arm()
-    checked = check_ranks(mesh, plan, folder.path)
+    checked = check_ranks(mesh, plan, folder.path, product_problem=product_problem)
     if checked is not None:
         mesh = replace(mesh, hosts=checked.hosts)
         if checked.link is not None:
@@ -355,8 +357,16 @@ def _train(
         waiting.emit(event)
 
     try:
-        outcome = run(
+        ready = checked_plan(
             plan,
+            folder.path,
+            emit_event,
+            mesh,
+            resumes=checkpoint is not None,
+            check_step=check_step,
+        )
+        outcome = run(
+            ready.plan,
             run_dir=folder.path,
             emit=emit_event,
             stop=stop,
@@ -365,7 +375,7 @@ def _train(
             timer=Timer(began),
             mesh=mesh,
             before_save=lambda: None if deadline is None else deadline.extend(),
-            check=check,
+            build_seconds=ready.build_seconds,
         )
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

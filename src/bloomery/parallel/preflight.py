@@ -28,7 +28,6 @@ from bloomery.parallel.environment import (
     rank_environment,
     without_host,
 )
-from bloomery.parallel.exact_products import product_problem
 from bloomery.parallel.links import LinkTrial, run_within, try_links
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.neighbors import LinkRates, try_neighbors
@@ -139,10 +138,12 @@ def meet(plan: TrainPlan) -> Mesh:
         raise
 
 
-def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
+def check_ranks(
+    mesh: Mesh, plan: RunPlan, run_dir: Path, *, product_problem: Callable[[TrainPlan], str]
+) -> Preflight | None:
     """Raises UserError, with the same sentence on every rank, when one of them cannot train with the others.
 
-    None for one rank alone.
+    None for one rank alone. `product_problem`: what is wrong with the products of this rank's device, "" for nothing.
     """
     if mesh.world == 1:
         return None
@@ -156,7 +157,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     mesh.barrier()
 
     # 2. Every rank learns the facts of all, and judges them alike.
-    own_facts = _facts(plan, shared_file, token)
+    own_facts = _facts(plan, shared_file, token, product_problem(plan.train))
     facts_by_rank = [RankFacts(**facts) for facts in mesh.all_gather_json(asdict(own_facts))]
     mesh.barrier()
     if mesh.first_rank:
@@ -186,7 +187,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     )
 
 
-def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
+def _facts(plan: RunPlan, shared_file: Path, token: str, wrong_device: str) -> RankFacts:
     """The facts of this rank."""
     return RankFacts(
         host=node_name(),
@@ -194,7 +195,7 @@ def _facts(plan: RunPlan, shared_file: Path, token: str) -> RankFacts:
         bloomery=__version__,
         plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
         device=_device_id(plan.train.device),
-        wrong_device=product_problem(plan.train),
+        wrong_device=wrong_device,
         local_free_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         sees_run_folder=_appears(shared_file, token),
         unreadable=_reading_problem(plan.data.prepared),

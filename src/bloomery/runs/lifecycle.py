@@ -84,7 +84,7 @@ def start(
     edit: Edit | None = None,
     watch: Watch | None = None,
     measure: Callable[[RunPlan, Machine], None] | None = None,
-    check: bool = True,
+    check_step: bool = True,
 ) -> EndedRun:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
@@ -93,7 +93,7 @@ def start(
     `measure` gets a first plan and may measure the machine for it (`bloomery train` times compilation); `edit` changes
     the run's own plan, made after that (the smoke test shortens it).
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
-    `check`: compare a step on a GPU with the CPU before training, once per GPU and settings.
+    `check_step`: compare a step on a GPU with the CPU before training, once per GPU and settings.
     `watch` gets every event. An exception of it kills the training child (SIGKILL) and passes through.
     """
     require_libraries(loaded_recipe.recipe.logging.libraries)
@@ -115,7 +115,7 @@ def start(
                 recover=recover,
                 quiet=quiet,
                 watch=watch,
-                check=check,
+                check_step=check_step,
                 own_recipe=loaded_recipe.recipe,
             )
 
@@ -162,7 +162,7 @@ def start(
             edit=edit,
             watch=watch,
             board=open_board(folder, launch, hub),
-            check_step=check,
+            check_step=check_step,
         )
         # The user has just passed this recipe, and with it the code that it names.
         _allow_code(flow, loaded_recipe.recipe)
@@ -180,16 +180,16 @@ def resume(
     recover: bool = False,
     quiet: bool = False,
     watch: Watch | None = None,
-    check: bool = True,
+    check_step: bool = True,
     trust_code: bool = False,
     own_recipe: Recipe | None = None,
 ) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
     `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover` and
-    `check`: as in `start`; `recover` applies the fallback that the last crash stored. `trust_code`: the user asks for
-    the Python rewards and the hooks that the run's recipe names. `own_recipe`: the user's, with the same rewards, where
-    a job that began the run is started again with it. Raises UserError.
+    `check_step`: as in `start`; `recover` applies the fallback that the last crash stored. `trust_code`: the user asks
+    for the Python rewards and the hooks that the run's recipe names. `own_recipe`: the user's, with the same rewards,
+    where a job that began the run is started again with it. Raises UserError.
     """
     refuse_overrides(overrides)
     launch = current_launch()
@@ -234,7 +234,7 @@ def resume(
                 recover,
                 watch=watch,
                 board=board,
-                check_step=check,
+                check_step=check_step,
             )
             if asked_recipe is not None:
                 _allow_code(flow, asked_recipe)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery.check.checked_step import check_step
 from bloomery.core import __version__
 from bloomery.core.device import is_accelerator, memory_stats
 from bloomery.data.loader import Loader
@@ -15,11 +14,13 @@ from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.counting import parameter_count
 from bloomery.hub import local_model
+from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
 from bloomery.infer.model_folder import restore_best
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.transformers_checks import check_layers
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.environment import node_name, without_host
 from bloomery.parallel.gather import gather_by_name
@@ -35,7 +36,6 @@ from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
     ParameterUpdate,
-    check_attention,
 )
 from bloomery.train.diagnostics.stragglers import Stragglers, worked_seconds
 from bloomery.train.evaluation.answers import Prompts, open_prompts
@@ -288,11 +288,11 @@ def open_context(
     mesh: Mesh = SINGLE_RANK,
     *,
     timer: Timer,
-    check: bool = True,
+    build_seconds: float = 0.0,
 ) -> RunContext:
     """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
 
-    `check`: compare a step on this GPU with the CPU first, where that was not done yet.
+    `build_seconds`: what compiling C++ took before this call.
     Raises Stopped when `stop` returns True before the first step.
     """
     # The process and the model. Rank 0 notes which base and teacher the run has: they may not change under it.
@@ -304,15 +304,20 @@ def open_context(
     if isinstance(plan.objective, Distill) and mesh.first_rank:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
 
-    # The kernels, and whether they are right on this device: while its memory is still free.
-    build_seconds = build_kernels(plan)
+    # The kernels. Whether they are right on this device was checked while its memory was still free.
+    build_seconds += build_kernels(plan)
     settle_tiles(plan, run_dir, mesh, emit, resumes=resume_from is not None)
-    check_step(plan, run_dir, emit, mesh, asked=check)
     emit(Phase(name="model"))
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
-    check_attention(state.model, plan)
+    if plan.model.config.transformers_backend is not None:
+        with eval_mode(state.model), precision_context(plan.train.precision, plan.train.device):
+            check_layers(
+                state.model,
+                matmul_dtype(plan.train.precision),
+                packed=plan.data.layout == "packed",
+            )
     reference_model = build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
 
     # The dataset, and what a reference model says about it; this may take minutes and can be stopped.

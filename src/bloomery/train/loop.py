@@ -21,8 +21,8 @@ from bloomery.train.recover import (
     Action,
     AllocationFailed,
     KernelStopped,
+    action_after_step,
     attempt,
-    check_step,
     plan_without_kernel,
     recover,
     rewind,
@@ -30,7 +30,7 @@ from bloomery.train.recover import (
     save_best,
 )
 from bloomery.train.requests import StepRequests
-from bloomery.train.run import Stopped, TimeIsUp, Unsound
+from bloomery.train.run import Stopped, TimeIsUp
 from bloomery.train.source import StepBatches
 from bloomery.train.step import train_step
 
@@ -49,13 +49,13 @@ def run(
     timer: Timer | None = None,
     mesh: Mesh = SINGLE_RANK,
     before_save: Callable[[], None] = lambda: None,
-    check: bool = True,
+    build_seconds: float = 0.0,
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
     `requests`: for saves after a step. `resume_from`: a valid checkpoint; the run then equals the uninterrupted one.
     `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` answers alike on all of them. `before_save`:
-    tells whoever watches for hangs that a save or a rewind follows, which may take minutes. `check`: as in
+    tells whoever watches for hangs that a save or a rewind follows, which may take minutes. `build_seconds`: as in
     `open_context`.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written, KernelUnusable when an attention kernel that the recipe asks for fails.
@@ -65,11 +65,18 @@ def run(
     while context is None:
         try:
             context = open_context(
-                plan, run_dir, emit, resume_from, stop, mesh, timer=timer, check=check
+                plan,
+                run_dir,
+                emit,
+                resume_from,
+                stop,
+                mesh,
+                timer=timer,
+                build_seconds=build_seconds,
             )
         except Stopped:  # before the first step
             return "stopped"
-        except (KernelFailed, Unsound) as error:
+        except KernelFailed as error:
             plan = plan_without_kernel(plan, error, run_dir, emit, mesh)
         if context is None:
             gc.collect()  # the model of the failed attempt, which its traceback held until here
@@ -184,7 +191,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
         seconds=time.perf_counter() - start,
         data_wait_seconds=data_wait_seconds,
     )
-    return check_step(context, result, sequences, step_batches.batches[0])
+    return action_after_step(context, result, sequences, step_batches.batches[0])
 
 
 def after_step(context: RunContext, action: Action) -> None:

@@ -288,7 +288,9 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
     return used + (f" (on all GPUs: {largest})" if largest else "")
 
 
-def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
+def action_after_step(
+    context: RunContext, result: StepResult, sequences: range, first: Batch
+) -> Action:
     """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
     non_finite = context.state.non_finite
     loss_scale = context.state.model_and_optimizer.loss_scale

@@ -25,7 +25,6 @@ from bloomery.model.adapters.settings import (
     read_settings,
     refuse_other_base,
 )
-from bloomery.model.backend_checks import TOLERANCE, check_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import first_row, full, local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
@@ -45,6 +44,7 @@ from bloomery.model.io.stored import (
 )
 from bloomery.model.presets import grown, read_config
 from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
+from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.recipe.schema import Quantize
 
 

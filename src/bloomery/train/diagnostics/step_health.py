@@ -1,8 +1,4 @@
-"""Health of a run's attention kernel before the first step, and of each step.
-
-The kernel: a build for another GPU, or an override of the GPU's architecture, may compute wrong numbers instead of
-crashing. A step: update sizes, unchanged parameters, labels that are not the next tokens.
-"""
+"""Health of each step: update sizes, unchanged parameters, labels that are not the next tokens."""
 
 import math
 import sys
@@ -19,16 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
-from bloomery.infer.forward import eval_mode, precision_context
-from bloomery.model.attention.attend import attend, layout_of
-from bloomery.model.backend_checks import check_head, check_rows
-from bloomery.model.decoder import Attention, Decoder
 from bloomery.model.heads import Divergence, LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
-from bloomery.plan.types import RunPlan
 from bloomery.train.objectives import Objective
-from bloomery.train.run import Unsound
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
 POSITIONS = 8192  # of a step whose labels are checked
@@ -239,86 +229,3 @@ def core_wait_seconds() -> float | None:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
-
-
-TOKENS = 128
-# The largest rounding error relative to the largest value; float32 may be TF32 on a GPU.
-TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure": 4e-2}
-
-
-def check_attention(model: Decoder, plan: RunPlan) -> None:
-    """Compare output and gradients with the math backend in float32, on two packed documents; RNG states are kept.
-    Layers of transformers with the native head are compared to transformers' forward.
-
-    Raises Unsound when they differ by more than rounding or are non-finite; UserError for transformers' layers.
-    """
-    limit = TOLERANCE[plan.train.precision]
-    if plan.model.config.transformers_backend is not None:
-        with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
-            check_head(model, limit)
-            check_rows(model, limit, packed=plan.data.layout == "packed")
-        return
-    if plan.model.attention == "math":
-        return
-
-    # Layers of one window and scale call the same kernel.
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    kernels = {(layer.window, layer.scale) for layer in layers}
-    for window, scale in sorted(kernels, key=str):
-        error = difference(plan, window=window, scale=scale)
-        if not error <= limit:
-            finding = "non-finite output"
-            if not math.isnan(error):
-                finding = f"error {error:.2g}, at most {limit:.2g} is rounding"
-            raise Unsound(
-                f"wrong results of {plan.model.attention} attention in {plan.train.precision}"
-                f" on this device: {finding}",
-                where=f"the check before the first step, PyTorch {torch.__version__}",
-                fix="run `bloomery doctor --probe`; or set train.attention=blockwise, which needs no such kernel",
-            )
-
-
-def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
-    """The largest error of output and gradients, relative to the largest value of each; NaN if any is non-finite."""
-    config = plan.model.config
-    device = torch.device(plan.train.device)
-    length = min(TOKENS, plan.data.sequence_length)
-
-    # Queries, keys, values and the gradient of the output, of two documents; `sdpa` has one document per sequence.
-    generator = torch.Generator().manual_seed(0)
-    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
-    q, k, v, output_gradient = (
-        torch.randn(2, length, n, config.head_dim, generator=generator).transpose(1, 2)
-        for n in heads
-    )
-    documents = torch.arange(length).ge(length // 3).long().expand(2, length)
-    one_document = plan.model.attention == "sdpa"
-
-    def output_and_gradients(backend: str, device: torch.device, precision: str) -> list[Tensor]:
-        dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
-        queries, keys, values = inputs
-        layout = layout_of(None if one_document else documents.to(device), backend=backend)
-        with precision_context(precision, device.type):
-            output = attend(
-                queries,
-                keys,
-                values,
-                layout,
-                backend=backend,
-                window=window,
-                softcap=config.attention_softcap,
-                scale=scale,
-                dropout=0.0,
-            )
-        gradients = torch.autograd.grad(output, inputs, output_gradient.to(device, output.dtype))
-        return [output.detach(), *gradients]
-
-    actual = output_and_gradients(plan.model.attention, device, plan.train.precision)
-    exact = output_and_gradients("math", torch.device("cpu"), "float32")
-    errors = [
-        (actual_tensor.float().cpu() - exact_tensor).abs().max() / exact_tensor.abs().max()
-        for actual_tensor, exact_tensor in zip(actual, exact, strict=True)
-    ]
-    # The maximum is NaN where any error is.
-    return float(torch.stack(errors).max())

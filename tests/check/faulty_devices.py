@@ -12,7 +12,8 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch import Tensor, nn
 
-from bloomery.check import checked_step, parts
+from bloomery.check import examination as examination
+from bloomery.check import parts
 from bloomery.model import heads, norms, rope
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.attention import attend as attention
@@ -50,7 +51,7 @@ class Sides:
         self.on_device = True
         self.patch = monkeypatch
         self._wrap(parts, "on_cpu")
-        self._wrap(checked_step, "exact_step")
+        self._wrap(examination, "exact_step")
 
     def _wrap(self, module, name: str) -> None:
         function = getattr(module, name)

@@ -5,20 +5,23 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
+from bloomery.check.attention import check_attention
 from bloomery.core.errors import UserError
 from bloomery.model import native
 from bloomery.model.attention import attend as attention
 from bloomery.model.attention import compiled
-from bloomery.train.diagnostics.step_health import check_attention
 from bloomery.train.process import build_kernels
 from bloomery.train.run import Unsound
-from bloomery.train.state import build_state
+
+
+def check_plan(plan) -> None:
+    check_attention(plan.model, plan.train, sequence_length=plan.data.sequence_length)
 
 
 def checked(backend: str, precision: str = "float32", **config) -> None:
     facts = tiny_config(**config)
     plan = tiny_plan(config=facts, model={"attention": backend}, train={"precision": precision})
-    check_attention(build_state(plan).model_and_optimizer.model, plan)
+    check_plan(plan)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
@@ -63,10 +66,7 @@ def test_a_wrong_gradient_is_told(monkeypatch):
 
 def test_no_random_number_is_drawn():
     before = torch.get_rng_state()
-    plan = tiny_plan(config=CONFIG)
-    model = build_state(plan).model_and_optimizer.model
-    torch.set_rng_state(before)
-    check_attention(model, plan)
+    check_plan(tiny_plan(config=CONFIG))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -24,21 +24,12 @@ from healthy_devices import healthy_plans
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import RECIPE, Run
 
-from bloomery.bench import step_probes
-from bloomery.check import checked_step
-from bloomery.check.checked_step import (
-    FILE,
-    WrongNumbers,
-    check_step,
-    examine,
-    identity_of,
-    judge,
-    keep_answer,
-    key_of,
-    known_answer,
-)
+from bloomery.check import run_start, step_probes
 from bloomery.check.exact_numbers import exact_optimizer
+from bloomery.check.examination import examine
+from bloomery.check.known_devices import FILE, identity_of, keep_answer, key_of, known_answer
 from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
+from bloomery.check.run_start import WrongNumbers, check_step_of_ranks, judge
 from bloomery.check.small_model import small_plan
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
@@ -80,7 +71,7 @@ def sides(monkeypatch) -> Sides:
 @pytest.fixture
 def checks_the_cpu(monkeypatch):
     """As if the CPU of the plan was a GPU."""
-    monkeypatch.setattr(checked_step, "is_checked", lambda _plan: True)
+    monkeypatch.setattr(run_start, "is_checked", lambda _plan: True)
 
 
 # Faults are found and named
@@ -93,12 +84,12 @@ def test_a_fault_is_named(fault, sides):
     inject, sections, part, quantity = FAULTS[fault]
     inject(sides)
     examination = examine(plan_of(**sections))
-    assert examination.findings[0].part == part
-    assert f"computes wrong {quantity} in {part}" == examination.findings[0].text
+    assert examination.faults[0].part == part
+    assert f"computes wrong {quantity} in {part}" == examination.faults[0].text
     # Where the CPU has instructions for it, Muon iterates in bfloat16 in a float32 run, too: its rounding hides more.
     in_half = "Muon" in fault and iteration_dtype(torch.device("cpu")) == torch.bfloat16
     margin = 1 if in_half else 100
-    assert examination.findings[0].error > margin * examination.findings[0].bound
+    assert examination.faults[0].error > margin * examination.faults[0].bound
 
 
 @soak
@@ -107,7 +98,7 @@ def test_a_fault_is_named_in_half_precision(fault, sides):
     inject, sections, part, quantity = FAULTS[fault]
     inject(sides)
     examination = examine(plan_of(train={"precision": "bfloat16"}, **sections))
-    assert examination.findings[0].text == f"computes wrong {quantity} in {part}"
+    assert examination.faults[0].text == f"computes wrong {quantity} in {part}"
 
 
 def test_the_precision_that_is_right_is_the_way_out(sides):
@@ -143,9 +134,9 @@ def test_where_nothing_helps_no_setting_is_named(sides):
 def test_an_error_of_the_device_names_the_part(sides):
     crash(sides)
     examination = examine(plan_of())
-    assert [finding.part for finding in examination.findings] == ["attention"]
-    assert examination.findings[0].text == "fails in attention"
-    assert "HIP error" in examination.findings[0].detail
+    assert [fault.part for fault in examination.faults] == ["attention"]
+    assert examination.faults[0].text == "fails in attention"
+    assert "HIP error" in examination.faults[0].detail
 
 
 def test_after_an_error_of_the_device_nothing_else_is_tried(sides):
@@ -165,7 +156,7 @@ def test_after_an_error_of_the_device_nothing_else_is_tried(sides):
 def test_other_bits_at_the_second_time_are_named_and_not_wrong(sides):
     other_bits(sides)
     examination = examine(plan_of(train={"precision": "bfloat16"}))
-    assert examination.findings == ()
+    assert examination.faults == ()
     assert "attention" in examination.unrepeatable
 
 
@@ -184,7 +175,7 @@ QUICK_HEALTHY = 23  # GPT-2 with LoRA in float32: its small gradients were blame
 )
 def test_a_healthy_device_is_not_blamed(name):
     examination = examine(HEALTHY[name])
-    assert examination.findings == ()
+    assert examination.faults == ()
     assert examination.unrepeatable == ()
 
 
@@ -202,7 +193,7 @@ def test_a_healthy_device_is_not_blamed(name):
 def test_methods_of_peft_are_not_blamed(method, fields):
     adapter = Peft(kind="peft", method=method, target_modules=["q_proj", "v_proj"], **fields)
     examination = examine(plan_of(adapter=adapter))
-    assert examination.findings == ()
+    assert examination.faults == ()
     assert examination.unrepeatable == ()
 
 
@@ -250,7 +241,7 @@ def plan_of_lion(monkeypatch):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure"])
 def test_an_optimizer_without_a_formula_is_not_compared(plan_of_lion, precision):
     examination = examine(plan_of_lion(train={"precision": precision}))
-    assert examination.findings == ()
+    assert examination.faults == ()
     assert examination.unrepeatable == ()
 
 
@@ -258,14 +249,14 @@ def test_an_optimizer_without_a_formula_is_not_compared(plan_of_lion, precision)
 @pytest.mark.usefixtures("checks_the_cpu")
 def test_what_is_not_compared_is_said(plan_of_lion, tmp_path):
     events = []
-    check_step(plan_of_lion(), tmp_path, events.append)
+    check_step_of_ranks(plan_of_lion(), tmp_path, events.append)
     (checked,) = [event for event in events if isinstance(event, StepChecked)]
     assert checked.problem == "" and checked.not_compared == "the updates of optimizer.kind=lion"
     assert checked_text(checked).endswith("; not compared: the updates of optimizer.kind=lion")
 
     # Everything else is compared: the gradients, and the parts of the model.
     events.clear()
-    check_step(plan_of(), tmp_path, events.append)
+    check_step_of_ranks(plan_of(), tmp_path, events.append)
     (checked,) = [event for event in events if isinstance(event, StepChecked)]
     assert checked.not_compared == ""
 
@@ -273,17 +264,17 @@ def test_what_is_not_compared_is_said(plan_of_lion, tmp_path):
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_wrong_gradients_are_found_with_any_optimizer(plan_of_lion, sides):
     FAULTS["swapped heads"][0](sides)
-    assert examine(plan_of_lion()).findings[0].part == "attention"
+    assert examine(plan_of_lion()).faults[0].part == "attention"
 
 
 @soak  # compiles for a minute or more
 def test_compiled_layers_are_not_blamed():
-    assert examine(plan_of(train={"compile": True, "precision": "bfloat16"})).findings == ()
+    assert examine(plan_of(train={"compile": True, "precision": "bfloat16"})).faults == ()
 
 
 def test_fifty_configurations_differ():
     assert len(HEALTHY) == 50
-    keys = {key_of(plan, identity_of(plan, None)) for plan in HEALTHY.values()}
+    keys = {key_of(plan, identity_of(plan.train.device, None)) for plan in HEALTHY.values()}
     assert len(keys) == 50
 
 
@@ -415,7 +406,7 @@ def test_the_small_model_has_the_widths_of_the_run():
 
 def test_rates_and_lengths_are_no_reason_to_check_again():
     plan = plan_of()
-    identity = identity_of(plan, None)
+    identity = identity_of(plan.train.device, None)
     key = key_of(plan, identity)
     assert key_of(plan_of(optimizer={"learning_rate": 1e-5}, train={"steps": 9}), identity) == key
     for other in (
@@ -430,7 +421,7 @@ def test_rates_and_lengths_are_no_reason_to_check_again():
 
 def test_an_answer_holds_for_its_device_and_driver():
     plan = plan_of()
-    identity = identity_of(plan, None)
+    identity = identity_of(plan.train.device, None)
     keep_answer(key_of(plan, identity), identity, examine(plan))
     assert known_answer(key_of(plan, identity)) is not None
     for name in ("driver", "torch", "arch", "device", "unit"):
@@ -445,7 +436,7 @@ def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
     assert checked.problem == "" and not checked.from_cache and checked.seconds > 0
     assert checked.torch == torch.__version__
 
-    monkeypatch.setattr(checked_step, "examine", lambda _plan: pytest.fail("checked again"))
+    monkeypatch.setattr(run_start, "examine", lambda _plan: pytest.fail("checked again"))
     second = Run(plan, tmp_path / "second")
     (checked_again,) = second.of(StepChecked)
     assert checked_again.from_cache
@@ -458,7 +449,7 @@ def test_the_check_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
         prepared, config=tiny_config(vocab_size=300, residual_dropout=0.1), train={"steps": 2}
     )
     checked = Run(plan, tmp_path / "checked")
-    monkeypatch.setattr(checked_step, "is_checked", lambda _plan: False)
+    monkeypatch.setattr(run_start, "is_checked", lambda _plan: False)
     unchecked = Run(plan, tmp_path / "unchecked")
     assert unchecked.of(StepChecked) == []
     assert checked.losses() == unchecked.losses()
@@ -477,14 +468,14 @@ def test_a_run_on_a_wrong_device_does_not_begin(prepared, tmp_path, sides):
 def test_wrong_attention_has_a_fallback(tmp_path, sides):
     FAULTS["swapped heads"][0](sides)
     with pytest.raises(Unsound):
-        check_step(plan_of(), tmp_path, lambda _event: None)
+        check_step_of_ranks(plan_of(), tmp_path, lambda _event: None)
 
 
 @pytest.mark.usefixtures("checks_the_cpu")
-def test_an_unasked_check_does_nothing(tmp_path, sides):
+def test_a_check_that_is_switched_off_does_nothing(tmp_path, sides):
     FAULTS["wrong rotation"][0](sides)
     events = []
-    check_step(plan_of(), tmp_path, events.append, asked=False)
+    check_step_of_ranks(plan_of(), tmp_path, events.append, check_step=False)
     assert events == []
 
 
@@ -492,12 +483,12 @@ def test_an_unasked_check_does_nothing(tmp_path, sides):
 def test_different_bits_warn_and_end_a_deterministic_run(tmp_path, sides):
     other_bits(sides)
     events = []
-    check_step(plan_of(train={"precision": "bfloat16"}), tmp_path, events.append)
+    check_step_of_ranks(plan_of(train={"precision": "bfloat16"}), tmp_path, events.append)
     (warning,) = [event for event in events if isinstance(event, Warned)]
     assert "different bits when it computes attention twice" in warning.reason
     deterministic = plan_of(train={"precision": "bfloat16", "deterministic": True})
     with pytest.raises(WrongNumbers, match="different bits"):
-        check_step(deterministic, tmp_path, events.append)
+        check_step_of_ranks(deterministic, tmp_path, events.append)
 
 
 def on_two_ranks(plan_json: str, folder: str) -> list[str]:
@@ -507,13 +498,13 @@ def on_two_ranks(plan_json: str, folder: str) -> list[str]:
     events: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", f"{folder}/{mesh.rank}")
-        patch.setattr(checked_step, "is_checked", lambda _plan: True)
+        patch.setattr(run_start, "is_checked", lambda _plan: True)
         if mesh.rank == 1:
             FAULTS["wrong rotation"][0](Sides(patch))
         with pytest.raises(WrongNumbers) as caught:
-            check_step(plan, Path(folder), events.append, mesh)
+            check_step_of_ranks(plan, Path(folder), events.append, mesh)
         # What rank 0 says counts: the others were started without the flag.
-        check_step(plan, Path(folder), events.append, mesh, asked=mesh.rank != 0)
+        check_step_of_ranks(plan, Path(folder), events.append, mesh, check_step=mesh.rank != 0)
     assert caught.value.fix.endswith("start the ranks on other hosts than n2")
     return [caught.value.problem, caught.value.where.partition(",")[0], caught.value.host]
 
@@ -543,7 +534,7 @@ def test_the_flag_reaches_the_training_process(words, monkeypatch, tmp_path):
         return
     monkeypatch.setattr(train_command, "find_run", lambda _name: tmp_path)
     monkeypatch.setattr(
-        lifecycle, "resume", lambda _folder, **settings: asked.append(settings["check"])
+        lifecycle, "resume", lambda _folder, **settings: asked.append(settings["check_step"])
     )
     monkeypatch.setattr(train_command, "conclude", lambda _run: 0)
     CliRunner().invoke(train_command.resume_command, [words[1], "--no-check"])
@@ -569,5 +560,5 @@ def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
 
 def test_a_cpu_is_not_compared_with_itself(tmp_path):
     events = []
-    check_step(plan_of(), tmp_path, events.append)
+    check_step_of_ranks(plan_of(), tmp_path, events.append)
     assert events == []

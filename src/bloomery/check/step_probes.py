@@ -1,7 +1,7 @@
 """Probes of one training step on a GPU against the CPU, for `hardware.probes`, and their child process.
 
 Each takes the step of a packaged recipe in one precision, and names the part that the GPU computes wrong
-(`check.checked_step`).
+(`check.examination`).
 """
 
 import os
@@ -62,7 +62,8 @@ def recipe_plan(recipe: str, overrides: Sequence[str], machine: Machine) -> "Run
 
 def examined(plan: "RunPlan") -> Result:
     """The check of the plan's device, and of the settings that may help where it is wrong."""
-    from bloomery.check.checked_step import cure_of, examine, problem_of
+    from bloomery.check.cures import cure_of
+    from bloomery.check.examination import examine, problem_of
     from bloomery.plan.resolve import child_environment
     from bloomery.train.process import build_kernels, set_up_process
 
@@ -76,20 +77,20 @@ def examined(plan: "RunPlan") -> Result:
         "unrepeatable": ", ".join(examination.unrepeatable),
     }
     result = {"outcome": "ok", "seconds": examination.seconds, "facts": facts}
-    if not examination.findings:
+    if not examination.faults:
         return result
 
-    finding = examination.findings[0]
-    cure = cure_of(plan, finding)  # None after a fatal error: other probes try the other precisions
-    problem = problem_of(plan, finding)
+    fault = examination.faults[0]
+    cure = cure_of(plan, fault)  # None after a fatal error: other probes try the other precisions
+    problem = problem_of(plan.train, fault)
     return result | {
         "outcome": "wrong",
         "message": problem if cure is None else f"{problem}: {cure.text}",
-        "error": finding.error if finding.error < float("inf") else None,
+        "error": fault.error if fault.error < float("inf") else None,
         "facts": facts
         | {
-            "part": finding.part,
-            "detail": finding.detail,
+            "part": fault.part,
+            "detail": fault.detail,
             "fix": "" if cure is None else cure.setting,
         },
     }

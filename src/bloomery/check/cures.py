@@ -1,0 +1,163 @@
+"""Settings under which a device is right that computes something wrong with those of the plan."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+
+from bloomery.check.examination import Examination, Fault, examine
+from bloomery.check.parts import Kind
+from bloomery.facts.attention import supports
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Quantize
+
+Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
+PRECISIONS: tuple[Precision, ...] = ("float16", "bfloat16", "float32")
+
+
+@final
+@dataclass(frozen=True)
+class Cure:
+    """A setting under which all parts are right, as on the command line, and in few words."""
+
+    setting: str
+    text: str
+
+
+def cure_of(
+    plan: RunPlan, fault: Fault, examined: Callable[[RunPlan], Examination] = examine
+) -> Cure | None:
+    """The first change of the recipe under which the whole check finds nothing; None where there is none."""
+    if fault.is_fatal:
+        return None
+    for cure, changed_plan in changes(plan, fault.kind):
+        try:
+            if not examined(changed_plan).faults:
+                return cure
+        except torch.AcceleratorError:
+            return None
+        except Exception:
+            continue  # a setting that this device cannot run is no cure
+    return None
+
+
+def changes(plan: RunPlan, kind: Kind) -> Iterator[tuple[Cure, RunPlan]]:
+    """What may help a part of this kind, the cheapest first: what changes no number of the recipe's."""
+    if plan.train.compile:
+        yield Cure("train.compile=false", "turn torch.compile off"), uncompiled(plan)
+    if (
+        kind in ("attention", "layer", "compiled layer", "step")
+        and plan.model.attention != "blockwise"
+    ):
+        yield (
+            Cure("train.attention=blockwise", "use blockwise attention"),
+            _with_attention(plan, "blockwise"),
+        )
+    if plan.train.activation_checkpointing != "none" and kind in (
+        "layer",
+        "compiled layer",
+        "step",
+    ):
+        train = plan.train.model_copy(update={"activation_checkpointing": "none"})
+        yield (
+            Cure("train.activation_checkpointing=none", "keep activations"),
+            plan.model_copy(update={"train": train}),
+        )
+    if kind in ("optimizer", "step"):
+        yield from _other_optimizers(plan)
+    if kind == "dequantization":
+        yield from _other_quantization(plan)
+    if kind != "optimizer" or plan.train.precision == "bfloat16-pure":
+        for precision in PRECISIONS:
+            if precision != plan.train.precision:
+                yield (
+                    Cure(f"train.precision={precision}", f"use {precision}"),
+                    _with_precision(plan, precision),
+                )
+
+
+def uncompiled(plan: RunPlan) -> RunPlan:
+    return plan.model_copy(
+        update={
+            "train": plan.train.model_copy(update={"compile": False}),
+            "quantized_by": "torch" if plan.quantized_by == "compiled" else plan.quantized_by,
+        }
+    )
+
+
+def _with_attention(plan: RunPlan, backend: str) -> RunPlan:
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"attention": backend})})
+
+
+def _with_precision(plan: RunPlan, precision: Precision) -> RunPlan:
+    """Where the attention of the plan does not compute in it, with blockwise attention, as the planner decides."""
+    config = plan.model.config
+    unsupported = supports(
+        plan.model.attention,
+        device_type=plan.train.device,
+        packed=False,
+        window=False,
+        softcap=config.attention_softcap is not None,
+        dropout=False,
+        float32=precision == "float32",
+    )
+    optimizer = plan.optimizer.model_copy(update={"stochastic_rounding": False})
+    changed_plan = plan.model_copy(
+        update={
+            "train": plan.train.model_copy(update={"precision": precision}),
+            "optimizer": optimizer,
+        }
+    )
+    return changed_plan if unsupported is None else _with_attention(changed_plan, "blockwise")
+
+
+def _other_optimizers(plan: RunPlan) -> Iterator[tuple[Cure, RunPlan]]:
+    """Plain states first; then another optimizer, which trains differently."""
+    plain = {
+        "state_dtype": "float32",
+        "offload": False,
+        "fused_backward": False,
+        "stochastic_rounding": False,
+    }
+    for key, value in plain.items():
+        if getattr(plan.optimizer, key) != value:
+            setting = f"optimizer.{key}={str(value).lower()}"
+            optimizer = plan.optimizer.model_copy(update={key: value})
+            yield Cure(setting, f"set {setting}"), plan.model_copy(update={"optimizer": optimizer})
+    for kind in ("adamw", "adafactor"):
+        if kind != plan.optimizer.kind:
+            optimizer = plan.optimizer.model_copy(update={**plain, "kind": kind})
+            yield (
+                Cure(f"optimizer.kind={kind}", f"use {kind}"),
+                plan.model_copy(update={"optimizer": optimizer}),
+            )
+
+
+def _other_quantization(plan: RunPlan) -> Iterator[tuple[Cure, RunPlan]]:
+    quantize = plan.quantize
+    if quantize.kind == "nf4" and quantize.double_quant:
+        changed = quantize.model_copy(update={"double_quant": False})
+        yield (
+            Cure("quantize.double_quant=false", "use nf4 without double quantization"),
+            plan.model_copy(update={"quantize": changed}),
+        )
+    for other in (Quantize(kind="int8"), Quantize(kind="none")):
+        if other.kind != quantize.kind:
+            text = "use int8" if other.kind == "int8" else "train without quantization"
+            update = {"quantize": other, "quantized_by": "torch"}
+            yield Cure(f"quantize.kind={other.kind}", text), plan.model_copy(update=update)
+
+
+def fix_of(fault: Fault, cure: Cure | None) -> str:
+    if fault.is_fatal:
+        return (
+            "run `bloomery doctor --probe`, which tries every precision in a process of its own;"
+            " --no-check trains nevertheless"
+        )
+    if cure is None:
+        return (
+            "no setting that was tried is right on it: run `bloomery doctor --probe`, and train on another device"
+            " (--devices cpu); --no-check trains nevertheless"
+        )
+    return f"set {cure.setting}, with which the whole check passes"

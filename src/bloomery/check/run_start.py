@@ -1,0 +1,201 @@
+"""Before the first step of a run: does the device of each rank compute right? One answer for all ranks.
+
+The run's attention kernels are compared on every device, and a whole step on a GPU, once for its settings.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import final
+
+from bloomery.check.attention import check_attention
+from bloomery.check.cures import cure_of, fix_of
+from bloomery.check.exact_numbers import has_formula
+from bloomery.check.examination import examine, problem_of
+from bloomery.check.known_devices import identity_of, keep_answer, key_of, known_answer
+from bloomery.core.errors import UserError
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.model.attention.triton_attention import KernelFailed
+from bloomery.monitor.events import Emit, Phase, StepChecked, Warned
+from bloomery.parallel.environment import hosts_at_fault, without_host
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.plan.types import OptimizerPlan, RunPlan, TrainPlan
+from bloomery.train.attention_tiles import settle_tiles
+from bloomery.train.process import build_kernels, out_of_memory, set_up_process
+from bloomery.train.recover import plan_without_kernel
+from bloomery.train.run import Unsound
+
+
+class WrongNumbers(UserError):
+    """The device computes something else than the CPU, in a part for which no safer kernel can be taken unasked."""
+
+
+@final
+@dataclass(frozen=True)
+class DeviceVerdict:
+    """Of one rank. `problem` is "" where the device is right."""
+
+    device: str
+    arch: str
+    torch: str
+    driver: str
+    problem: str = ""
+    detail: str = ""
+    fix: str = ""
+    in_attention: bool = False
+    unrepeatable: str = ""  # the part
+    skipped: str = ""  # why nothing was checked
+    seconds: float = 0.0
+    from_cache: bool = False  # it is the answer of an earlier check
+
+
+def is_checked(plan: RunPlan) -> bool:
+    """Whether the plan's device is: a GPU. A CPU that is compared with itself gives no news.
+
+    Layers of transformers are compared with transformers' own forward instead (`model.transformers_checks`).
+    """
+    return plan.train.device != "cpu" and plan.model.config.transformers_backend is None
+
+
+@final
+@dataclass(frozen=True)
+class CheckedPlan:
+    """The plan that a run trains with. `build_seconds`: what compiling its C++ took in this process."""
+
+    plan: RunPlan
+    build_seconds: float
+
+
+def checked_plan(
+    plan: RunPlan,
+    run_dir: Path,
+    emit: Emit,
+    mesh: Mesh = SINGLE_RANK,
+    *,
+    resumes: bool,
+    check_step: bool = True,
+) -> CheckedPlan:
+    """Set up this process, and check that its device computes right with the plan, before a model takes its memory.
+
+    Where an attention kernel fails or is wrong that the recipe does not ask for, the plan becomes one with blockwise
+    attention, and is stored. `check_step`: compare a step on a GPU with the CPU, where that was not done yet; what rank
+    0 says counts. Raises Unsound, KernelUnusable, WrongNumbers.
+    """
+    while True:
+        set_up_process(plan)
+        build_seconds = build_kernels(plan)
+        try:
+            settle_tiles(plan, run_dir, mesh, emit, resumes=resumes)
+            check_step_of_ranks(plan, run_dir, emit, mesh, check_step=check_step)
+            check_attention(plan.model, plan.train, sequence_length=plan.data.sequence_length)
+        except (KernelFailed, Unsound) as error:
+            plan = plan_without_kernel(plan, error, run_dir, emit, mesh)
+        else:
+            return CheckedPlan(plan, build_seconds)
+
+
+def check_step_of_ranks(
+    plan: RunPlan, run_dir: Path, emit: Emit, mesh: Mesh = SINGLE_RANK, *, check_step: bool = True
+) -> None:
+    """Compare a step on the device of each rank with the CPU, unless one like it was with these settings.
+
+    All ranks end alike. Raises Unsound where attention is at fault, WrongNumbers for other parts.
+    """
+    if not mesh.all_gather_json(check_step and is_checked(plan))[0]:
+        return
+    machine_file = run_dir / "machine.json"
+    machine = read_machine(machine_file) if machine_file.is_file() else None
+    own_verdict = judge(plan, machine, begins=lambda: emit(Phase(name="check")))
+    verdicts = [DeviceVerdict(**entry) for entry in mesh.all_gather_json(asdict(own_verdict))]
+
+    # The slowest rank's seconds, and the first problem.
+    worst = next((verdict for verdict in verdicts if verdict.problem), verdicts[0])
+    emit(
+        StepChecked(
+            device=worst.device,
+            arch=worst.arch,
+            torch=worst.torch,
+            driver=worst.driver,
+            precision=plan.train.precision,
+            problem=worst.problem,
+            detail=worst.detail,
+            fix=worst.fix,
+            unrepeatable=next(filter(None, (verdict.unrepeatable for verdict in verdicts)), ""),
+            not_compared=not_compared(plan.optimizer),
+            seconds=max(verdict.seconds for verdict in verdicts),
+            from_cache=all(verdict.from_cache for verdict in verdicts),
+        )
+    )
+    for verdict in verdicts:
+        if verdict.skipped:
+            emit(Warned(reason=f"the step was not checked on {verdict.device}: {verdict.skipped}"))
+            break
+    if worst.problem:
+        wrong_ranks = [rank for rank, verdict in enumerate(verdicts) if verdict.problem]
+        host = hosts_at_fault(mesh.hosts, wrong_ranks)
+        where = f"{worst.device} ({worst.arch}), PyTorch {worst.torch}: {worst.detail}"
+        if mesh.world > 1:
+            on_host = f" on {mesh.hosts[wrong_ranks[0]]}" if host else ""
+            where = f"rank {wrong_ranks[0]}{on_host}, {where}"
+        fix = f"{worst.fix}; or leave the host out: {without_host(host)}" if host else worst.fix
+        error = Unsound if worst.in_attention else WrongNumbers
+        raise error(worst.problem, where=where, fix=fix, host=host)
+    warn_of_bits(plan.train, verdicts, emit)
+
+
+def not_compared(optimizer: OptimizerPlan) -> str:
+    """What of a step the check does not compare; "" where it compares everything."""
+    return "" if has_formula(optimizer) else f"the updates of optimizer.kind={optimizer.kind}"
+
+
+def warn_of_bits(train: TrainPlan, verdicts: list[DeviceVerdict], emit: Emit) -> None:
+    """Names a device that computes other bits at the second time: a warning, or a refusal of a deterministic run."""
+    verdict = next((verdict for verdict in verdicts if verdict.unrepeatable), None)
+    if verdict is None:
+        return
+    problem = f"{verdict.device} gives different bits when it computes {verdict.unrepeatable} twice"
+    if train.deterministic:
+        raise WrongNumbers(
+            problem,
+            where="train.deterministic=true",
+            fix="set train.attention=blockwise or train.compile=false; or train.deterministic=false",
+        )
+    emit(Warned(reason=f"{problem}: a repeated or resumed run will differ in its last digits"))
+
+
+def judge(
+    plan: RunPlan, machine: Machine | None, begins: Callable[[], None] = lambda: None
+) -> DeviceVerdict:
+    """Check this process's device, or read that it was checked. `begins`: called before a check."""
+    identity = identity_of(plan.train.device, machine)
+    verdict = DeviceVerdict(identity.device, identity.arch, identity.torch, identity.driver)
+    try:
+        key = key_of(plan, identity)
+        earlier_examination = known_answer(key)
+        if earlier_examination is None:
+            begins()
+        examination = earlier_examination or examine(plan)
+    except UserError as error:
+        return replace(verdict, skipped=error.problem)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return replace(verdict, skipped="not enough memory for the small model")
+    if earlier_examination is None:
+        keep_answer(key, identity, examination)
+    verdict = replace(
+        verdict,
+        unrepeatable=next(iter(examination.unrepeatable), ""),
+        seconds=examination.seconds,
+        from_cache=earlier_examination is not None,
+    )
+    if not examination.faults:
+        return verdict
+    fault = examination.faults[0]
+    return replace(
+        verdict,
+        problem=problem_of(plan.train, fault),
+        detail=fault.detail,
+        fix=fix_of(fault, cure_of(plan, fault)),
+        in_attention=fault.kind == "attention",
+    )
