@@ -93,7 +93,7 @@ def ours(method: str, *, tiny: bool) -> Found:
     if plan.train.device == "cpu" and not tiny:
         return {"outcome": "skipped", "message": "no GPU that PyTorch can use"}
     from bloomery.bench import rig
-    from bloomery.train.checkpointed_model import InitialWeights
+    from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
     assert callable(InitialWeights.fill)
     # the seeded draw of 8 billion numbers on the processor would take the whole time

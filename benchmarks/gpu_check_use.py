@@ -163,7 +163,7 @@ def measure(run: Path, device: str) -> ModelFiles:
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
     from bloomery.train.evaluation.evaluation import evaluate
-    from bloomery.train.objectives import build_objective
+    from bloomery.train.objectives.build import build_objective
     from bloomery.train.process import peak_memory_gib
 
     plan, gpu = read_plan(run / "plan.json"), device == "cuda"

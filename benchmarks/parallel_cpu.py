@@ -98,8 +98,8 @@ def one_run(plan: Any, mesh: Any) -> list[float]:
 
 def bloomery_side(plan: Any, mesh: Any) -> Any:
     from bloomery.data.order import Cursor
-    from bloomery.train.objectives import build_objective
-    from bloomery.train.source import open_loader
+    from bloomery.train.batch_source import open_loader
+    from bloomery.train.objectives.build import build_objective
     from bloomery.train.state import build_state
     from bloomery.train.step import train_step
 
@@ -140,8 +140,8 @@ def bare_side(plan: Any, mesh: Any) -> Any:
 
     from bloomery.data.order import Cursor
     from bloomery.model.io.weights import fresh_decoder
-    from bloomery.train.objectives import build_objective
-    from bloomery.train.source import open_loader
+    from bloomery.train.batch_source import open_loader
+    from bloomery.train.objectives.build import build_objective
     from bloomery.train.step import compute_loss
 
     model, objective = (

@@ -64,8 +64,8 @@ def rank_main(plan_json: str, rank: int, meeting: str, orders: Connection) -> No
     from bloomery.data.order import Cursor
     from bloomery.parallel.process_group import join, leave
     from bloomery.plan.types import RunPlan
-    from bloomery.train.objectives import build_objective
-    from bloomery.train.source import open_loader
+    from bloomery.train.batch_source import open_loader
+    from bloomery.train.objectives.build import build_objective
     from bloomery.train.state import build_state
     from bloomery.train.step import train_step
 

@@ -11,8 +11,8 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
-from bloomery.train.checkpoint import MODEL, Saver
-from bloomery.train.checkpointed_model import FullWeights, InitialWeights
+from bloomery.train.checkpoint.checkpointed_model import FullWeights, InitialWeights
+from bloomery.train.checkpoint.saver import MODEL, Saver
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """

@@ -354,7 +354,7 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
 
 
 def test_a_model_of_a_command_may_be_an_id_and_a_base_with_its_adapter(tmp_path, monkeypatch):
-    from bloomery.runs.folder import model_path
+    from bloomery.runs.chosen_model import model_path
 
     monkeypatch.chdir(tmp_path)
     for name in ("base", "adapter", "cache"):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import preloaded
+from bloomery.core.signals import held_back
 from bloomery.monitor.events import StepDone, read_events
-from bloomery.runs.signals import held_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 VERSION = [sys.executable, "-m", "bloomery", "--version"]

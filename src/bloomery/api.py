@@ -514,7 +514,7 @@ def convert(
         fix = f"use one of {', '.join(DTYPES)}, or --to gguf"
         raise UserError(problem, where="--dtype", fix=fix, code=2)
     folder = Path(source).expanduser()
-    from bloomery.runs.folder import chosen_use, model_path
+    from bloomery.runs.chosen_model import chosen_use, model_path
 
     path = folder if folder.is_file() else model_path(str(source))
     use = chosen_use(device, None)
@@ -541,7 +541,7 @@ def merge(
 
         bloomery.merge(["model-a", "model-b"], "merged", weights=[0.7, 0.3])
     """
-    from bloomery.runs.folder import chosen_use, model_path
+    from bloomery.runs.chosen_model import chosen_use, model_path
 
     paths = [model_path(str(model)) for model in models]
     use = chosen_use(device, None)
@@ -560,7 +560,7 @@ def merge(
 
 def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":
     """Sets the environment, so torch must not be imported before."""
-    from bloomery.runs.folder import chosen_use, model_path
+    from bloomery.runs.chosen_model import chosen_use, model_path
 
     return model_path(str(model)), chosen_use(device, quantize)
 
@@ -568,7 +568,7 @@ def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Pat
 def _named(model: str | Path) -> "Named":
     """The model that another is compared with, under the name that the user gave."""
     from bloomery.evals.tasks import Named
-    from bloomery.runs.folder import model_path
+    from bloomery.runs.chosen_model import model_path
 
     return Named(str(model), model_path(str(model)))
 

@@ -21,7 +21,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import PythonReward
-from bloomery.train.run import Diverged
+from bloomery.train.failures import Diverged
 from ranks import fields, ranks, train
 
 FUNCTIONS = """

@@ -15,7 +15,7 @@ from command_line import PATIENCE_SECONDS, assert_clear, here, process, python
 import preloaded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.store import write_sealed
-from bloomery.train.checkpoint import copy_tokenizer
+from bloomery.train.checkpoint.saver import copy_tokenizer
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 DEEP = "[" * 100_000

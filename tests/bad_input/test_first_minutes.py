@@ -11,10 +11,10 @@ from command_line import assert_clear, here, write_workshop
 
 from bloomery.cli import cli
 from bloomery.cli.common import _sentence
+from bloomery.core.run_folder import find_run
 from bloomery.hardware.detect import detect
 from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import load_recipe, load_text
-from bloomery.runs.folder import find_run
 from models_for_tests import make_model
 
 ROWS = [{"question": f"What is {at} and {at}?", "answer": f"It is {2 * at}."} for at in range(40)]

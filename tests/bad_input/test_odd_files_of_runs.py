@@ -12,8 +12,8 @@ from command_line import here, process
 from rollouts_for_tests import write_recipe
 
 from bloomery.core.files import remove
+from bloomery.core.run_lock import worked_on
 from bloomery.report.rewards import shown_completions
-from bloomery.runs.folder import worked_on
 from bloomery.studio.post_mortem import post_mortem_of
 from bloomery.studio.watching import Watching
 

@@ -21,7 +21,7 @@ import gpu_check_parts
 from bloomery.bench import rig
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
-from bloomery.train.checkpointed_model import InitialWeights
+from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 

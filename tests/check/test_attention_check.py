@@ -10,8 +10,8 @@ from bloomery.core.errors import UserError
 from bloomery.model import native
 from bloomery.model.attention import attend as attention
 from bloomery.model.attention import compiled
+from bloomery.train.failures import Unsound
 from bloomery.train.process import build_kernels
-from bloomery.train.run import Unsound
 
 
 def check_plan(plan) -> None:

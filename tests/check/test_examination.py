@@ -42,9 +42,9 @@ from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle
+from bloomery.train.failures import Unsound
 from bloomery.train.optim.build import BUILDERS
 from bloomery.train.optim.muon import iteration_dtype
-from bloomery.train.run import Unsound
 from ranks import on_ranks, ranks
 
 # Which of the faults every test run injects; the others cost as much time again.

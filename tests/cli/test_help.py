@@ -12,7 +12,7 @@ import bloomery.cli
 from bloomery.cli import COMMANDS, cli, main
 from bloomery.cli.common import print_json
 from bloomery.core.errors import UserError
-from bloomery.runs.folder import find_run
+from bloomery.core.run_folder import find_run
 
 HEAVY = ("torch", "numpy", "pydantic", "rich", "ruamel", "tokenizers", "transformers")
 

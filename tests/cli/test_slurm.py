@@ -17,10 +17,10 @@ from bloomery.cli import cli
 from bloomery.cli.runs import runner_of, slurm_job_of, stop_run
 from bloomery.cli.slurm import _seconds
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.hardware.sites import find_site, site_names
 from bloomery.hardware.specs import find_gpu
 from bloomery.launch.job_script import seconds_to_save
-from bloomery.runs.folder import RunFolder
 
 RECIPE = """
 model: {family: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_layers: 32, num_heads: 32,

@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 from bloomery.cli.runs import command as runs_command
 from bloomery.cli.runs import watch_command
 from bloomery.core.errors import UserError
+from bloomery.core.run_lock import host_name, start_mark, worked_on
 from bloomery.monitor.events import EventLog, Phase, RunEnded
-from bloomery.runs.folder import host_name, start_mark, worked_on
 from runs_for_tests import made_up_run, step_done
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy

@@ -18,8 +18,8 @@ from bloomery.data.shards import Manifest, Split, write_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.forward import forward
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 from models_for_tests import make_config, make_tokenizer
 
 LENGTH = 48

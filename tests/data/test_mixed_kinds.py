@@ -26,8 +26,8 @@ from bloomery.infer.forward import forward
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.train.evaluation.answers import validation_prompts
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 from models_for_tests import make_config
 
 LENGTH = 200

@@ -15,7 +15,7 @@ from bloomery.plan.lengths import (
 from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
-from bloomery.train.length import due
+from bloomery.train.run_clock import due
 
 SCALE = Scale(
     tokens_per_step=16384,

@@ -31,7 +31,8 @@ def arrive(moment, wanted):
 
 
 def lay_places(wanted):
-    from bloomery.train import checkpoint, step
+    from bloomery.train import step
+    from bloomery.train.checkpoint import saver as checkpoint
     from bloomery.train.optim.build import OptimizersContainer
     from bloomery.train.rl import rewards, rollouts, sampler
 

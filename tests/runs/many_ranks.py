@@ -12,13 +12,14 @@ from pathlib import Path
 
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import locked
+from bloomery.core.signals import stop_requests
 from bloomery.launch import supervisor
 from bloomery.launch.launchers import Board, Launch, current_launch
 from bloomery.launch.stage_ends import failure
 from bloomery.launch.supervisor import run_stage
-from bloomery.runs.folder import RunFolder, locked
 from bloomery.runs.follow import follow
-from bloomery.runs.signals import stop_requests
 
 
 def lead(launch: Launch, folder: RunFolder) -> int:

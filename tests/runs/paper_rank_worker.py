@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from bloomery.core.run_folder import RunFolder
 from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
 from bloomery.launch.worker import Deadline
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.parallel.collective_notes import CollectiveNotes
-from bloomery.runs.folder import RunFolder
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
 

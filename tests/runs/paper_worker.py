@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from bloomery.core.run_folder import RunFolder
 from bloomery.launch import worker
 from bloomery.monitor.events import EventLog, Resumed, RunStarted, StepDone
 from bloomery.plan.store import read_plan
-from bloomery.runs.folder import RunFolder
 
 REPORTED = {"memory": worker.OUT_OF_MEMORY, "NaN": worker.DIVERGED}
 

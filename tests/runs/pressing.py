@@ -81,7 +81,7 @@ def press_in_worker(moment: str) -> None:
     worker.StopFlag._handle = handle_and_note
     if moment == SAVING:
         with loading():
-            from bloomery.train import checkpoint
+            from bloomery.train.checkpoint import saver as checkpoint
         checkpoint.put_in_place = before(checkpoint.put_in_place, ctrl_c)
     elif moment in EVENTS:
         watching = worker.StopFlag.watching

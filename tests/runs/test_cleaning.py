@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder
-from bloomery.runs.folder import RunFolder, locked
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import locked
 from models_for_tests import make_run
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery
 
+from bloomery.core.run_folder import RunFolder
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.runs.consent import note_code, noted_commands
 from bloomery.runs.event_hub import event_hub
-from bloomery.runs.folder import RunFolder
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from plans_of_runs import plan_of
 
 from bloomery.bench import measuring
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import MASKS, Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.flow import training_environment
-from bloomery.runs.folder import RunFolder
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NAME = "PYTORCH_ALLOC_CONF"

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import __version__
+from bloomery.core import __version__, run_lock
 from bloomery.core.errors import UserError
 from bloomery.core.files import stamped
+from bloomery.core.run_folder import RunFolder, propose_folder
+from bloomery.core.run_lock import locked, start_mark
 from bloomery.plan.store import FORMAT, read_identity
 from bloomery.recipe.load import load_recipe
-from bloomery.runs import folder as run_folder
-from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder, start_mark
+from bloomery.runs.new_run import new_run
 
 RECIPE = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2}
@@ -27,7 +28,8 @@ data: {path: text}
 HOLD = """
 import sys, time
 from pathlib import Path
-from bloomery.runs.folder import RunFolder, locked
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import locked
 with locked(RunFolder(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)
@@ -187,7 +189,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(holder) -> None:
 
 def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    text = {"pid": os.getpid(), "started": "another boot 17", "host": run_folder.host_name()}
+    text = {"pid": os.getpid(), "started": "another boot 17", "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(text))
     with locked(folder):
         pass
@@ -199,15 +201,15 @@ def test_a_lock_of_a_dead_process_that_does_not_tell_its_start_is_taken_over(
 ) -> None:
     """Written where the system hides when it was started; a dead process has no such time, either."""
     folder = RunFolder(tmp_path)
-    holder = {"pid": 2**22 - 1, "started": started, "host": run_folder.host_name()}
+    holder = {"pid": 2**22 - 1, "started": started, "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(holder))
     with locked(folder):
-        assert run_folder.holder_of(folder.lock)["pid"] == os.getpid()
+        assert run_lock.holder_of(folder.lock)["pid"] == os.getpid()
 
 
 def test_a_living_process_that_does_not_tell_its_start_holds_its_lock(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    holder = {"pid": os.getppid(), "started": None, "host": run_folder.host_name()}
+    holder = {"pid": os.getppid(), "started": None, "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(holder))
     with pytest.raises(UserError, match="in use"), locked(folder):
         pass
@@ -220,7 +222,7 @@ def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatc
         lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")),
     )
     parent = os.getppid()
-    text = {"pid": parent, "started": start_mark(parent), "host": run_folder.host_name()}
+    text = {"pid": parent, "started": start_mark(parent), "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(text))
     with pytest.raises(UserError, match=f"process {parent}"), locked(folder):
         pass
@@ -249,8 +251,8 @@ def test_a_time_far_ahead_is_no_sign_of_life(tmp_path: Path) -> None:
 
 
 def test_a_deleted_lock_lets_nobody_in_and_comes_back(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(run_folder, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.1)
     folder = RunFolder(tmp_path)
     with locked(folder):
         folder.lock.unlink()
@@ -316,7 +318,7 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
 
 
 def test_the_beat_shows_that_the_holder_lives(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.02)
     folder = RunFolder(tmp_path)
     with locked(folder):
         os.utime(folder.lock, (0, 0))

@@ -30,6 +30,9 @@ from runs_of_bloomery import (
 
 import preloaded
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import locked
+from bloomery.core.signals import StopRequests
 from bloomery.hardware.detect import detect
 from bloomery.launch import supervisor, worker
 from bloomery.launch.launchers import Board, current_launch, new_folder
@@ -49,11 +52,10 @@ from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe, unset_keys
 from bloomery.runs.devices import chosen_devices
-from bloomery.runs.folder import RunFolder, locked, new_run
 from bloomery.runs.follow import follow
 from bloomery.runs.lifecycle import start
+from bloomery.runs.new_run import new_run
 from bloomery.runs.resume_plan import refuse_other_recipe
-from bloomery.runs.signals import StopRequests
 from ranks import train as train_on_ranks
 
 TORCHRUN = {
@@ -623,7 +625,7 @@ def test_a_killed_process_is_no_second_one_and_its_end_is_seen(locked_run, monke
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     rank_1 = (
         "import json, os, sys, time; from pathlib import Path;"
-        "from bloomery.runs.folder import RunFolder;"
+        "from bloomery.core.run_folder import RunFolder;"
         "from bloomery.launch.launchers import Board, current_launch;"
         "board = Board(RunFolder(Path(sys.argv[1])), current_launch(json.loads(sys.argv[2])));"
         "board._client.start(); time.sleep(60)"

@@ -14,8 +14,8 @@ import pytest
 from plans_of_runs import plan_of
 from runs_of_bloomery import wait_for, why_no_strace
 
+from bloomery.core.run_folder import RunFolder
 from bloomery.plan.store import write_plan
-from bloomery.runs.folder import RunFolder
 
 SIZES = [
     pytest.param(16, id="16 ranks"),

@@ -10,8 +10,8 @@ from plans_of_runs import plan_of
 from runs_of_bloomery import assert_bitwise_equal, losses
 
 from bloomery.core.errors import UserError
-from bloomery.launch.stage_ends import StageResult
-from bloomery.launch.worker import (
+from bloomery.core.run_folder import RunFolder
+from bloomery.launch.exit_codes import (
     DIVERGED,
     FAILED,
     KERNEL_FAILED,
@@ -19,10 +19,10 @@ from bloomery.launch.worker import (
     OUT_OF_MEMORY,
     UNSOUND,
 )
+from bloomery.launch.stage_ends import StageResult
 from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
 

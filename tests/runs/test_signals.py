@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from bloomery.runs.signals import stop_requests
+from bloomery.core.signals import stop_requests
 
 
 def send(number: int) -> None:

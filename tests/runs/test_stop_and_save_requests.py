@@ -13,10 +13,11 @@ from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, w
 
 from bloomery.cli.runs import runner_of, save_run, stop_run
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import holder_of, host_name, start_mark
 from bloomery.infer.model_folder import NOT_SAVED, damage, saved_steps
 from bloomery.launch.worker import StopFlag
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
-from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
 
 TRAIN = (
     "train",

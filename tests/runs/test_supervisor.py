@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.launch import worker
 from bloomery.launch.stage_ends import StageResult, failure
-from bloomery.runs.folder import RunFolder
 
 FOLDER = RunFolder(Path("/somewhere/runs/one"))
 

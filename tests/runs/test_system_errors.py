@@ -10,10 +10,10 @@ from plans_of_runs import plan_of
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
+from bloomery.core.run_folder import RunFolder
 from bloomery.launch import worker
 from bloomery.plan.store import read_plan
 from bloomery.runs import resume_plan as fallbacks
-from bloomery.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize(

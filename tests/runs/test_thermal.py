@@ -6,8 +6,9 @@ import time
 import pytest
 
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReading
+from bloomery.launch.pausing import StepPauses
 from bloomery.monitor.events import Phase
-from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
+from bloomery.runs.telemetry import BLIND_SECONDS, Guard
 from bloomery.train.requests import Request
 
 
@@ -96,12 +97,12 @@ def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
 
 def test_training_waits_between_two_steps_and_says_so(tmp_path):
     told = []
-    waiting = Waiting(told.append, lambda: Request(pause=(tmp_path / "pause").exists()))
-    assert not waiting.until(poll_seconds=0.01) and not told
+    pauses = StepPauses(told.append, lambda: Request(pause=(tmp_path / "pause").exists()))
+    assert not pauses.wait(poll_seconds=0.01) and not told
     (tmp_path / "pause").touch()
     threading.Timer(0.2, (tmp_path / "pause").unlink).start()
     begun = time.monotonic()
-    assert not waiting.until(poll_seconds=0.01)
+    assert not pauses.wait(poll_seconds=0.01)
     assert (
         time.monotonic() - begun > 0.15
         and [type(event) for event in told] == [Phase]
@@ -111,5 +112,5 @@ def test_training_waits_between_two_steps_and_says_so(tmp_path):
 
 def test_a_paused_run_still_hears_a_stop():
     asked = iter([False, False, True])
-    waiting = Waiting(lambda event: None, lambda: Request(next(asked), pause=True))
-    assert waiting.until(poll_seconds=0.01) and next(asked, None) is None
+    pauses = StepPauses(lambda event: None, lambda: Request(next(asked), pause=True))
+    assert pauses.wait(poll_seconds=0.01) and next(asked, None) is None

@@ -54,7 +54,9 @@ class TestEmbeddings:
         pooling: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("bloomery.serve.served.PIECE", 5)  # tokens of a text are read in several forwards
+        monkeypatch.setattr(
+            "bloomery.serve.served.PIECE", 5
+        )  # tokens of a text are read in several forwards
         reference, tokenizer = (
             AutoModelForCausalLM.from_pretrained(folder),
             server.models[0].tokenizer,

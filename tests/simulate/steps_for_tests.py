@@ -21,7 +21,7 @@ from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
 from bloomery.simulate.step import simulated_stage, simulated_step
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 from ranks import ranks

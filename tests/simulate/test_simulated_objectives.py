@@ -10,7 +10,7 @@ from steps_for_tests import _batch, counted, simulated, small_plan, some
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distill, Kto, Lora, OrPo, Preference, Reward, SimPo
 from bloomery.simulate.step import weights
-from bloomery.train.objectives import build_objective, with_text_structure
+from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import locked
 from bloomery.monitor.events import Resumed, RunEnded, TaskDone
-from bloomery.runs.folder import RunFolder, locked
 from bloomery.studio import compare_page
 from bloomery.studio.compare_page import address_of_comparison
 from bloomery.studio.watching import Watching

@@ -508,7 +508,7 @@ def test_a_run_that_is_deleted_while_the_list_is_made_hides_no_other(
 ) -> None:
     make_run("kept", end=RunEnded(step=40, status="done"))
     (Path("runs") / "deleted").mkdir()  # its recipe is gone after the first look
-    monkeypatch.setattr("bloomery.runs.folder.is_run", lambda folder: True)
+    monkeypatch.setattr("bloomery.core.run_folder.is_run", lambda folder: True)
     assert [row.name for row in Watching().rows()] == ["kept"]
 
 

@@ -16,7 +16,7 @@ from runs_of_the_loop import Run
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tile_times import FILE
 from bloomery.plan.store import begin
-from bloomery.train import attention_tiles
+from bloomery.train import kernels
 
 WIDE = [32, 32, 4]
 NARROW = [16, 16, 4]
@@ -25,7 +25,7 @@ NARROW = [16, 16, 4]
 def run(plan, folder: Path, answer: list[int], **options) -> Run:
     """`answer`: the tile that this GPU would be found to be fastest with."""
     tiles._in_use.clear()  # a new process
-    attention_tiles.fastest_tiles_of = lambda _plan, _note: dict.fromkeys(tiles.KERNELS, answer)
+    kernels.fastest_tiles_of = lambda _plan, _note: dict.fromkeys(tiles.KERNELS, answer)
     if not folder.exists():
         folder.mkdir()
         begin(folder, {})

@@ -13,8 +13,8 @@ from bloomery.check.run_start import checked_plan
 from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import StepDone, Warned
 from bloomery.recipe.load import load_recipe
-from bloomery.train.length import Timer
 from bloomery.train.loop import run
+from bloomery.train.run_clock import Timer
 
 RECIPE = """
 model: {preset: go-coder-tiny}

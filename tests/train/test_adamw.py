@@ -9,7 +9,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import FloatMoment, Int8Moment
 from bloomery.train.optim.build import build_optimizer

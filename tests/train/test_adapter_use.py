@@ -15,7 +15,7 @@ from bloomery.infer.generate import load_model
 from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
-from bloomery.runs.folder import model_path
+from bloomery.runs.chosen_model import model_path
 from bloomery.train.state import build_state
 
 TOKENS = torch.arange(24)[None] * 7 % CONFIG.vocab_size

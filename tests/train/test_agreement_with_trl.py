@@ -15,8 +15,8 @@ from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
-from bloomery.train.losses import LossParts, means
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.losses import LossParts, means
 from bloomery.train.step import compute_loss
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when one of these is imported

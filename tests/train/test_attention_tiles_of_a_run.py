@@ -17,8 +17,8 @@ from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.parallel.process_group import join
 from bloomery.plan.store import begin
 from bloomery.plan.types import RunPlan
-from bloomery.train import attention_tiles
-from bloomery.train.attention_tiles import settle_tiles
+from bloomery.train import kernels
+from bloomery.train.kernels import settle_tiles
 from ranks import on_ranks, ranks
 
 FIRST = TileShape(32, 32, 4)  # of the table, for a device that it does not list
@@ -43,7 +43,7 @@ def folder(tmp_path) -> Path:
 def answers(monkeypatch, tile: list[int]) -> None:
     """From now on this is the fastest tile of every kernel."""
     monkeypatch.setattr(
-        attention_tiles, "fastest_tiles_of", lambda _plan, _note: dict.fromkeys(KERNELS, tile)
+        kernels, "fastest_tiles_of", lambda _plan, _note: dict.fromkeys(KERNELS, tile)
     )
 
 
@@ -78,7 +78,7 @@ def test_a_timing_that_fails_is_reported_once(plan, folder, monkeypatch):
         note("HIP error: unspecified launch failure")
         return dict.fromkeys(KERNELS, FIRST)
 
-    monkeypatch.setattr(attention_tiles, "fastest_tiles_of", fails)
+    monkeypatch.setattr(kernels, "fastest_tiles_of", fails)
     events = []
     settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=False)
     settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=True)
@@ -90,7 +90,7 @@ def test_a_timing_that_fails_is_reported_once(plan, folder, monkeypatch):
 def test_without_a_triton_the_first_of_the_table_is_taken(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     reasons = []
-    tiles_of_plan = attention_tiles.fastest_tiles_of(plan, reasons.append)
+    tiles_of_plan = kernels.fastest_tiles_of(plan, reasons.append)
     assert tiles_of_plan == dict.fromkeys(KERNELS, FIRST)
     (reason,) = reasons
     assert "cannot be imported" in reason
@@ -100,7 +100,7 @@ def test_another_gpu_is_timed_and_both_are_kept(plan, folder, monkeypatch):
     answers(monkeypatch, [64, 16, 8])
     settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=False)
     answers(monkeypatch, [16, 16, 4])
-    monkeypatch.setattr(attention_tiles, "arch_of", lambda _device: "gfx1030")
+    monkeypatch.setattr(kernels, "arch_of", lambda _device: "gfx1030")
     settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
     assert tile_shape("forward", arch="gfx1030", width=16) == TileShape(16, 16, 4)
     assert list(json.loads((folder / FILE).read_text())) == ["any", "gfx1030"]
@@ -124,8 +124,8 @@ def settled(
         asked.append(rank)
         return dict.fromkeys(KERNELS, (16 * (rank + 1), 16, 4))
 
-    attention_tiles.fastest_tiles_of = choose
-    attention_tiles.arch_of = lambda _device: arch_by_rank[rank]
+    kernels.fastest_tiles_of = choose
+    kernels.arch_of = lambda _device: arch_by_rank[rank]
     tiles._in_use.clear()
     settle_tiles(plan, folder, mesh, ignore, resumes=False)
     return asked, [tile_shape(kernel, arch=arch_by_rank[rank], width=16) for kernel in KERNELS]

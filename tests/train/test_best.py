@@ -23,7 +23,7 @@ from bloomery.infer.model_folder import (
 )
 from bloomery.monitor.events import EvalDone, Saved, Warned
 from bloomery.plan.lengths import Scale, checkpoint_steps, steps_of
-from bloomery.train import checkpoint as checkpoints_module
+from bloomery.train.checkpoint import saver as checkpoints_module
 from bloomery.train.evaluation import evaluation
 from bloomery.train.evaluation.evaluation import EvalResult
 from bloomery.train.loop import run

@@ -21,8 +21,8 @@ from bloomery.core.files import stamped, unstamped, write_durably
 from bloomery.infer import model_folder
 from bloomery.monitor.events import Saved, Warned
 from bloomery.plan.store import begin
-from bloomery.train import checkpoint
-from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
+from bloomery.train.checkpoint import saver as checkpoint
+from bloomery.train.checkpoint.saver import Saver, newest_valid, read_part, read_state
 
 
 def parts(step: int) -> dict[str, dict[str, torch.Tensor]]:

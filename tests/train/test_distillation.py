@@ -14,9 +14,9 @@ from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distill
-from bloomery.train.distillation import meta_teacher, teacher_attention
-from bloomery.train.losses import means
-from bloomery.train.objectives import build_objective, distillation
+from bloomery.train.objectives.build import build_objective, distillation
+from bloomery.train.objectives.distillation import meta_teacher, teacher_attention
+from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
 

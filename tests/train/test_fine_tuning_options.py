@@ -20,7 +20,7 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.unsupported import refuse_settings
 from bloomery.recipe.load import load_text
 from bloomery.recipe.schema import Sft
-from bloomery.train.losses import dft_loss, next_token_loss
+from bloomery.train.objectives.losses import dft_loss, next_token_loss
 
 
 def test_the_noise_is_that_of_transformers():

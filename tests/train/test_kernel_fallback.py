@@ -19,7 +19,7 @@ from bloomery.monitor.events import EvalDone, Recovered, Sampled
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train import loop
-from bloomery.train.run import KernelUnusable, Unsound
+from bloomery.train.failures import KernelUnusable, Unsound
 
 MESSAGE = "the Triton kernel forward failed: OutOfResources: out of resource: shared memory"
 

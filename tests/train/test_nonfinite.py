@@ -12,10 +12,10 @@ from bloomery.data.order import Cursor
 from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan import fallback as safer
 from bloomery.train import context, recover, state
+from bloomery.train.failures import Diverged
 from bloomery.train.loop import run
-from bloomery.train.losses import LossParts
-from bloomery.train.objectives import Objective, pretraining
-from bloomery.train.run import Diverged
+from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.losses import LossParts
 from bloomery.train.step import LossScale
 
 

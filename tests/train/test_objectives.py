@@ -7,8 +7,8 @@ from torch import nn
 
 from bloomery.data.batch import Batch
 from bloomery.train.evaluation.evaluation import complete_batches
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 
 
 def test_next_token_loss_is_the_sum_over_learned_labels():

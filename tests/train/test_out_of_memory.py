@@ -16,8 +16,9 @@ from bloomery.infer.model_folder import damage
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.train import checkpoint, loop
+from bloomery.train import loop
 from bloomery.train import recover as memory
+from bloomery.train.checkpoint import saver as checkpoint
 from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.process import out_of_memory
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from autograd_for_tests import kept_bytes
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.launch import worker
@@ -32,8 +33,7 @@ from bloomery.plan.estimate.activations import activation_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Lora, Peft
-from bloomery.runs.folder import RunFolder
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -20,7 +20,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.source import open_loader
+from bloomery.train.batch_source import open_loader
 from ranks import losses, on_ranks, ranks
 
 MICRO_BATCHES = 8

@@ -12,7 +12,7 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
-from bloomery.train.losses import added, extreme, means
+from bloomery.train.objectives.losses import added, extreme, means
 from bloomery.train.rl.policy_loss import (
     PolicyLoss,
     SamplingCorrection,

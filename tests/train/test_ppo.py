@@ -11,7 +11,7 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores, ScoresAndValues
-from bloomery.train.losses import means
+from bloomery.train.objectives.losses import means
 from bloomery.train.rl.ppo import PpoLoss, TokenRewarding, generalized_advantages, whitened
 
 LENGTHS = (6, 1, 4, 3)

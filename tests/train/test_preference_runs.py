@@ -23,10 +23,11 @@ from bloomery.monitor.events import (
 )
 from bloomery.plan.choices import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
-from bloomery.train import objectives, reference
+from bloomery.train.batch_source import open_loader
 from bloomery.train.loop import run
-from bloomery.train.reference import reference_file
-from bloomery.train.source import open_loader
+from bloomery.train.objectives import build as objectives
+from bloomery.train.objectives import reference_files as reference
+from bloomery.train.objectives.reference_files import reference_file
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 DPO = Preference(kind="dpo", beta=0.5)

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from bloomery.data.batch import Batch
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
-from bloomery.train.losses import (
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.losses import (
     dpo_loss,
     ipo_loss,
     kto_loss,
@@ -19,7 +20,6 @@ from bloomery.train.losses import (
     pairs_of,
     simpo_loss,
 )
-from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
 

@@ -11,6 +11,7 @@ from test_out_of_memory import Allocator, run_short_of_memory
 
 from bloomery.monitor.events import Phase, Recovered
 from bloomery.train.diagnostics import profiler as profile
+from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE_ASKED, requested_steps
 from bloomery.train.diagnostics.profiler import (
     SAVED,
     SAVED_TENSORS_READABLE,
@@ -18,7 +19,6 @@ from bloomery.train.diagnostics.profiler import (
     live_tensors,
     page,
 )
-from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, requested_steps
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
 
@@ -211,8 +211,8 @@ def test_equal_tensors_are_one_line():
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
     from bloomery.data.order import Cursor
-    from bloomery.train.objectives import build_objective
-    from bloomery.train.source import open_loader
+    from bloomery.train.batch_source import open_loader
+    from bloomery.train.objectives.build import build_objective
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)

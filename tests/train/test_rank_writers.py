@@ -27,7 +27,7 @@ from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora
 from bloomery.recipe.schema import Model as ModelRecipe
-from bloomery.train.checkpoint import read_part
+from bloomery.train.checkpoint.saver import read_part
 from ranks import Ranks, fields, losses, on_ranks, ranks, train, train_here
 
 KIB = 2**10
@@ -310,7 +310,7 @@ def train_with_a_bad_rank(
     import resource
 
     from bloomery.parallel import ownership
-    from bloomery.train import rank_writers
+    from bloomery.train.checkpoint import rank_writers
 
     ownership.FILE_BYTES = 8 * KIB
     plain_write = rank_writers.RankWriters._write_files
@@ -402,7 +402,8 @@ def train_until_killed(
     import os
     import signal
 
-    from bloomery.train import checkpoint, rank_writers
+    from bloomery.train.checkpoint import rank_writers
+    from bloomery.train.checkpoint import saver as checkpoint
 
     rank = int(os.environ["RANK"])
     places = 0
@@ -608,8 +609,8 @@ def saved_without_memory(plan_json: str, folder: str, poor_rank: int | None) -> 
     """On every rank: the events of a save; one part has no tensor, and one rank may have no room for a copy."""
     from bloomery.parallel.owner_exchange import HostBuffer
     from bloomery.parallel.process_group import join
-    from bloomery.train.checkpoint import Saver
-    from bloomery.train.rank_writers import RankWriters, RowsOnRanks
+    from bloomery.train.checkpoint.rank_writers import RankWriters, RowsOnRanks
+    from bloomery.train.checkpoint.saver import Saver
 
     mesh = join(RunPlan.model_validate_json(plan_json).train)
     rows = RowsOnRanks(lambda _: True, lambda _: True, ("states",))

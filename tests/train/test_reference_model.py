@@ -13,8 +13,8 @@ from bloomery.infer.forward import eval_mode
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.objectives import label_scores
-from bloomery.train.reference_model import build_reference_model, stream_blocks
+from bloomery.train.objectives.build import label_scores
+from bloomery.train.objectives.reference_model import build_reference_model, stream_blocks
 from bloomery.train.state import build_state
 from models_for_tests import make_model
 from ranks import fields, on_ranks, ranks, train

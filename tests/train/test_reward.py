@@ -14,8 +14,8 @@ from bloomery.core.errors import UserError
 from bloomery.model.heads import Values
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Reward
-from bloomery.train.losses import means, reward_loss
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.losses import means, reward_loss
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_tokenizer

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.train.failures import Stopped
 from bloomery.train.rl import rewards as rewards_module
 from bloomery.train.rl.rewards import Rewards, RewardSource
 from bloomery.train.rl.verifiers import verifier_of
-from bloomery.train.run import Stopped
 
 GOOD = """
 import math

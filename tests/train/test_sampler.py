@@ -251,7 +251,7 @@ def test_out_of_memory_in_sampling_takes_fewer_slots(recipe, alone, tmp_path, mo
 
 
 def test_a_completion_that_does_not_fit_is_named(recipe, tmp_path, monkeypatch):
-    from bloomery.train.run import OutOfMemory
+    from bloomery.train.failures import OutOfMemory
 
     def draw_none(*arguments, **named):
         raise MemoryError
@@ -266,7 +266,8 @@ def test_out_of_memory_in_training_takes_smaller_micro_batches(
     recipe, tmp_path, monkeypatch, moment
 ):
     """The rollout is kept, or sampled again with the same completions; its metrics are reported once."""
-    from bloomery.train import objectives, step
+    from bloomery.train import step
+    from bloomery.train.objectives import build as objectives
     from bloomery.train.rl import rollouts
 
     edits = ("train.max_steps=2", "train.micro_batch_size=4", "objective.num_iterations=2")

@@ -4,7 +4,7 @@ from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.data.order import Cursor
 from bloomery.model.io.weights import write_model
-from bloomery.train.checkpoint import Saver
+from bloomery.train.checkpoint.saver import Saver
 from bloomery.train.state import RunProgress, build_state, restore
 
 

@@ -16,7 +16,7 @@ from bloomery.train.diagnostics.step_health import (
     pair_excess,
 )
 from bloomery.train.diagnostics.stragglers import SLOW_STEPS, Stragglers
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
 

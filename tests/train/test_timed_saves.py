@@ -12,8 +12,8 @@ from bloomery.infer.model_folder import best_on_disk, best_weight_steps, newest_
 from bloomery.monitor.events import EvalDone, Saved, StepDone
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.length import Timer
 from bloomery.train.loop import run
+from bloomery.train.run_clock import Timer
 from ranks import on_ranks, ranks
 
 STEP_SECONDS = 1.0

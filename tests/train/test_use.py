@@ -37,7 +37,7 @@ from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.evaluation.evaluation import evaluate
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
 
 
 @pytest.fixture(scope="module")

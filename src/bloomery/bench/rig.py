@@ -15,9 +15,9 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.plan.types import RunPlan
-from bloomery.train.attention_tiles import fastest_tiles_of, use_tiles
 from bloomery.train.diagnostics.step_health import core_wait_seconds
-from bloomery.train.objectives import build_objective, with_text_structure
+from bloomery.train.kernels import fastest_tiles_of, use_tiles
+from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import StepResult, train_step

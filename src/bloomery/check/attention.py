@@ -12,7 +12,7 @@ from torch import Tensor
 from bloomery.infer.forward import precision_context
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.plan.types import ModelPlan, TrainPlan
-from bloomery.train.run import Unsound
+from bloomery.train.failures import Unsound
 
 TOKENS = 128
 # The largest rounding error relative to the largest value; float32 may be TF32 on a GPU.

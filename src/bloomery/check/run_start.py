@@ -20,10 +20,10 @@ from bloomery.monitor.events import Emit, Phase, StepChecked, Warned
 from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import OptimizerPlan, RunPlan, TrainPlan
-from bloomery.train.attention_tiles import settle_tiles
+from bloomery.train.failures import Unsound
+from bloomery.train.kernels import settle_tiles
 from bloomery.train.process import build_kernels, out_of_memory, set_up_process
 from bloomery.train.recover import plan_without_kernel
-from bloomery.train.run import Unsound
 
 
 class WrongNumbers(UserError):

@@ -31,7 +31,7 @@ from bloomery.cli.generate import (
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.examples import Message
-from bloomery.runs.folder import chosen_use, model_path
+from bloomery.runs.chosen_model import chosen_use, model_path
 
 if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat

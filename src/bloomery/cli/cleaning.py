@@ -8,9 +8,9 @@ import click
 
 from bloomery.cli.common import echo, json_option, print_json
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import find_run
 from bloomery.core.units import counted, format_bytes
 from bloomery.runs.cleaning import Leftover, deletable, delete, leftovers
-from bloomery.runs.folder import find_run
 
 yes_option = click.option("-y", "--yes", is_flag=True, help="Delete without asking.")
 dry_run_option = click.option(

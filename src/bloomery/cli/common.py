@@ -158,7 +158,7 @@ def chosen_recipe(
 
 def _refuse_run(name: str) -> None:
     """Raises UserError (code 2) for a run where a recipe should be, with the command that was meant."""
-    from bloomery.runs.folder import all_runs, is_run
+    from bloomery.core.run_folder import all_runs, is_run
 
     names_run = name == "last" or is_run(Path("runs") / name) or is_run(expanded(name))
     if not names_run or expanded(name).is_file():

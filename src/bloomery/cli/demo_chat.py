@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.demo import Story, describe, follow_run, free_folder, run_name, shown_path
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import all_runs
 from bloomery.core.text import harmless
 from bloomery.core.units import format_count
 from bloomery.data.shards import read_manifest
@@ -19,7 +20,6 @@ from bloomery.monitor.events import RunEnded, RunStarted, read_events
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.runs.folder import all_runs
 
 if TYPE_CHECKING:
     from bloomery.train.evaluation.answers import PromptAndResponse

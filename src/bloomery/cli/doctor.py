@@ -29,10 +29,10 @@ from bloomery.core import __version__
 from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input, write_durably
+from bloomery.core.run_folder import all_runs
 from bloomery.core.text import expanded, redact_secrets
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
-from bloomery.runs.folder import all_runs
 
 FILE_NAME = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
 MAX_LOG_BYTES = 8_000_000  # the end of a log that is read

@@ -30,7 +30,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.text import did_you_mean, harmless
 from bloomery.core.units import MIB, format_bytes
-from bloomery.runs.folder import chosen_use, model_path
+from bloomery.runs.chosen_model import chosen_use, model_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value = int | float | None

@@ -22,9 +22,9 @@ from bloomery.cli.common import (
     text_flags,
 )
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import find_run
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import GIB
-from bloomery.runs.folder import find_run
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine

@@ -10,9 +10,9 @@ import click
 
 from bloomery.cli.common import chosen_recipe, echo, recipe_argument, recipe_or_model
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.run_folder import find_run, is_run
 from bloomery.core.text import expanded
 from bloomery.core.units import counted, format_count
-from bloomery.runs.folder import find_run, is_run
 
 if TYPE_CHECKING:
     from rich.text import Text

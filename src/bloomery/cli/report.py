@@ -6,8 +6,8 @@ import click
 
 from bloomery.cli.common import progress_line
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import find_run, is_run
 from bloomery.core.text import expanded
-from bloomery.runs.folder import find_run, is_run
 
 
 @click.command()

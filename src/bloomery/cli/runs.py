@@ -28,6 +28,9 @@ from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
+from bloomery.core.run_folder import RunFolder, all_runs, existing, find_run, run_name
+from bloomery.core.run_lock import alive, beats, holder_of, host_name, start_mark, worked_on
+from bloomery.core.signals import SAVE_SIGNAL
 from bloomery.core.units import format_bytes
 from bloomery.infer.model_folder import NOT_SAVED, saved_steps, step_folder
 from bloomery.launch.launchers import message_in
@@ -44,20 +47,8 @@ from bloomery.monitor.events import (
 )
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
-from bloomery.runs.folder import (
-    RunFolder,
-    alive,
-    all_runs,
-    beats,
-    existing,
-    find_run,
-    holder_of,
-    host_name,
-    start_mark,
-    worked_on,
-)
-from bloomery.runs.signals import SAVE_SIGNAL
-from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, contradicted, name_of
+from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
+from bloomery.train.recorded_run import contradicted
 from bloomery.view.metrics import metrics_of
 from bloomery.view.reader import RunReader
 from bloomery.view.screen import Screen, frame, picture
@@ -350,7 +341,7 @@ def describe(folder: Path) -> RunLine:
 
     command = None
     if state not in ("running", "done") and not (state == "failed" and repeats_mistake(summary)):
-        command = f"bloomery resume {name_of(folder.absolute())}"
+        command = f"bloomery resume {run_name(folder.absolute())}"
     return RunLine(
         name=folder.name,
         state=state,
@@ -534,7 +525,7 @@ class _RunView:
     def __init__(self, folder: Path) -> None:
         self._reader = RunReader(folder)
         self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        self.name = name_of(folder.absolute())  # as an argument of commands
+        self.name = run_name(folder.absolute())  # as an argument of commands
 
     def print(self) -> None:
         reader = self._reader

@@ -18,6 +18,8 @@ from rich.status import Status
 
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import propose_folder
+from bloomery.core.signals import StopRequests
 from bloomery.core.units import Duration, format_bytes, format_seconds
 from bloomery.infer.model_folder import NOT_SAVED, find_model
 from bloomery.monitor.events import (
@@ -37,9 +39,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.report import write_report
-from bloomery.runs.folder import propose_folder
 from bloomery.runs.lifecycle import resume, start
-from bloomery.runs.signals import StopRequests
 
 STEPS = 3
 EVALUATED_BATCHES = 4  # of the validation set: enough to test it and to extrapolate its time

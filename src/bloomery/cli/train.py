@@ -19,7 +19,7 @@ from bloomery.cli.common import (
     trust_code_option,
 )
 from bloomery.core.child import python_module
-from bloomery.runs.folder import find_run
+from bloomery.core.run_folder import find_run
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -184,9 +184,9 @@ def conclude(run: "EndedRun") -> int:
 
     # A run that stopped before its end is resumed; exit code 75 is a stop that was asked for.
     if run.code != 0:
+        from bloomery.core.run_folder import RunFolder
         from bloomery.infer.model_folder import saved_steps
         from bloomery.runs.event_hub import last_step
-        from bloomery.runs.folder import RunFolder
 
         saved = saved_steps(run.folder / "checkpoints")
         state = "before the first checkpoint: a resumed run starts over"

@@ -35,10 +35,10 @@ from bloomery.model.decoder import Decoder
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
+from bloomery.train.batch_source import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
-from bloomery.train.objectives import pretraining
-from bloomery.train.source import open_loader
+from bloomery.train.objectives.build import pretraining
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 

@@ -13,10 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.run_folder import RunFolder
 from bloomery.core.units import format_seconds
 from bloomery.hardware.sites import SITE_VARIABLE, Queue, Site
 from bloomery.launch.launchers import job_run_name
-from bloomery.runs.folder import RunFolder
 
 # To finish a step, agree on it and end, in addition to the save itself.
 ENDING_SECONDS = 60.0

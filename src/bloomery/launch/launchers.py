@@ -19,6 +19,8 @@ from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
 from bloomery.core.ports import free_port, is_taken, port_taken
+from bloomery.core.run_folder import RunFolder, propose_folder
+from bloomery.core.run_lock import host_name, start_mark, worked_on
 from bloomery.launch.rank_messages import (
     FILES_SECONDS,
     Member,
@@ -29,7 +31,6 @@ from bloomery.launch.rank_messages import (
 from bloomery.parallel.collective_notes import CollectiveNote
 from bloomery.parallel.environment import node_name
 from bloomery.recipe.schema import MOST_RANKS
-from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 
 # In this order: who set the variables, and those of rank, number of ranks, rank on this host, ranks on this host.
 VARIABLES = (

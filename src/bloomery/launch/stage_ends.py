@@ -13,15 +13,15 @@ from typing import Any, Literal, final
 from bloomery.core.child import last_words, signal_name
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.signals import STOP_SIGNALS
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
+from bloomery.launch.exit_codes import STOPPED
 from bloomery.parallel.collective_notes import CollectiveNote, rank_behind
 from bloomery.parallel.environment import without_host
-from bloomery.runs.folder import RunFolder
-from bloomery.runs.signals import STOP_SIGNALS
 
 Stage = Literal["prepare", "train"]
-STOPPED = 75
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
 HOSTS_FILE = "hosts.json"  # there: the host of each rank, by rank
 LONGEST_LINE = 300  # characters shown of a log line

@@ -17,11 +17,13 @@ from typing import Any, Protocol, final
 
 from bloomery.core.child import FAULTHANDLER, LOOPBACK_INTERFACE, kill_group, python_module
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.signals import SAVE_SIGNAL, StopRequests, held_back
+from bloomery.launch.exit_codes import STOPPED
 from bloomery.launch.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.launch.stage_ends import (
     HOSTS_FILE,
     STACKS,
-    STOPPED,
     Stage,
     StageResult,
     culprit_of,
@@ -33,8 +35,6 @@ from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
 from bloomery.parallel.collective_notes import CollectiveNote, SharedNote
 from bloomery.parallel.environment import RENDEZVOUS, node_name
 from bloomery.plan.store import read_plan
-from bloomery.runs.folder import RunFolder
-from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
 
 # Kept of a child's output. As JSON they fit into one message of a rank (`rank_messages.LINE_BYTES`).
 TAIL_LINES = 200

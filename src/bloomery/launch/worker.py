@@ -23,16 +23,26 @@ from typing import TYPE_CHECKING, final
 from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.files import open_regular, write_durably
-from bloomery.launch.stage_ends import HOSTS_FILE, STACKS, STOPPED
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.signals import SAVE_SIGNAL, STOP_SIGNALS
+from bloomery.launch.exit_codes import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    KERNEL_FAILED,
+    LINK_FAILED,
+    OUT_OF_MEMORY,
+    STOPPED,
+    UNSOUND,
+)
+from bloomery.launch.pausing import PAUSE, StepPauses
+from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
 from bloomery.launch.supervisor import STACK_SIGNAL
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 from bloomery.parallel.descriptors import allow_descriptors, most_sockets
 from bloomery.parallel.environment import LinkFailed, node_name
-from bloomery.runs.folder import RunFolder
-from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
-from bloomery.runs.telemetry import PAUSE, Waiting
+from bloomery.train.failures import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.requests import Request, StepRequests
-from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 
 if TYPE_CHECKING:
     from bloomery.recipe.schema import Recipe
@@ -98,16 +108,6 @@ class Deadline:
     def close(self) -> None:
         """Without the timer from here on."""
         faulthandler.cancel_dump_traceback_later()
-
-
-DONE = 0
-FAILED = 1
-# Failures that have a fallback.
-UNSOUND = 3
-OUT_OF_MEMORY = 4
-DIVERGED = 5
-LINK_FAILED = 6
-KERNEL_FAILED = 7
 
 
 @final
@@ -288,10 +288,10 @@ def _train(
         from bloomery.parallel.preflight import check_ranks, meet
         from bloomery.parallel.process_group import leave
         from bloomery.plan.store import read_plan
-        from bloomery.train.length import Timer
         from bloomery.train.loop import run
         from bloomery.train.process import out_of_memory
         from bloomery.train.recover import agreed_checkpoint
+        from bloomery.train.run_clock import Timer
 
     plan = read_plan(folder.plan)
     deadline = (
@@ -339,14 +339,14 @@ def _train(
         return Request(flag.stop_requested, is_paused, flag.take_save())
 
     requests = StepRequests(own_request, mesh.all_reduce_max, flag.take_step)
-    waiting = Waiting(flag.watching(emit), requests.now)
+    pauses = StepPauses(flag.watching(emit), requests.now)
 
     def progress() -> None:
         if deadline is not None:
             deadline.arm()
 
     def stop() -> bool:
-        should_stop = waiting.until(progress)
+        should_stop = pauses.wait(progress)
         if should_stop and mesh.world > 1:  # for the launcher, which ends ranks that never agree
             emit(Phase(step=flag.step, name="saving"))
         return should_stop
@@ -354,7 +354,7 @@ def _train(
     def emit_event(event: Event) -> None:
         if deadline is not None:
             deadline.note(event)
-        waiting.emit(event)
+        pauses.emit(event)
 
     try:
         ready = checked_plan(

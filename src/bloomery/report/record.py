@@ -39,7 +39,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
-from bloomery.train.run import contradicted, read_history
+from bloomery.train.recorded_run import contradicted, read_history
 from bloomery.view.facts import diagnosis_facts, run_facts
 from bloomery.view.summary import Elapsed, RunSummary, summary_of
 

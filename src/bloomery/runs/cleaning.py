@@ -14,12 +14,13 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, cache_folder, open_regular, read_whole, remove, try_lock
+from bloomery.core.run_folder import RunFolder, all_runs, is_run
+from bloomery.core.run_lock import worked_on
 from bloomery.core.units import counted
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.data.shards import MANIFEST
 from bloomery.plan.store import RUN_FILE
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.folder import RunFolder, all_runs, is_run, worked_on
 
 UNUSED_DAYS = 30  # a file of the cache that was neither read nor written for so long
 Kind = Literal["run", "prepared dataset", "draft", "cache"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, read_input, state_folder
+from bloomery.core.run_folder import run_name
 from bloomery.plan.store import read_identity
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Command, PythonReward, Recipe
-from bloomery.train.run import name_of
 
 
 def commands_of(recipe: Recipe) -> frozenset[str]:
@@ -66,7 +66,7 @@ def refuse_foreign_rewards(run_dir: Path, recipe: Recipe | RunPlan, *, command: 
             raise UserError(
                 "the rewards of this run are Python code, and nothing here notes that you asked for it",
                 where=str(file),
-                fix=f"read that file, then run: bloomery {command} {name_of(run_dir)} --trust-code",
+                fix=f"read that file, then run: bloomery {command} {run_name(run_dir)} --trust-code",
             )
 
 

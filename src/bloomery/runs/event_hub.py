@@ -8,6 +8,7 @@ from typing import IO, cast, final
 
 from rich.console import Console
 
+from bloomery.core.run_folder import RunFolder
 from bloomery.core.streams import ClosableStream
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
@@ -16,7 +17,6 @@ from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_even
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.plan.types import RunPlan
 from bloomery.runs.consent import noted_commands
-from bloomery.runs.folder import RunFolder
 from bloomery.view.facts import RunFacts, diagnosis_facts, run_facts
 from bloomery.view.summary import summary_of
 from bloomery.view.terminal import showing

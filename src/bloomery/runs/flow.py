@@ -9,16 +9,18 @@ from types import MappingProxyType
 from typing import final
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder, exclude_hosts, run_name
+from bloomery.core.signals import STOP_SIGNALS, StopRequests
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.infer.model_folder import (
     best_on_disk,
 )
+from bloomery.launch.exit_codes import DONE, FAILED, STOPPED
 from bloomery.launch.launchers import Board
-from bloomery.launch.stage_ends import STOPPED, Stage, StageResult, failure
+from bloomery.launch.stage_ends import Stage, StageResult, failure
 from bloomery.launch.supervisor import run_stage
-from bloomery.launch.worker import DONE, FAILED
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.plan.advise import energy_kwh
 from bloomery.plan.resolve import DETERMINISM, child_environment, plan_environment
@@ -30,15 +32,12 @@ from bloomery.plan.store import (
 )
 from bloomery.plan.types import RunPlan
 from bloomery.runs.event_hub import EventHub, last_step
-from bloomery.runs.folder import RunFolder, exclude_hosts
 from bloomery.runs.resume_plan import (
     FallbackAfter,
     next_fallback,
     store_fallback,
 )
-from bloomery.runs.signals import STOP_SIGNALS, StopRequests
 from bloomery.runs.telemetry import sensing
-from bloomery.train.run import name_of
 from bloomery.view.metrics import write_metrics
 
 INTERRUPTED = 130  # the exit code after a second Ctrl+C
@@ -61,7 +60,7 @@ class EndedRun:
     @property
     def name(self) -> str:
         """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
-        return name_of(self.folder)
+        return run_name(self.folder)
 
 
 class StopRequested(Exception):

@@ -7,22 +7,23 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from bloomery.core.errors import UserError, of_the_system
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import host_name
+from bloomery.core.signals import stop_requests
 from bloomery.core.text import expanded
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.launch.exit_codes import FAILED, STOPPED
 from bloomery.launch.launchers import Board, Launch
-from bloomery.launch.stage_ends import STOPPED, StageResult
+from bloomery.launch.stage_ends import StageResult
 from bloomery.launch.supervisor import run_stage
-from bloomery.launch.worker import FAILED
 from bloomery.monitor.sinks import LogFile
 from bloomery.plan.resolve import child_environment
 from bloomery.plan.store import read_plan
 from bloomery.runs.devices import chosen_devices, devices_of_ranks
 from bloomery.runs.event_hub import EventHub
 from bloomery.runs.flow import EndedRun
-from bloomery.runs.folder import RunFolder, host_name
-from bloomery.runs.signals import stop_requests
 
 
 def rank_machine(launch: Launch, devices: str | None) -> Machine:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from bloomery.core.run_folder import RunFolder, existing
+from bloomery.core.run_lock import locked
+from bloomery.core.signals import stop_requests
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
@@ -22,8 +25,8 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.infer.model_folder import saved_steps
+from bloomery.launch.exit_codes import DONE
 from bloomery.launch.launchers import Board, began_by_job, current_launch, new_folder
-from bloomery.launch.worker import DONE
 from bloomery.monitor.events import Warned
 from bloomery.monitor.sinks import require_libraries
 from bloomery.plan.advise import advise
@@ -50,8 +53,8 @@ from bloomery.runs.flow import (
     train,
     write_plan_and_machine,
 )
-from bloomery.runs.folder import RunFolder, existing, locked, new_run, refuse_little_disk
 from bloomery.runs.follow import follow, open_board, rank_machine, second_rank_0_explained
+from bloomery.runs.new_run import new_run, refuse_little_disk
 from bloomery.runs.resume_inputs import (
     find_devices_now,
     go_back,
@@ -65,9 +68,8 @@ from bloomery.runs.resume_plan import (
     refuse_overrides,
     take_fallback,
 )
-from bloomery.runs.signals import stop_requests
+from bloomery.train.recorded_run import is_done, read_history
 from bloomery.train.rl.reward_functions import refuse_missing_functions
-from bloomery.train.run import is_done, read_history
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
 CHECKPOINT_MARGIN = 1.05

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, read_whole
+from bloomery.core.run_folder import RunFolder
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -30,7 +31,6 @@ from bloomery.recipe.load import LoadedRecipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, same_devices
 from bloomery.runs.event_hub import last_step
 from bloomery.runs.flow import Flow
-from bloomery.runs.folder import RunFolder
 from bloomery.runs.follow import rank_machine
 from bloomery.runs.resume_plan import (
     DROPOUT_WARNING,

@@ -10,10 +10,10 @@ from typing import final
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.core.units import counted, format_seconds
 from bloomery.hardware.machine import Machine
-from bloomery.launch.stage_ends import StageResult
-from bloomery.launch.worker import (
+from bloomery.launch.exit_codes import (
     DIVERGED,
     FAILED,
     KERNEL_FAILED,
@@ -21,6 +21,7 @@ from bloomery.launch.worker import (
     OUT_OF_MEMORY,
     UNSOUND,
 )
+from bloomery.launch.stage_ends import StageResult
 from bloomery.plan.fallback import (
     Fallback,
     blockwise,
@@ -34,9 +35,8 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.load import LoadedRecipe, load_recipe, unset_keys
 from bloomery.recipe.schema import LENGTHS, Rollouts
-from bloomery.runs.folder import RunFolder
-from bloomery.train.length import fraction_done
 from bloomery.train.optim.schedules import planned_lr_scale
+from bloomery.train.run_clock import fraction_done
 
 ALLOWED = (
     *(f"train.{key}" for key in LENGTHS),

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Literal, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
-from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
+from bloomery.launch.pausing import PAUSE
+from bloomery.monitor.events import DeviceStats, Event, EventLog, StepDone, Warned
 from bloomery.plan.types import RunPlan
-from bloomery.runs.folder import RunFolder
-from bloomery.train.requests import Request
 
-PAUSE = "pause"  # the file in the run folder that pauses training between two steps
 MARGIN_DEGREES = 5.0  # below the critical temperature of the hardware
 COOLER_DEGREES = 10.0  # below the limit, before training resumes
 SAMPLES_OVER_LIMIT = 2  # in a row: a single sample may be a spike
@@ -113,35 +112,6 @@ class Guard:
 
 def _name(reading: SensorReading) -> str:
     return "CPU" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
-
-
-@final
-class Waiting:
-    """In the training process: waits between two steps while a pause is asked, or until a stop is.
-
-    `now`: what is asked of any rank: all of them wait, and none inside a collective.
-    """
-
-    def __init__(self, emit: Emit, now: Callable[[], Request]) -> None:
-        self._emit = emit
-        self._step = 0
-        self._now = now
-
-    def emit(self, event: Event) -> None:
-        self._step = event.step if isinstance(event, StepDone) else self._step
-        self._emit(event)
-
-    def until(self, progress: Callable[[], None] = lambda: None, poll_seconds: float = 0.5) -> bool:
-        """Waits until the pause ends; returns whether a stop was requested. `progress` is called at each look."""
-        progress()
-        request = self._now()
-        if request.pause and not request.stop:
-            self._emit(Phase(step=self._step, name="paused"))
-        while request.pause and not request.stop:
-            time.sleep(poll_seconds)
-            progress()
-            request = self._now()
-        return request.stop
 
 
 SAMPLE_SECONDS = 5.0  # between two samples

@@ -36,8 +36,8 @@ from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.simulate.traffic import TrafficCounter
-from bloomery.train.distillation import meta_teacher
-from bloomery.train.objectives import build_objective, with_text_structure
+from bloomery.train.objectives.build import build_objective, with_text_structure
+from bloomery.train.objectives.distillation import meta_teacher
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model

@@ -15,6 +15,7 @@ from nicegui import ui
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.files import read_whole
+from bloomery.core.run_folder import all_runs
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
 from bloomery.export import GGUF_TYPES, K_TYPES
@@ -24,7 +25,6 @@ from bloomery.infer.model_folder import (
     folder_of_step,
     saved_steps,
 )
-from bloomery.runs.folder import all_runs
 from bloomery.studio.commands import Commands
 from bloomery.studio.frame import (
     CommandView,

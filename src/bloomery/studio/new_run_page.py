@@ -10,10 +10,10 @@ from nicegui import ui
 
 from bloomery.core.errors import UserError, system_errors_worded
 from bloomery.core.files import read_whole
+from bloomery.core.run_folder import propose_folder
 from bloomery.core.text import harmless
 from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import packaged
-from bloomery.runs.folder import propose_folder
 from bloomery.studio.commands import Commands
 from bloomery.studio.frame import CommandView, notify, page, update_every
 from bloomery.studio.recipe_form import (

@@ -10,6 +10,7 @@ from typing import final
 from nicegui import ui
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import run_name
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
@@ -18,7 +19,6 @@ from bloomery.monitor.words import log_line, sensor_lines
 from bloomery.report.record import KILLED
 from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
-from bloomery.train.run import name_of
 from bloomery.view.summary import status_text
 
 DEAD = ("failed", "killed")  # the statuses with a post-mortem
@@ -56,7 +56,7 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
         figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)
     log = [line for line in end_of(folder / "log.txt").splitlines() if line >= _log_stamp(began_at)]
-    resume = f"bloomery resume {name_of(folder.absolute())}"
+    resume = f"bloomery resume {run_name(folder.absolute())}"
     findings: tuple[Finding, ...] = ()
     if ended is None or not ended.fix:
         findings = _findings("\n".join(log), folder)

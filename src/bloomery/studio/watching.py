@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 from bloomery.core.errors import UserError, one_line, system_errors_worded
 from bloomery.core.files import open_regular, read_whole
+from bloomery.core.run_folder import all_runs, is_run
+from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
     Decode,
@@ -31,7 +33,6 @@ from bloomery.monitor.events import (
 from bloomery.monitor.words import incident_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.runs.folder import all_runs, is_run, worked_on
 from bloomery.view.curves import Points, RunCurves
 from bloomery.view.reader import LIVE, RunReader, status_of
 from bloomery.view.reader_processes import ReaderProcesses

@@ -13,9 +13,10 @@ from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.train.context import RunContext, open_context
+from bloomery.train.batch_source import StepBatches
+from bloomery.train.context import RunContext
 from bloomery.train.evaluation.evaluation import evaluate_and_sample
-from bloomery.train.length import Timer, due, estimated_steps, fraction_done, is_save_due, passed
+from bloomery.train.failures import Stopped, TimeIsUp
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
     Action,
@@ -30,8 +31,8 @@ from bloomery.train.recover import (
     save_best,
 )
 from bloomery.train.requests import StepRequests
-from bloomery.train.run import Stopped, TimeIsUp
-from bloomery.train.source import StepBatches
+from bloomery.train.run_clock import Timer, due, estimated_steps, fraction_done, is_save_due, passed
+from bloomery.train.set_up import open_context
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from bloomery.train.run import Diverged
+from bloomery.train.failures import Diverged
 
 Reaction = Literal["step", "skip", "rewind"]
 

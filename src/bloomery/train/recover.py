@@ -25,12 +25,12 @@ from bloomery.plan.fallback import blockwise, smaller_micro_batch
 from bloomery.plan.pipeline import layer_names
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
-from bloomery.train.checkpoint import Parts, newest_valid
-from bloomery.train.checkpointed_model import shared_damage
+from bloomery.train.checkpoint.checkpointed_model import shared_damage
+from bloomery.train.checkpoint.saver import Parts, newest_valid
 from bloomery.train.context import RunContext, follow
-from bloomery.train.objectives import build_objective
+from bloomery.train.failures import Diverged, KernelUnusable, OutOfMemory, Unsound
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.state import TrainState, restore
 from bloomery.train.step import StepResult
 

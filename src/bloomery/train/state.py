@@ -27,18 +27,18 @@ from bloomery.parallel.stage import cut
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
-from bloomery.train.checkpoint import MODEL, Parts, read_part, read_state, stored_part
-from bloomery.train.checkpointed_model import (
+from bloomery.train.checkpoint.checkpointed_model import (
     CheckpointedModel,
     FullWeights,
     InitialWeights,
     LoraWeights,
     PeftWeights,
 )
+from bloomery.train.checkpoint.rank_writers import RowsOnRanks
+from bloomery.train.checkpoint.saver import MODEL, Parts, read_part, read_state, stored_part
 from bloomery.train.nonfinite import NonFinite
 from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
-from bloomery.train.rank_writers import RowsOnRanks
 from bloomery.train.rl.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 

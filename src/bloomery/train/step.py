@@ -22,8 +22,8 @@ from bloomery.parallel.pipeline import StageParameters
 from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
-from bloomery.train.losses import LARGEST, LEAST, LossParts, added
-from bloomery.train.objectives import Objective
+from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, added
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
 

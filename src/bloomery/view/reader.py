@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import run_name
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
@@ -35,6 +36,7 @@ class RunReader:
     ) -> None:
         """`processes` parse a long file."""
         self.folder = folder
+        self.name = run_name(folder.absolute())  # as an argument of commands
         self.run = WatchedRun(keeps_curves=keeps_curves)
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self._groups = read_groups if processes is None else processes.groups

@@ -27,10 +27,15 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.plan.types import RunPlan
-from bloomery.train.losses import LossParts
-from bloomery.train.objectives import Objective
+from bloomery.train.diagnostics.profile_request import (
+    NOT_RECORDED,
+    PROFILE,
+    PROFILE_ASKED,
+    requested_steps,
+)
+from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.losses import LossParts
 from bloomery.train.process import resident_gib
-from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, requested_steps
 from bloomery.train.step import ModelAndOptimizer
 
 SAVED = "saved for backward"

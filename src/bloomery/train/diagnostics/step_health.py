@@ -18,7 +18,7 @@ from bloomery.data.batch import Batch
 from bloomery.model.heads import Divergence, LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
-from bloomery.train.objectives import Objective
+from bloomery.train.objectives.build import Objective
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
 POSITIONS = 8192  # of a step whose labels are checked

@@ -23,11 +23,11 @@ from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.types import EvalPlan
 from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
-from bloomery.train.losses import added, means
-from bloomery.train.objectives import Objective
+from bloomery.train.failures import Stopped
+from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.losses import added, means
 from bloomery.train.recover import AllocationFailed, attempt_with_kernels, replan
 from bloomery.train.rl.rollouts import HeldOutReward, RolloutSource
-from bloomery.train.run import Stopped
 from bloomery.train.step import compute_loss
 from bloomery.view.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 

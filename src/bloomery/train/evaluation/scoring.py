@@ -14,7 +14,7 @@ from bloomery.infer.forward import eval_mode
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import LabelScores, Values, capped
 from bloomery.model.norms import widened
-from bloomery.train.losses import reward_loss
+from bloomery.train.objectives.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192
 _TOKENS_A_FORWARD_OF_CPU = (

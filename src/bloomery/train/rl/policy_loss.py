@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.train.losses import LossParts, extreme, sequence_sums, sum_and_count
+from bloomery.train.objectives.losses import LossParts, extreme, sequence_sums, sum_and_count
 
 PolicyLossType = Literal["dapo", "grpo", "dr_grpo", "cispo", "rloo"]
 CorrectionMode = Literal["sequence_mask", "token_mask", "sequence_truncate", "token_truncate"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.train.losses import LossParts, sum_and_count
+from bloomery.train.objectives.losses import LossParts, sum_and_count
 from bloomery.train.rl.policy_loss import gap_metrics, mean_of, sampling_gaps
 from bloomery.train.rl.rollout import TokenTargets
 

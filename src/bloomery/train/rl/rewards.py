@@ -14,9 +14,9 @@ from typing import Any, Literal, final
 from bloomery.core.child import Channel, Child, Message, Silence
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.train.failures import Stopped
 from bloomery.train.rl.reward_functions import connect
 from bloomery.train.rl.rewards_worker import shown
-from bloomery.train.run import Stopped
 
 WORKER = "bloomery.train.rl.rewards_worker"
 START_SECONDS = 60.0  # of a worker, beside the imports of the user's file

@@ -41,7 +41,8 @@ from bloomery.recipe.schema import (
     VerifierReward,
     reward_name,
 )
-from bloomery.train.objectives import Scoring, as_reference, policy_scoring
+from bloomery.train.batch_source import SourceInputs, StepBatches
+from bloomery.train.objectives.build import Scoring, as_reference, policy_scoring
 from bloomery.train.rl.policy_loss import (
     deviation_of,
     group_advantages,
@@ -64,7 +65,6 @@ from bloomery.train.rl.rollout import (
     pack,
 )
 from bloomery.train.rl.sampler import JointWait, Sampler
-from bloomery.train.source import SourceInputs, StepBatches
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0

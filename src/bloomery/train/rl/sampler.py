@@ -31,8 +31,8 @@ from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import Emit, Phase, Recovered
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
+from bloomery.train.failures import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.state import TrainState, empty_model
 
 FORWARDS_PER_CHECK = 16  # of one of several ranks, from one agreement to the next

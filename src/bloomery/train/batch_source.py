@@ -1,7 +1,7 @@
 """Where the steps of a run get their micro-batches: the prepared dataset.
 
-A source is an implementation of `BatchSource` and an entry of `train.sources`; an objective names its source in its
-`ObjectiveSpec`. The loop does not know which one it has.
+A source is an implementation of `BatchSource` and an entry of `SOURCES` in `train.set_up`; an objective names its
+source in its `ObjectiveSpec`. The loop does not know which one it has.
 """
 
 from collections.abc import Callable, Iterator, Mapping

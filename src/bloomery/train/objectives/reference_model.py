@@ -18,7 +18,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize, Rollouts
-from bloomery.train.checkpointed_model import InitialWeights
+from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
 
 def build_reference_model(

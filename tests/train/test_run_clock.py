@@ -8,8 +8,8 @@ from plans_for_tests import tiny_plan
 from bloomery.core.units import Duration
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Wsd
-from bloomery.train.length import Timer, due, estimated_steps, fraction_done
 from bloomery.train.optim.schedules import planned_lr_scale
+from bloomery.train.run_clock import Timer, due, estimated_steps, fraction_done
 
 
 def timed(*, min_steps: int | None = None, optimizer=None, **lengths) -> RunPlan:

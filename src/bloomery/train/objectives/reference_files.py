@@ -15,9 +15,9 @@ from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.train.objectives import label_scores
-from bloomery.train.run import Stopped
-from bloomery.train.source import open_loader
+from bloomery.train.batch_source import open_loader
+from bloomery.train.failures import Stopped
+from bloomery.train.objectives.build import label_scores
 from bloomery.train.state import TrainState, restore
 
 REPORT_SECONDS = 1.0

@@ -9,9 +9,9 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.data.order import Cursor
-from bloomery.train import sources
-from bloomery.train.checkpoint import read_state
-from bloomery.train.source import BatchSource, SourceInputs, StepBatches, open_loader
+from bloomery.train import set_up
+from bloomery.train.batch_source import BatchSource, SourceInputs, StepBatches, open_loader
+from bloomery.train.checkpoint.saver import read_state
 
 PROMPTS_PER_STEP = 3
 
@@ -42,7 +42,7 @@ class Repeated:
 @pytest.fixture
 def plan(prepared, monkeypatch):
     builder: Callable[[SourceInputs], BatchSource] = Repeated
-    monkeypatch.setattr(sources, "SOURCES", MappingProxyType({"dataset": builder}))
+    monkeypatch.setattr(set_up, "SOURCES", MappingProxyType({"dataset": builder}))
     return tiny_plan(prepared, config=CONFIG, train={"steps": 6}, checkpoint={"every_steps": 3})
 
 

@@ -18,8 +18,8 @@ from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
-from bloomery.train.checkpoint import ModelWriter, Parts, read_part, read_state
-from bloomery.train.rank_writers import StoredModel
+from bloomery.train.checkpoint.rank_writers import StoredModel
+from bloomery.train.checkpoint.saver import ModelWriter, Parts, read_part, read_state
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
 

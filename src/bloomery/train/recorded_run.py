@@ -1,7 +1,6 @@
 """The recorded history of a run: events.jsonl checked against its plan and checkpoints. No torch."""
 
 import json
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,49 +10,6 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.infer.model_folder import saved_steps, step_folder
 from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tail
-from bloomery.recipe.values import LONGEST_PROFILE
-
-PROFILE = "profile"  # folder of traces and memory lists
-PROFILE_ASKED = "profile-asked"  # request file: how many steps to record
-NOT_RECORDED = "cannot write the profile"
-
-
-class Stopped(Exception):
-    """The run was stopped before the first step, in a rollout or during an evaluation."""
-
-
-class TimeIsUp(Exception):
-    """The time of a wall-time run was over in a rollout, which is dropped."""
-
-
-class OutOfMemory(UserError):
-    """A micro-batch of one sequence does not fit."""
-
-
-class Diverged(UserError):
-    """Loss, gradients or weights stayed non-finite after skipping and rewinding."""
-
-
-class Unsound(UserError):
-    """A kernel computes wrong numbers."""
-
-
-class KernelUnusable(UserError):
-    """An attention kernel cannot be compiled, loaded or launched."""
-
-
-def requested_steps(request: Path) -> int:
-    """The number of steps in the request file; 0 without a valid one."""
-    try:
-        text = read_whole(request, most=100).decode()
-    except (OSError, ValueError, UserError):
-        return 0
-    return min(int(text), LONGEST_PROFILE) if text.isdecimal() else 0
-
-
-def name_of(folder: Path) -> str:
-    """The argument of `bloomery resume`: the name under runs/, else the path, quoted."""
-    return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))
 
 
 @dataclass(frozen=True)

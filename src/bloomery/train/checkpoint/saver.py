@@ -53,8 +53,7 @@ from bloomery.infer.model_folder import (
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.plan.store import RunIdentity, read_identity
-from bloomery.train.process import out_of_memory
-from bloomery.train.rank_writers import (
+from bloomery.train.checkpoint.rank_writers import (
     MODEL,
     ModelWriter,
     Parts,
@@ -63,6 +62,7 @@ from bloomery.train.rank_writers import (
     StoredModel,
     system_errors,
 )
+from bloomery.train.process import out_of_memory
 
 __all__ = ["MODEL", "ModelWriter", "Parts", "Saver", "newest_valid", "read_part", "read_state"]
 

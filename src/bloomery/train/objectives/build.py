@@ -36,8 +36,8 @@ from bloomery.recipe.schema import (
     Sft,
     SimPo,
 )
-from bloomery.train.distillation import divergence_head, load_teacher
-from bloomery.train.losses import (
+from bloomery.train.objectives.distillation import divergence_head, load_teacher
+from bloomery.train.objectives.losses import (
     LossParts,
     PairScores,
     dft_loss,

@@ -1,0 +1,250 @@
+"""The set-up of a training job before its first step: process and kernels, models, data, and what writes them."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from bloomery.core import __version__
+from bloomery.data.shards import SplitName, read_manifest
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.objectives import BatchOrigin
+from bloomery.hub import local_model
+from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
+from bloomery.model.adapters.lora import is_added
+from bloomery.model.adapters.settings import digest
+from bloomery.model.decoder import VALUE_HEAD
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.transformers_checks import check_layers
+from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.plan.lengths import in_epochs
+from bloomery.plan.store import note_model, read_identity
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Distill, NoAdapter
+from bloomery.train.batch_source import (
+    BatchSource,
+    DatasetSource,
+    SourceInputs,
+    open_loader,
+)
+from bloomery.train.checkpoint.rank_writers import RankWriters
+from bloomery.train.checkpoint.saver import Saver, copy_tokenizer
+from bloomery.train.context import RunContext, axes, follow
+from bloomery.train.diagnostics.profiler import Recorder
+from bloomery.train.diagnostics.step_health import (
+    HealthCheck,
+)
+from bloomery.train.diagnostics.stragglers import Stragglers
+from bloomery.train.evaluation.answers import open_prompts
+from bloomery.train.kernels import settle_tiles
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.reference_files import reference_files
+from bloomery.train.objectives.reference_model import build_reference_model
+from bloomery.train.process import (
+    build_kernels,
+    set_up_process,
+    training_device,
+)
+from bloomery.train.rl.rollouts import rollout_source
+from bloomery.train.run_clock import Timer, is_time_up
+from bloomery.train.state import build_state
+
+
+def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan:
+    """The plan with the folder of its adapter's base model: `run_dir/base` for a base with fresh weights."""
+    if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
+        return plan
+    folder = run_dir / "base"
+    # The folder has its name once it is complete: a killed start begins again.
+    if mesh.first_rank and not folder.exists():
+        draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        config = plan.model.config
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write_model(model_state(fresh_decoder(config, seed=plan.train.seed)), config, draft)
+        copy_tokenizer(plan.data.prepared, draft)
+        draft.rename(folder)
+    mesh.barrier()
+    model = plan.model.model_copy(update={"source": folder.resolve()})
+    return plan.model_copy(update={"model": model})
+
+
+def open_context(
+    plan: RunPlan,
+    run_dir: Path,
+    emit: Emit,
+    resume_from: Path | None,
+    stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = SINGLE_RANK,
+    *,
+    timer: Timer,
+    build_seconds: float = 0.0,
+) -> RunContext:
+    """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
+
+    `build_seconds`: what compiling C++ took before this call.
+    Raises Stopped when `stop` returns True before the first step.
+    """
+    # The process and the model. Rank 0 notes which base and teacher the run has: they may not change under it.
+    set_up_process(plan)
+    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", (
+        "plain sdpa does not keep documents apart"
+    )
+    plan = with_base(plan, run_dir, mesh)
+    if isinstance(plan.objective, Distill) and mesh.first_rank:
+        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
+
+    # The kernels. Whether they are right on this device was checked while its memory was still free.
+    build_seconds += build_kernels(plan)
+    settle_tiles(plan, run_dir, mesh, emit, resumes=resume_from is not None)
+    emit(Phase(name="model"))
+    state = build_state(
+        plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
+    )
+    if plan.model.config.transformers_backend is not None:
+        with eval_mode(state.model), precision_context(plan.train.precision, plan.train.device):
+            check_layers(
+                state.model,
+                matmul_dtype(plan.train.precision),
+                packed=plan.data.layout == "packed",
+            )
+    reference_model = build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
+
+    # The dataset, and what a reference model says about it; this may take minutes and can be stopped.
+    prepared = plan.data.prepared
+    has_validation = bool(read_manifest(prepared).validation.tokens)
+    splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
+    tokenizer = load_tokenizer(prepared)
+    prompts = open_prompts(plan, tokenizer)
+    identity = read_identity(run_dir)
+    run = "" if identity is None else identity.run  # a plan may be trained outside a run folder
+    references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
+    validation = None
+    if has_validation and plan.objective.spec.source == "dataset":
+        validation = open_loader(plan, "validation", references.get("validation"), run, mesh)
+
+    # Without an adapter every parameter should be trainable: a frozen one is reported. A tied matrix, which is on two
+    # stages, counts on the first.
+    adapts = not isinstance(plan.adapter, NoAdapter)
+    checked_parameters = {
+        name: parameter
+        for name, parameter in state.model.named_parameters()
+        if (parameter.requires_grad or not adapts)
+        and state.is_owned(name)
+        and name != VALUE_HEAD  # it starts at 0: its first updates are large next to it
+    }
+    context = RunContext(
+        plan=plan,
+        run_dir=run_dir,
+        emit=emit,
+        state=state,
+        objective=build_objective(
+            plan, mesh=mesh, value_head=state.model.value_head, reference=reference_model
+        ),
+        reference=reference_model,
+        source=source_of(
+            SourceInputs(
+                plan=plan,
+                state=state,
+                tokenizer=tokenizer,
+                run_dir=run_dir,
+                emit=emit,
+                stop=stop,
+                time_is_up=lambda: is_time_up(plan.train, state.progress.step, timer),
+                reference=references.get("train"),
+                reference_model=reference_model,
+                run=run,
+            )
+        ),
+        validation=validation,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        saver=Saver(
+            run_dir / "checkpoints",
+            plan.checkpoint.keep,
+            plan.checkpoint.async_save,
+            writer=state.checkpointed_model.writer,
+            stored_model=state.checkpointed_model.stored_model(),
+            ranks=RankWriters(mesh, state.rows_on_ranks()) if mesh.world > 1 else None,
+            tokenizer=prepared,
+            emit=emit,
+        ),
+        health_check=HealthCheck(checked_parameters, is_adapter=adapts),
+        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
+        device=training_device(run_dir / "machine.json"),
+        # A checkpoint whose evaluation was interrupted is saved again with its result.
+        saved_step=-1 if state.progress.eval_due else state.progress.step,
+        stop=stop,
+        stragglers=Stragglers(mesh.stages, mesh.hosts),
+        timer=timer,
+    )
+    announce(context, build_seconds=build_seconds)
+    follow(context, resume_from)
+    if resume_from is not None:
+        emit(
+            Resumed(
+                step=context.step, path=str(resume_from), seconds=time.perf_counter() - timer.began
+            )
+        )
+    return context
+
+
+def announce(context: RunContext, *, build_seconds: float) -> None:
+    """Emit RunStarted."""
+    plan = context.plan
+    # Counts are those of full parameters, also where this rank holds a shard of each. A stage of a pipeline has some of
+    # the model's: each counts what it owns, and every data-parallel rank of a stage counts the same.
+    adapter_parameters, trained = (
+        round(count / context.mesh.data_world)
+        for count in context.mesh.all_reduce_sum(
+            sum(
+                parameter.numel()
+                for name, parameter in context.model.named_parameters()
+                if is_added(name)
+            ),
+            sum(
+                parameter.numel()
+                for name, parameter in context.state.optimizer.named_parameters.items()
+                if context.state.is_owned(name)
+            ),
+        )
+    )
+    parameters = parameter_count(plan.model.config) + adapter_parameters
+    context.emit(
+        RunStarted(
+            step=context.step,
+            schema=SCHEMA,
+            version=__version__,
+            parameters=parameters,
+            trainable=None if trained == parameters else trained,
+            world_size=plan.train.ranks,
+            mesh=axes(plan.train),
+            steps=plan.train.steps or 0,
+            attention=plan.model.attention,
+            device=plan.train.device,
+            loss_unit=context.objective.loss_unit,
+            epochs=in_epochs(plan),
+            build_seconds=build_seconds,
+            steps_per_rollout=None if plan.rollout is None else plan.rollout.num_steps,
+            reasons={
+                decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices
+            },
+        )
+    )
+    # Compilation happens in the first step.
+    name = "compile" if plan.train.compile else "first step"
+    context.emit(Phase(step=context.step, name=name))
+
+
+SOURCES: Mapping[BatchOrigin, Callable[[SourceInputs], BatchSource]] = MappingProxyType(
+    {"dataset": DatasetSource, "rollouts": rollout_source}
+)
+
+
+def source_of(inputs: SourceInputs) -> BatchSource:
+    """The source that the plan's objective trains on."""
+    return SOURCES[inputs.plan.objective.spec.source](inputs)
