@@ -31,7 +31,6 @@ from bloomery.export import K_TYPES
 from bloomery.export.card import license_of
 from bloomery.export.gguf_format import (
     ALIGNMENT,
-    ARCHITECTURES,
     ELSEWHERE,
     Piece,
     computed_tensors,
@@ -41,6 +40,7 @@ from bloomery.export.gguf_format import (
     gguf_library,
     layout,
     stored_bytes,
+    supported_graph,
     type_of,
     unsupported,
     vocabulary,
@@ -83,9 +83,10 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
     window = next((width for width in config.sliding_window if width is not None), None)
-    if ARCHITECTURES[config.family].window_period and window is not None:
+    graph = supported_graph(config)
+    if graph.window_period and window is not None:
         writer.add_sliding_window(window)
-    elif config.family == "phi3":
+    elif graph.states_no_window:
         writer.add_sliding_window(0)
 
     # Rotary positions and their scaling.
@@ -295,7 +296,7 @@ def write_gguf(
 ) -> None:
     """The file, tensor by tensor. Raises UserError for a model that llama.cpp cannot run, or that is not finite."""
     config = source.config
-    writer = library.GGUFWriter(path, ARCHITECTURES[config.family].name)
+    writer = library.GGUFWriter(path, supported_graph(config).name)
     writer.add_type("model")
     writer.add_name(_model_name(name, tokenizer.description))
     if license_ is not None:
@@ -437,7 +438,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         for module, pair in adaptation.pairs.items()
     }
     with _draft_file(out) as draft, TensorReader() as reader:
-        writer = library.GGUFWriter(draft, ARCHITECTURES[config.family].name)
+        writer = library.GGUFWriter(draft, supported_graph(config).name)
         writer.add_type("adapter")
         writer.add_string("adapter.type", "lora")
         writer.add_name(out.stem)

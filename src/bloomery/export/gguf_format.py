@@ -1,11 +1,11 @@
-"""What llama.cpp computes and reads: its graphs, and tensors, types and vocabularies as a GGUF file states them."""
+"""What llama.cpp computes of a model, and tensors, types and vocabularies as a GGUF file states them."""
 
 import importlib
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,8 @@ from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.gguf_graphs import LAYER_TENSORS, OUTER_TENSORS, PLAIN_GRAPH, GgufGraph
 from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32
@@ -40,136 +42,29 @@ def gguf_library() -> Any:
 # What a graph of llama.cpp computes
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A graph of llama.cpp. `fixed`: facts of a ModelConfig whose value the graph cannot change, where it is not
-    PLAIN's; `free`: facts that its metadata or tensors state. `interleaved`: it rotates neighboring numbers of a head,
-    which changes the order of the rows of q and k. `fused`: tensors that hold several parameters.
-    """
-
-    name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    free: tuple[str, ...] = ("attention_bias",)
-    interleaved: bool = False
-    fused: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    full_width: bool = False  # heads x head_dim must be hidden_size
-    window_period: int = 0  # every layer but each n-th has a sliding window; 0: none has
+def graph_of(config: ModelConfig) -> GgufGraph | None:
+    """The graph of llama.cpp that computes the config's family; None where none is known."""
+    family = FAMILIES.get(config.family)
+    return None if family is None or config.transformers_backend is not None else family.gguf
 
 
-PLAIN: Mapping[str, Any] = MappingProxyType(
-    {
-        "norm": "rms",
-        "norm_placement": "before",
-        "qk_norm": "none",
-        "activation": "silu",
-        "gated_mlp": True,
-        "positions": "rotary",
-        "rotary_share": 1.0,
-        "local_rope_theta": None,
-        "rotary_layers": (),
-        "attention_scale": None,
-        "attention_softcap": None,
-        "final_softcap": None,
-        "scale_embeddings": False,
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "head": "tokens",
-    }
-)
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GEMMA = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
-_TIED = {"tie_embeddings": True}
-_LLAMA = Architecture("llama", free=("attention_bias", "output_bias", "mlp_bias"), interleaved=True)
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "llama": _LLAMA,
-        "mistral": _LLAMA,
-        "qwen2": Architecture("qwen2"),
-        "qwen3": Architecture("qwen3", {"qk_norm": "head"}),
-        "gemma": Architecture("gemma", _GEMMA | _TIED),
-        "gemma2": Architecture(
-            "gemma2",
-            _GEMMA | _TIED | {"norm_placement": "both"},
-            window_period=2,
-            free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap"),
-        ),
-        "gemma3_text": Architecture(
-            "gemma3",
-            _GEMMA | {"norm_placement": "both", "qk_norm": "head"},
-            window_period=6,
-            free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta"),
-        ),
-        "phi3": Architecture(
-            "phi3",
-            free=("rotary_share",),
-            full_width=True,
-            fused={_QKV: "attn_qkv", ("mlp.gate_proj", "mlp.up_proj"): "ffn_up"},
-        ),
-        "gpt2": Architecture(
-            "gpt2",
-            {
-                "norm": "layer",
-                "activation": "gelu_tanh",
-                "gated_mlp": False,
-                "positions": "learned",
-                "attention_bias": True,
-                "output_bias": True,
-                "mlp_bias": True,
-            },
-            free=(),
-            full_width=True,
-            fused={_QKV: "attn_qkv"},
-        ),
-        "olmo2": Architecture(
-            "olmo2", {"norm_placement": "after", "qk_norm": "full"}, full_width=True
-        ),
-        "smollm3": Architecture(
-            "smollm3",
-            free=("attention_bias", "output_bias", "mlp_bias", "rotary_layers"),
-            interleaved=True,
-        ),
-    }
-)
-# layers of the 27B models, whose graphs scale by the width of all heads
-LARGEST = {"gemma2": 46, "gemma3": 62}
-NO_ROPE_EVERY = 4  # SmolLM3's graph
-MODULES = MappingProxyType(
-    {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
-)
-OUTER = MappingProxyType(
-    {
-        "model.embed_tokens": "token_embd",
-        "model.embed_positions": "position_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-    }
-)
+def supported_graph(config: ModelConfig) -> GgufGraph:
+    """The same, for a config that `unsupported` has let through."""
+    graph = graph_of(config)
+    assert graph is not None, f"{config.family} has no graph of llama.cpp"
+    return graph
 
 
 def unsupported(config: ModelConfig) -> str | None:
     """Why llama.cpp cannot compute this model, or None."""
-    if config.transformers_backend is not None or config.family not in ARCHITECTURES:
+    architecture = graph_of(config)
+    if architecture is None:
         return f"{config.family} runs through transformers, and its tensors have no GGUF names here"
-    architecture = ARCHITECTURES[config.family]
     graph = f"llama.cpp's {architecture.name} graph"
 
     # Facts that the graph fixes. GPT-2's exact GELU is exported, and named as a difference.
-    facts = {**PLAIN, **architecture.fixed}
-    if (architecture.name, config.activation) == ("gpt2", "gelu"):
+    facts = {**PLAIN_GRAPH, **architecture.fixed}
+    if architecture.takes_exact_gelu and config.activation == "gelu":
         facts["activation"] = "gelu"
     for fact, graph_value in facts.items():
         value = getattr(config, fact)
@@ -190,44 +85,46 @@ def unsupported(config: ModelConfig) -> str | None:
     if period := architecture.window_period:
         window = next((width for width in config.sliding_window if width is not None), None)
         graph_windows = tuple(window if layer % period < period - 1 else None for layer in layers)
-        needs_windows = architecture.name == "gemma2" or window is not None
+        needs_windows = architecture.default_window is not None or window is not None
         if needs_windows and config.sliding_window != graph_windows:
             return (
                 f"{graph} has a window in every layer but each {period}th, and the model has "
                 "another pattern"
             )
-        is_largest = config.num_layers == LARGEST[architecture.name]
+        is_largest = config.num_layers == architecture.full_scale_layers
         scale_width = config.hidden_size // config.num_heads if is_largest else config.head_dim
         graph_scale = scale_width**-0.5
         scale = config.attention_scale or config.head_dim**-0.5
         if not math.isclose(scale, graph_scale, rel_tol=1e-6):
             return f"{graph} scales attention by {graph_scale:.4g}, and the model by {scale:.4g}"
-    if architecture.name == "gemma2" and None in (config.attention_softcap, config.final_softcap):
+    softcaps = (config.attention_softcap, config.final_softcap)
+    if architecture.default_softcaps is not None and None in softcaps:
         return f"{graph} caps logits and attention, and the model does not"
 
-    # SmolLM3's graph leaves out the rotation in each fourth layer.
-    if architecture.name == "smollm3":
-        graph_rotary_layers = tuple((layer + 1) % NO_ROPE_EVERY != 0 for layer in layers)
+    # A graph may leave out the rotation in each n-th layer.
+    if period := architecture.unrotated_period:
+        graph_rotary_layers = tuple((layer + 1) % period != 0 for layer in layers)
         rotary_layers = config.rotary_layers or (True,) * config.num_layers
         if rotary_layers != graph_rotary_layers:
-            return f"{graph} rotates in all layers but each fourth, and the model in others"
+            return f"{graph} rotates in all layers but each {period}th, and the model in others"
     return None
 
 
 def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
     """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
+    graph = supported_graph(config)
     sentences = []
     windows = [
         width
         for width in config.sliding_window
         if width is not None and width < config.max_positions
     ]
-    if windows and not ARCHITECTURES[config.family].window_period:
+    if windows and not graph.window_period:
         sentences.append(
             f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read "
             "whole"
         )
-    if config.family == "gpt2" and config.activation == "gelu":
+    if graph.takes_exact_gelu and config.activation == "gelu":
         sentences.append(
             "llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations "
             "differ by 5e-4"
@@ -293,25 +190,25 @@ class Piece:
 
 def layout(config: ModelConfig) -> tuple[Piece, ...]:
     """Every tensor of the file that holds parameters, in order."""
-    architecture = ARCHITECTURES[config.family]
+    graph = supported_graph(config)
     shapes = parameter_shapes(config)
     norm_is_before = config.norm_placement == "before"
     pieces: dict[str, Piece] = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
-        if module in OUTER:
+        if module in OUTER_TENSORS:
             prefix = ""
-            target = OUTER[module]
+            target = OUTER_TENSORS[module]
             modules: tuple[str, ...] = (module,)
         else:
             # A module of a layer, alone or fused with others.
             _, _, layer, inner_module = module.split(".", 3)
             prefix = f"blk.{layer}."
             inner_modules: tuple[str, ...] = (inner_module,)
-            target = MODULES.get(inner_module, "")
+            target = LAYER_TENSORS.get(inner_module, "")
             if inner_module == "post_attention_layernorm":
                 target = "ffn_norm" if norm_is_before else "post_attention_norm"
-            for fused_modules, fused_target in architecture.fused.items():
+            for fused_modules, fused_target in graph.fused.items():
                 if inner_module in fused_modules:
                     inner_modules = fused_modules
                     target = fused_target
@@ -322,13 +219,13 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
 
         # q and k of graphs that rotate neighbors, and Gemma's norms, whose graph multiplies without adding 1.
         heads = 0
-        if architecture.interleaved and target in ("attn_q", "attn_k"):
+        if graph.interleaved and target in ("attn_q", "attn_k"):
             heads = config.num_heads if target == "attn_q" else config.num_kv_heads
         shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
         tensor = f"{prefix}{target}.{kind}"
         piece = Piece(tensor, parts, (num_rows, *shape[1:]), heads, shift)
         pieces.setdefault(tensor, piece)
-    if config.family == "olmo2" and config.tie_embeddings:  # its graph wants a head of its own
+    if graph.has_own_head and config.tie_embeddings:
         embedding = "model.embed_tokens.weight"
         pieces["output.weight"] = Piece("output.weight", (embedding,), shapes[embedding])
     return tuple(pieces.values())

@@ -25,10 +25,7 @@ from bloomery.data.tokenizer.sentencepiece import bpe_of_pieces
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer
 from bloomery.export.gguf_format import (
     ALIGNMENT,
-    ARCHITECTURES,
     CONTROL,
-    LARGEST,
-    NO_ROPE_EVERY,
     NORMAL,
     PRE_TOKENIZERS,
     UNKNOWN,
@@ -266,11 +263,19 @@ def dequantized(block: Any) -> Tensor:
 def config_of(metadata: Json, tensors: Mapping[str, Block], path: Path) -> ModelConfig:
     """Raises UserError for an architecture or a value that is not known."""
     architecture = metadata.get("general.architecture")
-    families = {graph.name: family for family, graph in reversed(list(ARCHITECTURES.items()))}
+    # Of several families with one graph the first stands for them: the file does not say more.
+    families = {
+        family.gguf.name: name
+        for name, family in reversed(FAMILIES.items())
+        if family.gguf is not None
+    }
     if not isinstance(architecture, str) or architecture not in families:
         problem = f"{str(architecture)[:40]!r} is not a supported GGUF architecture"
         raise UserError(problem, where=str(path), fix=f"supported: {', '.join(sorted(families))}")
-    family = families[architecture]
+    family_name = families[architecture]
+    family = FAMILIES[family_name]
+    graph = family.gguf
+    assert graph is not None
 
     def fact(name: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{name}", default)
@@ -305,38 +310,37 @@ def config_of(metadata: Json, tensors: Mapping[str, Block], path: Path) -> Model
     }
 
     # A config.json of the family: sizes, biases as the tensors show them, special tokens.
-    raw_config: Json = {"model_type": family}
-    for name, hf_name in FAMILIES[family].keys.items():
+    raw_config: Json = {"model_type": family_name}
+    for name, hf_name in family.keys.items():
         if name in values:
             raw_config[hf_name] = values[name]
-    for name, hf_name in FAMILIES[family].flags.items():
-        raw_config[hf_name] = f"blk.0.{_BIASED_TENSORS[name]}.bias" in tensors
-    if family in ("llama", "smollm3", "olmo2", "qwen3"):
-        raw_config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    for name, hf_name in family.flags.items():
+        # The first fact that a key stands for decides.
+        raw_config.setdefault(hf_name, f"blk.0.{_BIASED_TENSORS[name]}.bias" in tensors)
     raw_config["tie_word_embeddings"] = "output.weight" not in tensors
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         raw_config[f"{role}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
 
     # What the graph of a family fixes, or llama.cpp assumes where the file says nothing.
-    if family == "gemma2":
-        raw_config["attn_logit_softcapping"] = fact("attn_logit_softcapping", 50.0)
-        raw_config["final_logit_softcapping"] = fact("final_logit_softcapping", 30.0)
-    elif family == "gemma3_text":
-        raw_config["final_logit_softcapping"] = fact("final_logit_softcapping")
+    attention_softcap, final_softcap = graph.default_softcaps or (None, None)
+    if "attention_softcap" in graph.free:
+        raw_config["attn_logit_softcapping"] = fact("attn_logit_softcapping", attention_softcap)
+    if "final_softcap" in graph.free:
+        raw_config["final_logit_softcapping"] = fact("final_logit_softcapping", final_softcap)
+    if "local_rope_theta" in graph.free:
         raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", 10000.0)
-    if ARCHITECTURES[family].window_period:
-        default_window = 4096 if family == "gemma2" else None
-        raw_config["sliding_window"] = fact("attention.sliding_window", default_window)
-        is_largest = num_layers == LARGEST[ARCHITECTURES[family].name]
+    raw_config["sliding_window"] = None
+    if graph.window_period:
+        raw_config["sliding_window"] = fact("attention.sliding_window", graph.default_window)
+        is_largest = num_layers == graph.full_scale_layers
         scale_width = width_per_head if is_largest and are_sizes else head_dim
         raw_config["query_pre_attn_scalar"] = scale_width
-    elif family in ("mistral", "phi3"):
-        raw_config["sliding_window"] = None
-    if family == "smollm3" and type(num_layers) is int:
+    if graph.unrotated_period and type(num_layers) is int:
         raw_config["no_rope_layers"] = [
-            int((layer + 1) % NO_ROPE_EVERY != 0) for layer in range(min(num_layers, MOST_LAYERS))
+            int((layer + 1) % graph.unrotated_period != 0)
+            for layer in range(min(num_layers, MOST_LAYERS))
         ]
-    if family != "gpt2":
+    if family.facts.get("positions") != "learned":
         raw_config |= _rope(fact, tensors, head_dim, path)
     return config_from_hf(raw_config, where=str(path))
 

@@ -1,307 +1,37 @@
 """The model families: what a Hugging Face config.json of each means as architectural facts, both ways.
 
-A family is one entry of `FAMILIES` here, one of `io/stored.STORAGE` if its weights are stored differently, and one
-parameter of the parity test. Defaults of absent keys are those of transformers' config classes.
+A family is one entry of `FAMILIES` here and one parameter of the parity test. The entry holds all that is known of
+it: its label, its keys, the names of its stored tensors, its graph of llama.cpp. Defaults of absent keys are those of
+transformers' config classes.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
+from bloomery.facts.config import Activation, ModelConfig, checked
+from bloomery.facts.config_fields import LARGEST, ConfigFields, Fields, rope_facts, rope_keys
+from bloomery.facts.family_rules import (
+    gemma3_scale,
+    gemma_scale,
+    rotating_layers,
+    windows_by_type,
+    windows_everywhere,
+    windows_of_gemma3,
+    windows_of_mistral,
+    windows_of_qwen,
+    windows_of_smollm3,
+    write_gemma,
+    write_mistral,
+    write_phi3,
+    write_qwen,
+    write_smollm3,
+)
+from bloomery.facts.gguf_graphs import GgufGraph
 from bloomery.facts.table import Table
-
-FIX = "fix that value; download a published model again"
-LARGEST = {
-    "vocab_size": 2**24,
-    "max_positions": 2**31,
-    "num_layers": 2**12,
-    "num_heads": 2**12,
-    "num_kv_heads": 2**12,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**21,
-    "head_dim": 2**14,
-}
-
-
-@dataclass(frozen=True)
-class Fields:
-    """A JSON object read key by key. Whatever is never asked for is dropped: `auto_map` and the like do nothing."""
-
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    where: str
-
-    def get(self, key: str) -> Any:
-        """The value, the family's default where the key is absent; None where neither exists, or null is written."""
-        return self.values[key] if key in self.values else self.defaults.get(key)
-
-    def refuse(self, key: str, expected: str) -> UserError:
-        text = repr(self.get(key))
-        if len(text) > 60:
-            text = text[:57] + "..."
-        return UserError(f"{key} is {text}; it must be {expected}", where=self.where, fix=FIX)
-
-    def size(self, key: str, largest: int, *, default: int | None = None) -> int:
-        """A positive whole number of at most `largest`."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise UserError(f"{key} is missing", where=self.where, fix=FIX)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
-            raise self.refuse(key, f"a whole number from 1 to {largest:,}")
-        return value
-
-    def number(
-        self, key: str, *, low: float = 0.0, high: float = 1e12, default: float | None = None
-    ) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f"{key} is missing", where=self.where, fix=FIX)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise self.refuse(key, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.number(key, low=1e-12, high=1e12)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool | None):
-            raise self.refuse(key, "true or false")
-        return bool(value)
-
-    def token(self, key: str, vocab_size: int) -> int | None:
-        """A token id; of several (some families list their end tokens) the first."""
-        value = self.get(key)
-        value = value[0] if isinstance(value, list) and value else value
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not is_number or value >= 2**31):
-            raise self.refuse(key, f"a token id below {vocab_size:,}")
-        return value if is_number and 0 <= value < vocab_size else None
-
-    def choice(self, key: str, native_names: Mapping[str, str]) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or value not in native_names:
-            raise self.refuse(key, "one of " + ", ".join(sorted(native_names)))
-        return native_names[value]
-
-    def entries(self, key: str, length: int) -> list[Any] | None:
-        """A list with an entry per layer (more are dropped, as in transformers)."""
-        value = self.get(key)
-        if value is not None and (not isinstance(value, list) or len(value) < length):
-            raise self.refuse(key, f"a list of {length} entries, one per layer")
-        return None if value is None else value[:length]
-
-    def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        value = self.get(key)
-        fits = isinstance(value, list) and len(value) == length
-        if not fits or not all(isinstance(x, int | float) and 0 < x < 1e12 for x in value):
-            raise self.refuse(key, f"a list of {length} positive numbers")
-        return tuple(float(x) for x in value)
-
-    def inside(self, key: str) -> "Fields | None":
-        """A nested object, or None where there is none."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(key, "an object")
-        return None if not value else Fields(value, {}, where=f"{self.where}, {key}")
-
-
-ConfigFields = dict[str, Any]
-
-
-def rope_facts(
-    fields: Fields, family: "Family", *, max_positions: int, head_dim: int
-) -> ConfigFields:
-    """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig.
-
-    Raises UserError for settings that transformers' layers of the family cannot follow either.
-    """
-    # transformers 5 has one object for everything rotary, per kind of layer where a model has two kinds. The older
-    # rope_scaling replaces it, or the part of it that full attention reads.
-    rope_fields = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
-    local_fields = None
-    nested_fields = rope_fields.inside("full_attention") or rope_fields.inside("sliding_attention")
-    if nested_fields is not None and not family.has_local_rope:
-        raise fields.refuse("rope_parameters", "one object: all layers of this family rotate alike")
-    if nested_fields is not None:
-        local_fields = rope_fields.inside("sliding_attention")
-        rope_fields = rope_fields.inside("full_attention") or Fields({}, {}, where=fields.where)
-    old_fields = fields.inside("rope_scaling")
-    if old_fields is not None:
-        values = {**rope_fields.values, **old_fields.values} if nested_fields else old_fields.values
-        rope_fields = Fields(values, {}, where=f"{fields.where}, rope_scaling")
-
-    # The part of a head that rotates: most families of transformers rotate all of it, whatever the config says.
-    share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
-    share = rope_fields.number("partial_rotary_factor", high=1.0, default=share)
-    is_scaled = _rope_kind(rope_fields) != "default"
-    if share != 1.0 and not family.reads_rotary_share and is_scaled:
-        raise fields.refuse("partial_rotary_factor", "1: this family rotates whole heads")
-    if not family.reads_rotary_share:
-        share = 1.0
-    width = int(head_dim * share)
-    if width < 2 or width % 2:
-        problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
-        raise UserError(problem, where=fields.where, fix="choose an even head_dim")
-
-    local_theta = None
-    if family.has_local_rope:
-        local_fields = local_fields or Fields({}, {}, where=fields.where)
-        if _rope_kind(local_fields) != "default":
-            raise fields.refuse("rope_parameters", "without scaling for sliding_attention")
-        local_theta = _theta(local_fields, fields, "rope_local_base_freq")
-    return {
-        "rope_theta": _theta(rope_fields, fields, "rope_theta"),
-        "rope_scaling": _scaling(rope_fields, fields, max_positions=max_positions, width=width),
-        "rotary_share": share,
-        "local_rope_theta": local_theta,
-    }
-
-
-def _theta(rope_fields: Fields, fields: Fields, key: str) -> float:
-    """The base of the frequencies: that of the rope object, else the config's own under `key`, else the family's."""
-    if rope_fields.get("rope_theta") is not None:
-        return rope_fields.number("rope_theta", low=1e-6)
-    return fields.number(key, low=1e-6)
-
-
-def _rope_kind(rope_fields: Fields) -> Any:
-    return rope_fields.get("rope_type") or rope_fields.get("type") or "default"
-
-
-def unread_keys(hf: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json that transformers' layers of its family ignore, though other programs may read them."""
-    hf = text_part(hf)
-    name = str(hf.get("model_type"))
-    family = FAMILIES.get(name)
-    if family is None:
-        return []
-    rope = hf.get("rope_parameters")
-    inner_share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    values = {}
-    if not family.reads_rotary_share:
-        values["partial_rotary_factor"] = inner_share or hf.get("partial_rotary_factor")
-    if name == "gemma3_text":
-        values["attn_logit_softcapping"] = hf.get("attn_logit_softcapping")
-    return [f"{key} ({str(value)[:20]})" for key, value in values.items() if value not in (None, 1)]
-
-
-def _scaling(
-    scaling_fields: Fields, model_fields: Fields, *, max_positions: int, width: int
-) -> RopeScaling | None:
-    kind = _rope_kind(scaling_fields)
-    if kind == "default":
-        return None
-    # Both names were given to LongRoPE before it had its own.
-    if kind == "su" or (kind == "yarn" and "short_factor" in scaling_fields.values):
-        kind = "longrope"
-    if kind not in get_args(RopeKind):
-        raise UserError(
-            f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
-            where=f"{model_fields.where}, rope_scaling",
-            fix=FIX,
-        )
-    if kind == "linear" or kind == "dynamic":
-        return RopeScaling(kind=kind, factor=scaling_fields.number("factor", low=1e-6))
-    nearest = (
-        scaling_fields
-        if scaling_fields.get("original_max_position_embeddings") is not None
-        else model_fields
-    )
-    outermost = (
-        model_fields
-        if model_fields.get("original_max_position_embeddings") is not None
-        else nearest
-    )
-    original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
-    factor = scaling_fields.number("factor", low=1e-6, default=max_positions / original)
-    shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
-    if kind == "llama3":
-        return RopeScaling(
-            **shared,
-            low_freq_factor=scaling_fields.number("low_freq_factor", low=1e-6),
-            high_freq_factor=scaling_fields.number("high_freq_factor", low=1e-6),
-        )
-    shared["attention_factor"] = scaling_fields.optional_number("attention_factor")
-    if kind == "longrope":
-        return RopeScaling(
-            **shared,
-            short_factor=scaling_fields.numbers("short_factor", width // 2),
-            long_factor=scaling_fields.numbers("long_factor", width // 2),
-        )
-
-    # YaRN. DeepSeek states its attention factor as a ratio of two `mscale`; None: YaRN's own formula.
-    if shared["attention_factor"] is None:
-        mscale = scaling_fields.optional_number("mscale")
-        mscale_all_dim = scaling_fields.optional_number("mscale_all_dim")
-        if mscale and mscale_all_dim and factor > 1:
-            log = math.log(factor)  # in this order of products: they round
-            numerator = 0.1 * mscale * log + 1.0
-            shared["attention_factor"] = numerator / (0.1 * mscale_all_dim * log + 1.0)
-    fast = scaling_fields.optional_number("beta_fast") or 32.0
-    slow = scaling_fields.optional_number("beta_slow") or 1.0
-    return RopeScaling(
-        **shared,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=scaling_fields.get("truncate") is not False,
-    )
-
-
-def rope_keys(config: ModelConfig) -> ConfigFields:
-    """The settings under their new and their old names, so that old and new versions of transformers agree."""
-    scaling = config.rope_scaling
-    keys = {"rope_theta": config.rope_theta}
-    share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
-    stretched: ConfigFields = (
-        {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
-    )
-    flat = {"rope_theta": config.rope_theta, **share, **stretched}
-    facts: ConfigFields = {
-        **keys,
-        **share,
-        "rope_scaling": None if scaling is None else {**flat, **stretched},
-    }
-    if config.local_rope_theta is None:
-        return facts | {"rope_parameters": flat}
-    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
-    nested = {"full_attention": flat, "sliding_attention": local}
-    return facts | {"rope_parameters": nested, "rope_local_base_freq": config.local_rope_theta}
-
-
-def _scaling_keys(scaling: RopeScaling) -> ConfigFields:
-    facts: ConfigFields = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.original_max_positions is not None:
-        facts["original_max_position_embeddings"] = scaling.original_max_positions
-    if scaling.attention_factor is not None:
-        facts["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "llama3":
-        facts |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
-    elif scaling.kind == "yarn":
-        facts |= {
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "truncate": scaling.truncate,
-        }
-    elif scaling.kind == "longrope":
-        facts |= {
-            "short_factor": list(scaling.short_factor),
-            "long_factor": list(scaling.long_factor),
-        }
-    return facts
-
 
 LLAMA_KEYS = MappingProxyType(
     {
@@ -345,17 +75,32 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True)
+class StoredNames:
+    """How a family's files name and arrange its parameters, where they do not have our names.
+
+    `renamed`: prefixes of a name; `fused`: stored modules by the native modules that they contain, in order.
+    """
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    transposed: bool = False  # the matrices of its layers
+
+
+@dataclass(frozen=True)
 class Family:
     """`facts` hold for each of its models; `keys` (native_name -> theirs) and `flags` differ between models.
 
     `windows` reads the window of each layer, `extra` the facts that take more than copying; `write` undoes both.
-    `refused` are keys that change the mathematics in a way that the decoder does not follow. `reads_rotary_share`: a
-    part of each head may rotate. `has_local_rope`: layers with a window rotate by a base of their own. `classifier`:
-    the stem of transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that
-    activation; `states_dropout`: its config class has a dropout that is not 0 by default.
+    `refused` are keys that change the mathematics in a way that the decoder does not follow, `ignored` keys that
+    transformers' layers of the family do not read, though other programs may. `reads_rotary_share`: a part of each
+    head may rotate. `has_local_rope`: layers with a window rotate by a base of their own. `classifier`: the stem of
+    transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that activation;
+    `states_dropout`: its config class has a dropout that is not 0 by default. `gguf`: None where llama.cpp's graph is
+    not known here.
     """
 
     architecture: str
+    label: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -365,145 +110,29 @@ class Family:
     extra: Callable[[Fields, ConfigFields], ConfigFields] = lambda _fields, _facts: {}
     write: Callable[[ModelConfig], ConfigFields] = lambda _config: {}
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
+    ignored: tuple[str, ...] = ()
     reads_rotary_share: bool = False
     has_local_rope: bool = False
     classifier: str = ""
     gelu_tanh: str = "gelu_pytorch_tanh"
     states_dropout: bool = False
+    stored: StoredNames = field(default_factory=StoredNames)
+    gguf: GgufGraph | None = None
 
 
-def _layer_types(config: ModelConfig) -> ConfigFields:
-    kinds = [
-        "full_attention" if config.window(n) is None else "sliding_attention"
-        for n in range(config.num_layers)
-    ]
-    return {"sliding_window": _window(config), "layer_types": kinds}
-
-
-def _window(config: ModelConfig) -> int | None:
-    return next((window for window in config.sliding_window if window is not None), None)
-
-
-def _windows_by_type(
-    fields: Fields, layers: int, sliding: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """From `layer_types`, or by the family's own rule in files that are older than that key."""
-    if fields.get("sliding_window") is None:
-        return ()
-    window = fields.size("sliding_window", 2**31)
-    types = fields.entries("layer_types", layers)
-    unknown = set(types or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise fields.refuse("layer_types", "made of full_attention and sliding_attention")
-    slides = [
-        sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)
-    ]
-    return tuple(window if slide else None for slide in slides) if any(slides) else ()
-
-
-def _windows_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    return _windows_by_type(fields, layers, lambda _: True)
-
-
-def _write_mistral(config: ModelConfig) -> ConfigFields:
-    """Where only some layers have a window, transformers reads which from `layer_types`."""
-    is_mixed = None in config.sliding_window
-    return _layer_types(config) if is_mixed else {"sliding_window": _window(config)}
-
-
-def _windows_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    if fields.get("sliding_window") is None:
-        return ()
-    return (fields.size("sliding_window", 2**31),) * layers
-
-
-def _windows_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    if not fields.flag("use_sliding_window"):
-        return ()
-    first_windowed_layer = int(fields.number("max_window_layers", default=layers))
-    return _windows_by_type(fields, layers, lambda layer: layer >= first_windowed_layer)
-
-
-def _windows_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    pattern = fields.size("sliding_window_pattern", 2**12, default=6)
-    return _windows_by_type(fields, layers, lambda n: (n + 1) % pattern != 0)
-
-
-def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    # transformers masks by `layer_types` alone where the config states them.
-    if not fields.flag("use_sliding_window") and fields.get("layer_types") is None:
-        return ()
-    rotating = _rotating(fields, layers)
-    return _windows_by_type(fields, layers, lambda n: not rotating[n])
-
-
-def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
-    interval = fields.size("no_rope_layer_interval", 2**12, default=4)
-    # The name misleads: 1 means that the layer rotates.
-    entries = fields.entries("no_rope_layers", layers)
-    if entries is not None:
-        return tuple(bool(entry) for entry in entries)
-    return tuple((layer + 1) % interval != 0 for layer in range(layers))
-
-
-def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
-    """A scale of head_dim ** -0.5 is the default, and so None; soft caps may be absent."""
-    scalar = fields.number("query_pre_attn_scalar", low=1e-6)
-    caps = {
-        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
-        "final_softcap": fields.optional_number("final_logit_softcapping"),
-    }
-    return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
-
-
-def _gemma3_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
-    """As Gemma 2, but transformers' Gemma 3 has no soft cap in attention, whatever the config says."""
-    return _gemma_scale(fields, facts) | {"attention_softcap": None}
-
-
-def _write_gemma(config: ModelConfig) -> ConfigFields:
-    scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
-    caps = {
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.final_softcap,
-    }
-    # transformers' Gemma makes a mask with a window even where no layer has one.
-    windows = _layer_types(config)
-    windows["sliding_window"] = windows["sliding_window"] or config.max_positions
-    return windows | caps | {"query_pre_attn_scalar": round(scalar)}
-
-
-def _write_qwen(config: ModelConfig) -> ConfigFields:
-    kinds = _layer_types(config)
-    slides = config.sliding_window != ()
-    return kinds | {
-        "use_sliding_window": slides,
-        "max_window_layers": kinds["layer_types"].count("full_attention"),
-    }
-
-
-def _write_smollm3(config: ModelConfig) -> ConfigFields:
-    rotating = config.rotary_layers or (True,) * config.num_layers
-    slides = {
-        "use_sliding_window": config.sliding_window != (),
-        "no_rope_layers": [int(turns) for turns in rotating],
-    }
-    return _layer_types(config) | slides
-
-
-def _write_phi3(config: ModelConfig) -> ConfigFields:
-    scaling = config.rope_scaling
-    original = None if scaling is None else scaling.original_max_positions
-    return {
-        "sliding_window": _window(config),
-        "original_max_position_embeddings": original or config.max_positions,
-    }
-
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_LLAMA_GRAPH = GgufGraph(
+    "llama", free=("attention_bias", "output_bias", "mlp_bias"), interleaved=True
+)
+_GEMMA_GRAPH = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
+_TIED = {"tie_embeddings": True}
 
 FAMILIES: Table[Family] = Table(
     {
         "llama": Family(
             "LlamaForCausalLM",
+            "Llama",
             flags=BIASES | {"mlp_bias": "mlp_bias"},
             defaults={
                 "max_position_embeddings": 2048,
@@ -511,11 +140,13 @@ FAMILIES: Table[Family] = Table(
                 "hidden_act": "silu",
                 "rope_theta": 1e4,
             },
+            gguf=_LLAMA_GRAPH,
         ),
         "mistral": Family(
             "MistralForCausalLM",
-            windows=_windows_mistral,
-            write=_write_mistral,
+            "Mistral",
+            windows=windows_of_mistral,
+            write=write_mistral,
             defaults={
                 "num_key_value_heads": 8,
                 "max_position_embeddings": 131072,
@@ -524,12 +155,14 @@ FAMILIES: Table[Family] = Table(
                 "rope_theta": 1e4,
                 "sliding_window": 4096,
             },
+            gguf=_LLAMA_GRAPH,
         ),
         "qwen2": Family(
             "Qwen2ForCausalLM",
+            "Qwen2",
             {"attention_bias": True},
-            windows=_windows_qwen,
-            write=_write_qwen,
+            windows=windows_of_qwen,
+            write=write_qwen,
             defaults={
                 "max_position_embeddings": 32768,
                 "rms_norm_eps": 1e-6,
@@ -537,13 +170,15 @@ FAMILIES: Table[Family] = Table(
                 "rope_theta": 1e4,
                 "max_window_layers": 28,
             },
+            gguf=GgufGraph("qwen2"),
         ),
         "qwen3": Family(
             "Qwen3ForCausalLM",
+            "Qwen3",
             {"qk_norm": "head"},
             flags=BIASES,
-            windows=_windows_qwen,
-            write=_write_qwen,
+            windows=windows_of_qwen,
+            write=write_qwen,
             defaults={
                 "head_dim": 128,
                 "max_position_embeddings": 32768,
@@ -552,9 +187,11 @@ FAMILIES: Table[Family] = Table(
                 "rope_theta": 1e4,
                 "max_window_layers": 28,
             },
+            gguf=GgufGraph("qwen3", {"qk_norm": "head"}),
         ),
         "gemma": Family(
             "GemmaForCausalLM",
+            "Gemma",
             GEMMA_FACTS,
             flags=BIASES,
             activations=ACTIVATIONS | {"gelu": "gelu_tanh"},
@@ -567,15 +204,17 @@ FAMILIES: Table[Family] = Table(
                 "tie_word_embeddings": True,
                 "num_key_value_heads": 16,
             },
+            gguf=GgufGraph("gemma", _GEMMA_GRAPH | _TIED),
         ),
         "gemma2": Family(
             "Gemma2ForCausalLM",
+            "Gemma 2",
             {**GEMMA_FACTS, "norm_placement": "both"},
             flags=BIASES,
             keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-            windows=lambda fields, layers: _windows_by_type(fields, layers, lambda n: n % 2 == 0),
-            extra=_gemma_scale,
-            write=_write_gemma,
+            windows=lambda fields, layers: windows_by_type(fields, layers, lambda n: n % 2 == 0),
+            extra=gemma_scale,
+            write=write_gemma,
             defaults={
                 "head_dim": 256,
                 "num_key_value_heads": 4,
@@ -589,15 +228,25 @@ FAMILIES: Table[Family] = Table(
                 "attn_logit_softcapping": 50.0,
                 "final_logit_softcapping": 30.0,
             },
+            gguf=GgufGraph(
+                "gemma2",
+                _GEMMA_GRAPH | _TIED | {"norm_placement": "both"},
+                free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap"),
+                window_period=2,
+                default_window=4096,
+                full_scale_layers=46,
+                default_softcaps=(50.0, 30.0),
+            ),
         ),
         "gemma3_text": Family(
             "Gemma3ForCausalLM",
+            "Gemma 3",
             {**GEMMA_FACTS, "norm_placement": "both", "qk_norm": "head"},
             flags=BIASES,
             keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-            windows=_windows_gemma3,
-            extra=_gemma3_scale,
-            write=_write_gemma,
+            windows=windows_of_gemma3,
+            extra=gemma3_scale,
+            write=write_gemma,
             has_local_rope=True,
             classifier="Gemma3Text",
             defaults={
@@ -614,13 +263,24 @@ FAMILIES: Table[Family] = Table(
                 "query_pre_attn_scalar": 256,
                 "sliding_window": 4096,
             },
+            ignored=("attn_logit_softcapping",),
+            gguf=GgufGraph(
+                "gemma3",
+                _GEMMA_GRAPH | {"norm_placement": "both", "qk_norm": "head"},
+                free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta"),
+                window_period=6,
+                full_scale_layers=62,
+            ),
         ),
         "smollm3": Family(
             "SmolLM3ForCausalLM",
+            "SmolLM3",
             flags=BIASES | {"mlp_bias": "mlp_bias"},
-            windows=_windows_smollm3,
-            write=_write_smollm3,
-            extra=lambda fields, facts: {"rotary_layers": _rotating(fields, facts["num_layers"])},
+            windows=windows_of_smollm3,
+            write=write_smollm3,
+            extra=lambda fields, facts: {
+                "rotary_layers": rotating_layers(fields, facts["num_layers"])
+            },
             defaults={
                 "num_key_value_heads": 4,
                 "max_position_embeddings": 32768,
@@ -629,9 +289,16 @@ FAMILIES: Table[Family] = Table(
                 "rope_theta": 2e6,
                 "tie_word_embeddings": True,
             },
+            gguf=GgufGraph(
+                "smollm3",
+                free=("attention_bias", "output_bias", "mlp_bias", "rotary_layers"),
+                interleaved=True,
+                unrotated_period=4,
+            ),
         ),
         "olmo2": Family(
             "Olmo2ForCausalLM",
+            "OLMo 2",
             {"norm_placement": "after", "qk_norm": "full"},
             flags=BIASES,
             defaults={
@@ -640,11 +307,18 @@ FAMILIES: Table[Family] = Table(
                 "hidden_act": "silu",
                 "rope_theta": 1e4,
             },
+            gguf=GgufGraph(
+                "olmo2",
+                {"norm_placement": "after", "qk_norm": "full"},
+                full_width=True,
+                has_own_head=True,
+            ),
         ),
         "phi3": Family(
             "Phi3ForCausalLM",
-            windows=_windows_everywhere,
-            write=_write_phi3,
+            "Phi-3",
+            windows=windows_everywhere,
+            write=write_phi3,
             reads_rotary_share=True,
             states_dropout=True,
             defaults={
@@ -653,9 +327,20 @@ FAMILIES: Table[Family] = Table(
                 "hidden_act": "silu",
                 "rope_theta": 1e4,
             },
+            stored=StoredNames(
+                fused={_QKV: "self_attn.qkv_proj", _GATE_UP: "mlp.gate_up_proj"},
+            ),
+            gguf=GgufGraph(
+                "phi3",
+                free=("rotary_share",),
+                full_width=True,
+                fused={_QKV: "attn_qkv", _GATE_UP: "ffn_up"},
+                states_no_window=True,
+            ),
         ),
         "gpt2": Family(
             "GPT2LMHeadModel",
+            "GPT-2",
             {
                 "norm": "layer",
                 "gated_mlp": False,
@@ -681,9 +366,71 @@ FAMILIES: Table[Family] = Table(
                 "tie_word_embeddings": True,
             },
             refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
+            stored=StoredNames(
+                renamed={
+                    "model.embed_tokens": "transformer.wte",
+                    "model.embed_positions": "transformer.wpe",
+                    "model.norm": "transformer.ln_f",
+                    "model.layers": "transformer.h",
+                    "input_layernorm": "ln_1",
+                    "post_attention_layernorm": "ln_2",
+                    "self_attn.o_proj": "attn.c_proj",
+                    "mlp.up_proj": "mlp.c_fc",
+                    "mlp.down_proj": "mlp.c_proj",
+                },
+                fused={_QKV: "attn.c_attn"},
+                transposed=True,
+            ),
+            gguf=GgufGraph(
+                "gpt2",
+                {
+                    "norm": "layer",
+                    "activation": "gelu_tanh",
+                    "gated_mlp": False,
+                    "positions": "learned",
+                    "attention_bias": True,
+                    "output_bias": True,
+                    "mlp_bias": True,
+                },
+                free=(),
+                full_width=True,
+                fused={_QKV: "attn_qkv"},
+                takes_exact_gelu=True,
+            ),
         ),
     }
 )
+
+
+@dataclass(frozen=True)
+class ExpertFamily:
+    """A mixture of experts that is planned and not trained: its dense kin with experts in place of each MLP.
+
+    `bias` and `sinks` as in `config.Experts`.
+    """
+
+    label: str
+    dense_kin: str
+    bias: bool = False
+    sinks: bool = False
+
+
+EXPERT_FAMILIES: Mapping[str, ExpertFamily] = MappingProxyType(
+    {
+        "qwen3_moe": ExpertFamily("Qwen3 MoE", "qwen3"),
+        "mixtral": ExpertFamily("Mixtral", "mistral"),
+        "gpt_oss": ExpertFamily("GPT-OSS", "llama", bias=True, sinks=True),
+    }
+)
+
+
+def family_label(config: ModelConfig) -> str:
+    """How people write the name of the config's architecture."""
+    if config.transformers_backend is not None:
+        return architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    if config.family in EXPERT_FAMILIES:
+        return EXPERT_FAMILIES[config.family].label
+    return FAMILIES[config.family].label
 
 
 # The model_type of a multimodal model, and of its language model.
@@ -720,6 +467,21 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
     )
 
 
+def unread_keys(hf: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that transformers' layers of its family ignore, though other programs may read them."""
+    hf = text_part(hf)
+    family = FAMILIES.get(str(hf.get("model_type")))
+    if family is None:
+        return []
+    rope = hf.get("rope_parameters")
+    inner_share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    values: ConfigFields = {}
+    if not family.reads_rotary_share:
+        values["partial_rotary_factor"] = inner_share or hf.get("partial_rotary_factor")
+    values |= {key: hf.get(key) for key in family.ignored}
+    return [f"{key} ({str(value)[:20]})" for key, value in values.items() if value not in (None, 1)]
+
+
 def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
     """The facts in a config.json. Raises UserError naming the field that is missing or makes no sense."""
     hf = text_part(hf)
@@ -746,7 +508,11 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     facts["sliding_window"] = family.windows(fields, facts["num_layers"])
     if facts.get("positions") != "learned":
         facts |= rope_facts(
-            fields, family, max_positions=facts["max_positions"], head_dim=facts["head_dim"]
+            fields,
+            max_positions=facts["max_positions"],
+            head_dim=facts["head_dim"],
+            reads_rotary_share=family.reads_rotary_share,
+            has_local_rope=family.has_local_rope,
         )
     facts |= family.extra(fields, facts)
     if _gives_values(hf, where):

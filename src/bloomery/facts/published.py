@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 
 from bloomery.core.text import closest
 from bloomery.facts.config import Experts, ModelConfig
-from bloomery.facts.families import FAMILIES, config_from_hf
-
-# A mixture of experts is planned as its dense kin with experts in place of each MLP.
-DENSE_KIN = {"qwen3_moe": "qwen3", "mixtral": "mistral", "gpt_oss": "llama"}
+from bloomery.facts.families import EXPERT_FAMILIES, FAMILIES, config_from_hf
 
 
 class Published(NamedTuple):
@@ -87,18 +84,18 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
     if entry.kind in FAMILIES:
         return config_from_hf({"model_type": entry.kind, **settings}, where=where)
 
-    # Families name the same facts of their experts differently; biases and sinks are GPT-OSS's.
-    is_gpt_oss = entry.kind == "gpt_oss"
+    # Families name the same facts of their experts differently.
+    family = EXPERT_FAMILIES[entry.kind]
     experts = Experts(
         count=settings.get("num_experts") or settings["num_local_experts"],
         per_token=settings["num_experts_per_tok"],
         width=settings.get("moe_intermediate_size", settings["intermediate_size"]),
-        bias=is_gpt_oss,
-        sinks=is_gpt_oss,
+        bias=family.bias,
+        sinks=family.sinks,
     )
     # A token passes through `per_token` experts: together they are as wide as one MLP.
     dense_settings = settings | {
-        "model_type": DENSE_KIN[entry.kind],
+        "model_type": family.dense_kin,
         "intermediate_size": experts.per_token * experts.width,
     }
     dense_config = config_from_hf(dense_settings, where=where)

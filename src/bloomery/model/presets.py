@@ -16,11 +16,10 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked
+from bloomery.facts.config_fields import LARGEST, Fields
 from bloomery.facts.families import (
     ACTIVATIONS,
     FAMILIES,
-    LARGEST,
-    Fields,
     config_from_hf,
     config_to_hf,
     fresh_config,

@@ -20,7 +20,7 @@ from bloomery.core.units import (
     two_digits,
 )
 from bloomery.facts.counting import active_parameter_count, parameter_count
-from bloomery.facts.families import architecture_of
+from bloomery.facts.families import family_label
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import (
     Profile,
@@ -57,16 +57,6 @@ REMARK = WIDTH - LABEL - 15 - 4 - 2 - (BAR + 2)  # columns next to a part of the
 REASON = 24  # the column of a setting's reason
 EDIT = 40  # columns of a suggestion
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
-FAMILY_NAMES = {
-    "gpt2": "GPT-2",
-    "gpt_oss": "GPT-OSS",
-    "qwen3_moe": "Qwen3 MoE",
-    "smollm3": "SmolLM3",
-    "olmo2": "OLMo 2",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3",
-    "phi3": "Phi-3",
-}
 SETTINGS = (  # shown where a plan has them
     "model.implementation",
     "objective.reference",
@@ -240,9 +230,7 @@ def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]
 
 def model_line(plan: RunPlan) -> str:
     config = plan.model.config
-    family = FAMILY_NAMES.get(config.family, config.family.capitalize())
-    if config.transformers_backend is not None:
-        family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    family = family_label(config)
 
     def shown(count: int) -> str:
         return (

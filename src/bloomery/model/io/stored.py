@@ -18,6 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Shape, parameter_shapes
+from bloomery.facts.families import FAMILIES, StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.io.tensor_names import transformers_names
 
@@ -62,44 +63,6 @@ class TensorLocation:
         return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
 
-@dataclass(frozen=True)
-class Storage:
-    """`renamed`: prefixes of a name; `fused`: stored modules by the native modules that they contain, in order."""
-
-    renamed: Mapping[str, str]
-    fused: Mapping[tuple[str, ...], str]
-    transposed: bool = False  # the matrices of its layers
-
-
-PLAIN = Storage({}, {})
-STORAGE: Mapping[str, Storage] = MappingProxyType(
-    {
-        "phi3": Storage(
-            {},
-            {
-                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "self_attn.qkv_proj",
-                ("mlp.gate_proj", "mlp.up_proj"): "mlp.gate_up_proj",
-            },
-        ),
-        "gpt2": Storage(
-            {
-                "model.embed_tokens": "transformer.wte",
-                "model.embed_positions": "transformer.wpe",
-                "model.norm": "transformer.ln_f",
-                "model.layers": "transformer.h",
-                "input_layernorm": "ln_1",
-                "post_attention_layernorm": "ln_2",
-                "self_attn.o_proj": "attn.c_proj",
-                "mlp.up_proj": "mlp.c_fc",
-                "mlp.down_proj": "mlp.c_proj",
-            },
-            {("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "attn.c_attn"},
-            transposed=True,
-        ),
-    }
-)
-
-
 # Planning an adapter asks for the same model hundreds of times.
 @cache
 def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
@@ -110,11 +73,12 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
         for name, stored_name, shape in config.transformers_backend.parameters:
             locations[name] = TensorLocation(stored_name, rows=shape[0], stored_rows=shape[0])
         return MappingProxyType(locations)
-    storage = STORAGE.get(config.family, PLAIN)
+    family = FAMILIES.get(config.family)
+    stored = StoredNames() if family is None else family.stored
     shapes = parameter_shapes(config)
 
     def renamed(path: str) -> str:
-        for prefix, stored_prefix in storage.renamed.items():
+        for prefix, stored_prefix in stored.renamed.items():
             if path == prefix or path.startswith(prefix + "."):
                 return stored_prefix + path[len(prefix) :]
         return path
@@ -132,7 +96,7 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
         # A fused tensor stacks the rows of its modules in order; any other module is stored alone.
         fused_modules: tuple[str, ...] = (module,)
         stored_module = module
-        for modules, fused_module in storage.fused.items():
+        for modules, fused_module in stored.fused.items():
             if module in modules:
                 fused_modules = modules
                 stored_module = fused_module
@@ -142,7 +106,7 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
         ]
         locations[name] = TensorLocation(
             name=".".join(filter(None, (renamed(layer), renamed(stored_module), kind))),
-            transposed=storage.transposed and layer != "" and len(shape) == 2,
+            transposed=stored.transposed and layer != "" and len(shape) == 2,
             first=sum(module_rows[: fused_modules.index(module)]),
             rows=shape[0],
             stored_rows=sum(module_rows),

@@ -1,0 +1,137 @@
+"""What takes more than copying between a family's config.json and the facts of a ModelConfig, both ways.
+
+`windows_*` read the window of each layer, `*_scale` and `rotating_layers` other facts; `write_*` undo both.
+"""
+
+from collections.abc import Callable
+
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.config_fields import ConfigFields, Fields
+
+
+def layer_types(config: ModelConfig) -> ConfigFields:
+    kinds = [
+        "full_attention" if config.window(n) is None else "sliding_attention"
+        for n in range(config.num_layers)
+    ]
+    return {"sliding_window": first_window(config), "layer_types": kinds}
+
+
+def first_window(config: ModelConfig) -> int | None:
+    return next((window for window in config.sliding_window if window is not None), None)
+
+
+def windows_by_type(
+    fields: Fields, layers: int, sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """From `layer_types`, or by the family's own rule in files that are older than that key."""
+    if fields.get("sliding_window") is None:
+        return ()
+    window = fields.size("sliding_window", 2**31)
+    types = fields.entries("layer_types", layers)
+    unknown = set(types or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise fields.refuse("layer_types", "made of full_attention and sliding_attention")
+    slides = [
+        sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)
+    ]
+    return tuple(window if slide else None for slide in slides) if any(slides) else ()
+
+
+def windows_of_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return windows_by_type(fields, layers, lambda _: True)
+
+
+def write_mistral(config: ModelConfig) -> ConfigFields:
+    """Where only some layers have a window, transformers reads which from `layer_types`."""
+    is_mixed = None in config.sliding_window
+    return layer_types(config) if is_mixed else {"sliding_window": first_window(config)}
+
+
+def windows_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if fields.get("sliding_window") is None:
+        return ()
+    return (fields.size("sliding_window", 2**31),) * layers
+
+
+def windows_of_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if not fields.flag("use_sliding_window"):
+        return ()
+    first_windowed_layer = int(fields.number("max_window_layers", default=layers))
+    return windows_by_type(fields, layers, lambda layer: layer >= first_windowed_layer)
+
+
+def windows_of_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    pattern = fields.size("sliding_window_pattern", 2**12, default=6)
+    return windows_by_type(fields, layers, lambda n: (n + 1) % pattern != 0)
+
+
+def windows_of_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    # transformers masks by `layer_types` alone where the config states them.
+    if not fields.flag("use_sliding_window") and fields.get("layer_types") is None:
+        return ()
+    rotating = rotating_layers(fields, layers)
+    return windows_by_type(fields, layers, lambda n: not rotating[n])
+
+
+def rotating_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    interval = fields.size("no_rope_layer_interval", 2**12, default=4)
+    # The name misleads: 1 means that the layer rotates.
+    entries = fields.entries("no_rope_layers", layers)
+    if entries is not None:
+        return tuple(bool(entry) for entry in entries)
+    return tuple((layer + 1) % interval != 0 for layer in range(layers))
+
+
+def gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+    """A scale of head_dim ** -0.5 is the default, and so None; soft caps may be absent."""
+    scalar = fields.number("query_pre_attn_scalar", low=1e-6)
+    caps = {
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "final_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+    return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
+
+
+def gemma3_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+    """As Gemma 2, but transformers' Gemma 3 has no soft cap in attention, whatever the config says."""
+    return gemma_scale(fields, facts) | {"attention_softcap": None}
+
+
+def write_gemma(config: ModelConfig) -> ConfigFields:
+    scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
+    caps = {
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+    # transformers' Gemma makes a mask with a window even where no layer has one.
+    windows = layer_types(config)
+    windows["sliding_window"] = windows["sliding_window"] or config.max_positions
+    return windows | caps | {"query_pre_attn_scalar": round(scalar)}
+
+
+def write_qwen(config: ModelConfig) -> ConfigFields:
+    kinds = layer_types(config)
+    slides = config.sliding_window != ()
+    return kinds | {
+        "use_sliding_window": slides,
+        "max_window_layers": kinds["layer_types"].count("full_attention"),
+    }
+
+
+def write_smollm3(config: ModelConfig) -> ConfigFields:
+    rotating = config.rotary_layers or (True,) * config.num_layers
+    slides = {
+        "use_sliding_window": config.sliding_window != (),
+        "no_rope_layers": [int(turns) for turns in rotating],
+    }
+    return layer_types(config) | slides
+
+
+def write_phi3(config: ModelConfig) -> ConfigFields:
+    scaling = config.rope_scaling
+    original = None if scaling is None else scaling.original_max_positions
+    return {
+        "sliding_window": first_window(config),
+        "original_max_position_embeddings": original or config.max_positions,
+    }

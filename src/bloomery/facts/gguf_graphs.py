@@ -1,0 +1,83 @@
+"""What the graphs of llama.cpp compute, and what they call tensors. A family names its graph in `families.FAMILIES`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GgufGraph:
+    """A graph of llama.cpp. Whatever it is not told to compute differently here, it computes as `PLAIN_GRAPH` says.
+
+    `fixed`: facts of a ModelConfig whose value the graph cannot change, where it is not PLAIN_GRAPH's; `free`: facts
+    that its metadata or tensors state. `interleaved`: it rotates neighboring numbers of a head, which changes the
+    order of the rows of q and k. `fused`: tensors that hold several parameters.
+    """
+
+    name: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    free: tuple[str, ...] = ("attention_bias",)
+    interleaved: bool = False
+    fused: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    full_width: bool = False  # heads x head_dim must be hidden_size
+    has_own_head: bool = False  # it reads output.weight also where embeddings are tied
+    takes_exact_gelu: bool = False  # computed by tanh, which is named as a difference
+    window_period: int = 0  # every layer but each n-th has a sliding window; 0: none has
+    # the window where a file states none; with one, the graph always has windows
+    default_window: int | None = None
+    states_no_window: bool = False  # 0 is written where it would assume one
+    # layers of the model whose attention is scaled by the width of all heads; 0: no model's
+    full_scale_layers: int = 0
+    # the soft caps of attention and of logits where a file states none; with them, the graph always caps
+    default_softcaps: tuple[float, float] | None = None
+    unrotated_period: int = 0  # each n-th layer does not rotate; 0: all do
+
+
+PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
+    {
+        "norm": "rms",
+        "norm_placement": "before",
+        "qk_norm": "none",
+        "activation": "silu",
+        "gated_mlp": True,
+        "positions": "rotary",
+        "rotary_share": 1.0,
+        "local_rope_theta": None,
+        "rotary_layers": (),
+        "attention_scale": None,
+        "attention_softcap": None,
+        "final_softcap": None,
+        "scale_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "head": "tokens",
+    }
+)
+
+# The tensors of a layer, and those around the layers, by our modules.
+LAYER_TENSORS = MappingProxyType(
+    {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+)
+OUTER_TENSORS = MappingProxyType(
+    {
+        "model.embed_tokens": "token_embd",
+        "model.embed_positions": "position_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+    }
+)
