@@ -25,6 +25,7 @@ PACKAGES = {
     "simulate": "one step on tensors without memory, to read its peak",
     "check": "does this device compute right",
     "train": "the loop and what it holds",
+    "view": "a run as it is seen: read once, for terminals, studio and the report",
     "infer": "a model that answers: loaded, decoded, sampled",
     "parallel": "what is put onto a plain model from outside",
     "plan": "a recipe and a machine become a plan",
@@ -45,6 +46,7 @@ TABLES = {
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",
     "report/templates/style.css": "how the report looks, in the light and in the dark",
     "report/templates/image.css": "the same for a chart as an SVG file, in a notebook or a page",
+    "studio/studio.js": "what studio's pages do in the browser: charts, colors, the clipboard, the keyboard's focus",
     "studio/style.css": "how studio's pages look: reset, utility classes by Tailwind's names, and studio's own",
 }
 
@@ -73,7 +75,7 @@ def page() -> str:
         ]
         found = (SOURCE / package).rglob("*") if package else SOURCE.glob("*")
         for path in sorted(found, key=lambda path: (path.parent != SOURCE / package, path)):
-            if path.suffix in (".py", ".toml", ".css") and (said := sentence(path)):
+            if path.suffix in (".py", ".toml", ".css", ".js") and (said := sentence(path)):
                 name = path.relative_to(SOURCE).as_posix()
                 lines.append(
                     f"| [{name}](../../src/bloomery/{name}) | {said.replace('|', chr(92) + '|')} |"

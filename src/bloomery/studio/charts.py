@@ -22,63 +22,6 @@ MOST_MARKS = 40  # of checkpoints, and of other events
 MARK_CHARACTERS = 120
 _TEXT = "#8a8f98"  # legible on light and on dark
 _GRID = "rgba(138, 143, 152, 0.25)"
-# Replaces the end of some series of a chart: [[index, first changed point, points from there], ...]. The options are
-# those with which a chart begins that is not drawn yet.
-SCRIPT = """<script>
-window.studioTails = (id, tails) => {
-  const element = getElement(id);
-  if (!element) return;
-  const changed = element.options.series.map(() => ({}));
-  for (const [index, from, points] of tails) {
-    const data = element.options.series[index].data;
-    data.splice(from, Infinity, ...points);
-    changed[index] = {data};
-  }
-  element.chart?.setOption({series: changed});
-};
-// The values of all curves at a place of the horizontal axis, and the events near it, as text.
-window.studioTooltip = (id, values) => {
-  const {chart, options} = getElement(id);
-  const place = values[0].axisValue;
-  const near = 6 * Math.abs(chart.convertFromPixel({xAxisIndex: 0}, 1) - chart.convertFromPixel({xAxisIndex: 0}, 0));
-  const box = document.createElement("div");
-  const add = (text, style) => {
-    const line = document.createElement("div");
-    line.textContent = text;
-    line.style = style;
-    box.append(line);
-  };
-  add(place.toLocaleString("en-US"), "font-weight: 500");
-  for (const one of values) {
-    add(`${one.seriesName}: ${one.value[1]}`, `border-left: 8px solid ${one.color}; padding-left: 6px`);
-  }
-  for (const mark of options.series[0].markLine.data) {
-    if (Math.abs(mark.xAxis - place) <= near) add(`step ${mark.xAxis.toLocaleString("en-US")}: ${mark.name}`, "");
-  }
-  return box;
-};
-// Plus and minus zoom around the middle, arrow keys move the part that is shown, 0 shows the whole run.
-window.studioKeys = (id, event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey) return;  // those of the browser
-  const {chart} = getElement(id);
-  const {start, end} = chart.getOption().dataZoom[0];
-  const width = end - start;
-  const middle = (start + end) / 2;
-  const around = half => [middle - half, middle + half];
-  const moved = by => {
-    const left = Math.min(Math.max(start + by, 0), 100 - width);
-    return [left, left + width];
-  };
-  const part = {
-    "+": around(width / 4), "=": around(width / 4), "-": around(width), "0": [0, 100],
-    ArrowLeft: moved(-width / 4), ArrowRight: moved(width / 4),
-  }[event.key];
-  if (!part || part[1] - part[0] < 0.01) return;
-  event.preventDefault();
-  chart.dispatchAction(
-    {type: "dataZoom", dataZoomIndex: 0, start: Math.max(part[0], 0), end: Math.min(part[1], 100)});
-};
-</script>"""
 _KEYS = "Plus and minus zoom, the arrow keys left and right move, 0 shows the whole run."
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -12,7 +13,7 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import harmless
-from bloomery.studio.charts import SCRIPT, prefetch_links
+from bloomery.studio.charts import prefetch_links
 from bloomery.studio.commands import Command, Commands
 
 STATUS_COLORS = {
@@ -27,28 +28,9 @@ STATUS_COLORS = {
     "deleted": "negative",
 }
 _STYLESHEET = Path(__file__).with_name("style.css")
+_SCRIPT = Path(__file__).with_name("studio.js")
 
 _COLORS = "bloomery_colors"  # a cookie: dark or light
-_CHANGE_COLORS = f"""() => {{
-  const dark = !document.body.classList.contains('body--dark');
-  document.cookie = '{_COLORS}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
-  emit(dark);
-}}"""
-
-
-# NiceGUI makes the cells of a table anew whenever a row changes, and the keyboard's focus would be gone with them.
-_KEEP_FOCUS = """<script>
-{
-  let focused = null;
-  document.addEventListener('focusin', event => { focused = event.target; });
-  new MutationObserver(() => {
-    const name = focused?.dataset?.focus;
-    if (!name || focused.isConnected || document.activeElement !== document.body) return;
-    const again = [...document.querySelectorAll('[data-focus]')].find(one => one.dataset.focus === name);
-    again?.focus({preventScroll: true});
-  }).observe(document.documentElement, {childList: true, subtree: true});
-}
-</script>"""
 
 
 class Place(NamedTuple):
@@ -65,14 +47,18 @@ PLACES = (
 )
 
 
+@cache
+def _script() -> str:
+    return _SCRIPT.read_text(encoding="utf-8")
+
+
 @contextmanager
 def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
     """The frame of a page; inside the block its content. `tells_errors`: of its updates and buttons."""
     ui.page_title(f"{title} · Bloomery")
     ui.add_css(_STYLESHEET)
-    ui.add_head_html(SCRIPT)
+    ui.add_head_html(f"<script>{_script()}</script>")
     ui.add_head_html(prefetch_links())
-    ui.add_head_html(_KEEP_FOCUS)
     ui.colors(primary="#296aac", positive="#26794f", negative="#b3313f", warning="#9a6500")
     chosen = ui.context.client.request.cookies.get(_COLORS)
     dark = ui.dark_mode({"dark": True, "light": False}.get(chosen or ""))  # None: as the system
@@ -103,7 +89,7 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
         ui.space()
         ui.button(icon="contrast").props(
             'flat dense color=white aria-label="Switch between light and dark"'
-        ).on("click", change_colors, js_handler=_CHANGE_COLORS)
+        ).on("click", change_colors, js_handler=f"() => emit(studioSwitchColors('{_COLORS}'))")
     with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
         yield
 
@@ -195,22 +181,6 @@ def sort_by_keyboard(table: ui.table, tools: ui.row) -> None:
         )
 
 
-# Without encryption, a browser has a clipboard for pages of its own machine alone: others copy a selection.
-_COPY = """async () => {
-  const text = %s;
-  let copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-  if (!copied) {
-    const field = document.createElement('textarea');
-    field.value = text;
-    document.body.append(field);
-    field.select();
-    copied = document.execCommand('copy');
-    field.remove();
-  }
-  emit(copied);
-}"""
-
-
 def copy_button(command: str) -> ui.button:
     def tell(event: GenericEventArguments) -> None:
         if event.args:
@@ -219,7 +189,7 @@ def copy_button(command: str) -> ui.button:
             ui.notify("this browser refuses: select the command and copy it", type="negative")
 
     button = ui.button(icon="content_copy").on(
-        "click", tell, js_handler=_COPY % json.dumps(command)
+        "click", tell, js_handler=f"async () => emit(await studioCopy({json.dumps(command)}))"
     )
     return button.props('flat dense size=sm aria-label="Copy the command"')
 
@@ -246,12 +216,6 @@ def notify(error: UserError) -> None:
         timeout=15_000,
         actions=[{"label": "Close", "color": "white"}],  # its own button is blue on red
         classes="whitespace-pre-wrap",
-    )
-
-
-def status_badge(status: str) -> ui.badge:
-    return (
-        ui.badge(status).props(f"color={STATUS_COLORS.get(status, 'grey-7')}").classes("px-2 py-1")
     )
 
 
