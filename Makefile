@@ -3,7 +3,7 @@ PYTHON ?= python3
 JOBS ?= 3   # on two cores: the third works while the others wait for a child
 PY := .venv/bin/python
 
-.PHONY: setup demo quick test check docs triton soak bench clean clean-venv
+.PHONY: setup demo quick test check pages plan-pages docs triton soak bench clean clean-venv
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -37,6 +37,18 @@ check:
 	@$(PY) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 	@$(PY) scripts/house.py
 	@$(PY) scripts/words.py
+
+# The pages that are made from the code, in seconds. Apart are: plan_pages.py (output of `bloomery plan` in the docs, a
+# minute: `make plan-pages`), methods_page.py --draw (benchmarks/methods.py measures first, an hour), triton_tiles.py
+# (needs Triton), and the golden outputs of tests (BLOOMERY_UPDATE=1 python -m pytest tests/docs).
+PAGES := reference_pages symptoms support_page migration_pages pipeline_page methods_page triton_page tree
+pages:
+	@$(PYTHON) scripts/setup.py test
+	@for page in $(PAGES); do $(PY) scripts/$$page.py || exit 1; done
+
+plan-pages:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) scripts/plan_pages.py
 
 docs:
 	@$(PYTHON) scripts/setup.py docs
