@@ -73,7 +73,7 @@ def pipelined(*, tiny: bool) -> dict[str, Any]:
 
 def rank(folder: Path) -> None:
     """One rank of the pipeline; the first writes what it found."""
-    from bloomery.parallel.links import try_links
+    from bloomery.parallel.links import try_pipeline_links
     from bloomery.parallel.process_group import join
     from bloomery.train.loop import run
 
@@ -81,7 +81,7 @@ def rank(folder: Path) -> None:
     mesh = join(plan.train)
     assert mesh.reduces_on_host and not mesh.sends_from_device
     rank_names = [f"rank {rank}" for rank in range(STAGES)]
-    trial = try_links(mesh, plan.train, rank_names)
+    trial = try_pipeline_links(mesh, plan.train, rank_names)
     events: list[Any] = []
     run(
         plan,

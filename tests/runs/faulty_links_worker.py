@@ -30,10 +30,10 @@ def break_links(fault: str, runs: Path) -> None:
     if not marker.exists():
         marker.touch()
 
-        def try_links(mesh, plan, hosts):
+        def try_pipeline_links(mesh, plan, hosts):
             raise LinkFailed("rank 1 received wrong numbers from rank 0", fix="a fix")
 
-        preflight.try_links = try_links
+        preflight.try_pipeline_links = try_pipeline_links
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from plans_for_tests import tiny_config, tiny_plan
 
 import preloaded
-from bloomery.parallel.descriptors import LEAST_FILES, USUAL_FILES, most_sockets
+from bloomery.parallel.environment import LEAST_FILES, USUAL_FILES, most_sockets
 from bloomery.parallel.process_group import join, leave
 from bloomery.plan.resolve import plan_environment
 from bloomery.plan.types import LAZY_CONNECTIONS, RunPlan
@@ -88,7 +88,7 @@ def test_connections_are_lazy_with_many_ranks_and_no_pipeline(prepared) -> None:
 )
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(hard, sockets, soft_after) -> None:
     program = (
-        "import json, resource, sys; from bloomery.parallel.descriptors import allow_descriptors;"
+        "import json, resource, sys; from bloomery.parallel.environment import allow_descriptors;"
         "from bloomery.core.errors import UserError;"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
         f"try: allow_descriptors({sockets}, who='rank 0 on node1')\n"

@@ -81,9 +81,10 @@ def checked_plan(
     attention, and is stored. `check_step`: compare a step on a GPU with the CPU, where that was not done yet; what rank
     0 says counts. Raises Unsound, KernelUnusable, WrongNumbers.
     """
+    build_seconds = 0.0
     while True:
         set_up_process(plan)
-        build_seconds = build_kernels(plan)
+        build_seconds += build_kernels(plan)
         try:
             settle_tiles(plan, run_dir, mesh, emit, resumes=resumes)
             check_step_of_ranks(plan, run_dir, emit, mesh, check_step=check_step)

@@ -1,4 +1,7 @@
-"""How a stage of a run ended: which of its ranks ended the others, and the error about that. No torch."""
+"""How a stage of a run ended: which of its ranks ended the others, and the error about that. No torch.
+
+Who is at fault when ranks hang is experimental: it was tested with pretended hosts, never on a cluster.
+"""
 
 import json
 import re

@@ -39,8 +39,12 @@ from bloomery.launch.pausing import PAUSE, StepPauses
 from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
 from bloomery.launch.supervisor import STACK_SIGNAL
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
-from bloomery.parallel.descriptors import allow_descriptors, most_sockets
-from bloomery.parallel.environment import LinkFailed, node_name
+from bloomery.parallel.environment import (
+    LinkFailed,
+    allow_descriptors,
+    most_sockets,
+    node_name,
+)
 from bloomery.train.failures import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.requests import Request, StepRequests
 
@@ -284,8 +288,7 @@ def _train(
         from bloomery.check.products import product_problem
         from bloomery.check.run_start import checked_plan
         from bloomery.infer.model_folder import clear_drafts
-        from bloomery.parallel.placement import check_binding
-        from bloomery.parallel.preflight import check_ranks, meet
+        from bloomery.parallel.preflight import check_binding, check_ranks, meet
         from bloomery.parallel.process_group import leave
         from bloomery.plan.store import read_plan
         from bloomery.train.loop import run

@@ -12,7 +12,7 @@ a pipeline on GPUs (`Mesh.reduces_on_host`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bloomery.parallel.clock import CommunicationClock
 from bloomery.parallel.messages import all_gather_json, broadcast_json
 
-# The most that `all_gather_str` takes of one rank's string.
-STRING_BYTES = 1024
+T = TypeVar("T")
 
 
 @final
@@ -176,13 +175,6 @@ class Mesh:
             gathered = self.all_gather(torch.tensor(numbers, dtype=torch.float64))
         return [numbers_of_rank.tolist() for numbers_of_rank in gathered]
 
-    def all_gather_str(self, string: str) -> list[str]:
-        """The strings of all ranks, by rank, each cut to STRING_BYTES."""
-        # Tensors of one size, as a gather needs them: padded with spaces, which are stripped again.
-        padded = string.encode()[:STRING_BYTES].ljust(STRING_BYTES)
-        gathered = self.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-        return [bytes(content.numpy()).decode(errors="replace").rstrip() for content in gathered]
-
     def all_gather_json(self, content: Any) -> list[Any]:
         """What every rank gives, by rank: numbers, strings, lists and objects of any size."""
         if self.world == 1:
@@ -196,6 +188,22 @@ class Mesh:
             return content
         with self.clock.noted("broadcast of rank 0"):
             return broadcast_json(content)
+
+    def gather_by_name(self, values: Mapping[str, T]) -> dict[str, T]:
+        """The values of every stage by name, on rank 0; each other rank keeps its own. JSON must have them: no tuples.
+
+        All ranks call it; the first data-parallel rank of each stage takes part.
+        """
+        if self.groups is None or not self.first_data_rank:
+            return dict(values)
+        with self.clock.noted("gather of the stages"):
+            values_by_stage = all_gather_json(values, self.groups.stages)
+        if not self.first_rank:
+            return dict(values)
+        merged = dict(values)
+        for later_values in values_by_stage[1:]:
+            merged.update(later_values)
+        return merged
 
     # ---- tensors, over all ranks
 

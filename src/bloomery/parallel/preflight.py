@@ -1,6 +1,10 @@
-"""Before the first step: ranks meet, compare what they are and try their links. The rank at fault is named."""
+"""Before the first step: ranks meet, compare what they are and where they run, and try their links.
+
+The rank at fault is named.
+"""
 
 import hashlib
+import os
 import secrets
 import shutil
 import tempfile
@@ -16,11 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.core import __version__
-from bloomery.core.device import accelerator_type, is_accelerator, properties_of
+from bloomery.core.device import accelerator_type, current_index, is_accelerator, properties_of
 from bloomery.core.errors import UserError
 from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
+from bloomery.hardware.binding import Binding, BindingReport, binding_report, read_binding
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import visible_devices
+from bloomery.hardware.sites import local_site
 from bloomery.parallel import links, process_group
 from bloomery.parallel.environment import (
     hosts_at_fault,
@@ -28,9 +36,15 @@ from bloomery.parallel.environment import (
     rank_environment,
     without_host,
 )
-from bloomery.parallel.links import LinkTrial, run_within, try_links
+from bloomery.parallel.links import (
+    GPU_FIX,
+    LinkRates,
+    PipelineLink,
+    run_within,
+    try_neighbors,
+    try_pipeline_links,
+)
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.neighbors import LinkRates, try_neighbors
 from bloomery.parallel.process_group import RanksMissing, join
 from bloomery.plan.pipeline import rank_name
 from bloomery.plan.types import RunPlan, TrainPlan
@@ -42,7 +56,7 @@ SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
 CPU_NUMBERS = 2**18
 GPU_NUMBERS = 2**24
 ALL_REDUCE = "all-reduce before the first step"
-GPU_FIX = "`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1"
+ALL_REDUCE_FIX = f"{GPU_FIX}; try NCCL_P2P_DISABLE=1"
 
 
 @final
@@ -61,7 +75,7 @@ class Preflight:
     rates: LinkRates
     free_bytes: int
     seconds: float
-    link: LinkTrial | None = None
+    link: PipelineLink | None = None
 
     def __str__(self) -> str:
         ranks_by_host = Counter(self.hosts)
@@ -174,7 +188,7 @@ def check_ranks(
     if _reduces_on_gpus(mesh):
         rates = try_neighbors(mesh, hosts, mesh.device)
     rank_names = [f"{rank_name(rank, plan)} on {host}" for rank, host in enumerate(hosts)]
-    link = try_links(mesh, plan.train, rank_names)
+    link = try_pipeline_links(mesh, plan.train, rank_names)
     return Preflight(
         hosts=hosts,
         bytes_per_second=bytes_per_second,
@@ -390,11 +404,11 @@ def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int
         best_seconds = min(best_seconds, time.perf_counter() - start)
         if mesh.any_rank(bool(failure)):
             # All of them wait for the one that is missing: none can name it.
-            first_failure = next(text for text in mesh.all_gather_str(failure) if text)
+            first_failure = next(text for text in mesh.all_gather_json(failure) if text)
             raise UserError(
                 f"the sum of all ranks did not arrive: {first_failure}",
                 where=ALL_REDUCE,
-                fix=GPU_FIX,
+                fix=ALL_REDUCE_FIX,
             )
 
     right_by_rank = mesh.all_gather_floats(all(right_sums))
@@ -405,9 +419,36 @@ def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int
             wrong_ranks,
             f"{_named(facts_by_rank, wrong_ranks)} received a wrong sum of all ranks",
             where=ALL_REDUCE,
-            fix=GPU_FIX,
+            fix=ALL_REDUCE_FIX,
         )
 
     # A ring sends each byte 2 (n - 1) / n times, whatever its size: the bandwidth of a link.
     reduced_bytes = count * 4
     return reduced_bytes, 2 * (mesh.world - 1) / mesh.world * reduced_bytes / best_seconds
+
+
+# Where the ranks run
+
+
+def check_binding(mesh: Mesh) -> BindingReport | None:
+    """Prints where this rank runs; on every rank the verdict on all of them. None for one rank alone."""
+    if mesh.world == 1:
+        return None
+    gpu = _gpu_address(mesh.device)
+    binding = read_binding(node_name(), rank_environment().local_rank, gpu)
+    print(f"binding: rank {mesh.rank} on {binding}", flush=True)
+    bindings = [Binding(**entry) for entry in mesh.all_gather_json(asdict(binding))]
+    return binding_report(bindings, site=local_site(), is_slurm="SLURM_JOB_ID" in os.environ)
+
+
+def _gpu_address(device: str) -> str:
+    """The PCI address of this rank's GPU; "" on a CPU, and where neither torch nor the kernel gives it."""
+    if not is_accelerator(device):
+        return ""
+    pci_address = properties_of(device).pci_address
+    if pci_address:
+        return pci_address
+    # An older torch counts the devices as `visible_devices` does.
+    index = current_index(device)
+    devices = visible_devices(detect())
+    return devices[index].pci_address if index < len(devices) else ""

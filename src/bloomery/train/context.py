@@ -12,7 +12,6 @@ from bloomery.infer.model_folder import restore_best
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, StepDone, Warned
 from bloomery.parallel.environment import node_name, without_host
-from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
@@ -193,9 +192,8 @@ class RunContext:
         # Each stage of a pipeline has measured its own parameters.
         health_check = self.state.model_and_optimizer.health_check
         if health_check is not None:
-            updates = gather_by_name(
-                {name: update._asdict() for name, update in health_check.take_updates().items()},
-                self.mesh,
+            updates = self.mesh.gather_by_name(
+                {name: update._asdict() for name, update in health_check.take_updates().items()}
             )
             if self.mesh.first_rank:
                 self.emit(

@@ -20,7 +20,6 @@ from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
-from bloomery.parallel.gather import gather_by_name
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_of
 from bloomery.parallel.stage import cut
@@ -163,7 +162,7 @@ class TrainState:
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
-            "optimizer": gather_by_name(self.optimizer.scalars(), self.model_and_optimizer.mesh),
+            "optimizer": self.model_and_optimizer.mesh.gather_by_name(self.optimizer.scalars()),
             "loss_scale": None if loss_scale is None else asdict(loss_scale),
             "policy": self.non_finite.state(),
             "averaged": 0 if self.average is None else self.average.updates,
