@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.decode import sample_tokens
+from bloomery.infer.sampling import Sampling
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.io.weights import load_decoder, quantize_model

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from bloomery.infer.decoding import Past, RunningBatch, Sampling, sample_tokens
+from bloomery.infer.decode import RunningBatch, sample_tokens
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.recipe.schema import Quantize

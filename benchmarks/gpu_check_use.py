@@ -157,9 +157,9 @@ def measure(run: Path, device: str) -> ModelFiles:
 
     from bloomery.core.units import GIB
     from bloomery.data.loader import Loader
-    from bloomery.infer.decoding import Sampling
     from bloomery.infer.generate import generate, load_model
     from bloomery.infer.load import Use
+    from bloomery.infer.sampling import Sampling
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
     from bloomery.train.evaluation.evaluation import evaluate

@@ -14,8 +14,8 @@ from bloomery.core.text import harmless
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Sampling
 from bloomery.infer.generate import continued, load_model
+from bloomery.infer.sampling import Sampling
 from models_for_tests import make_model
 
 COLD = Sampling(max_new_tokens=12, temperature=0.0)

@@ -90,9 +90,7 @@ def test_another_encoding_gets_ascii(held):
 
 
 def test_it_needs_no_torch():
-    code = (
-        "import sys, bloomery.cli.runs, bloomery.view.screen; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, bloomery.cli.runs, bloomery.view.screen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

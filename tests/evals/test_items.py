@@ -19,9 +19,9 @@ from bloomery.evals.items import (
     read_task,
 )
 from bloomery.evals.tasks import Named, compare_on_texts, evaluate_task
-from bloomery.infer.decoding import Sampling
 from bloomery.infer.generate import continued
 from bloomery.infer.load import Use
+from bloomery.infer.sampling import Sampling
 from bloomery.model import compiled_step
 from bloomery.monitor.events import TaskDone, read_events
 from bloomery.report import write_report

@@ -9,7 +9,9 @@ from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
-from bloomery.infer.decoding import NotFinite, Past, RunningBatch, Sampling, sample_tokens
+from bloomery.infer.decode import RunningBatch, sample_tokens
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model import compiled_step, native
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache

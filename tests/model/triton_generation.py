@@ -9,8 +9,10 @@ import json
 import torch
 
 from bloomery.facts.config import ModelConfig
-from bloomery.infer.decoding import Past, RunningBatch, Sampling
+from bloomery.infer.decode import RunningBatch
 from bloomery.infer.decoding_kernel import decoding_problem
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling
 from bloomery.model.attention import attend
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.decoder import Decoder

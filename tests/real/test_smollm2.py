@@ -66,7 +66,9 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     from transformers import AutoModelForCausalLM
 
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.infer.decoding import Past, RunningBatch, Sampling, sample_tokens
+    from bloomery.infer.decode import RunningBatch, sample_tokens
+    from bloomery.infer.past import Past
+    from bloomery.infer.sampling import Sampling
     from bloomery.model.io.weights import load_decoder
 
     tokenizer = load_tokenizer(smollm2 / "model")

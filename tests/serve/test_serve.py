@@ -20,8 +20,9 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.decode import sample_tokens
 from bloomery.infer.generate import continued, generate
+from bloomery.infer.sampling import Sampling
 from bloomery.model.adapters.lora import adapt, adapted
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation

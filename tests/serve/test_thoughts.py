@@ -14,7 +14,7 @@ from test_serve import client_of, post
 from test_tools import HERMES, WEATHER, check_weather
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.generate import JsonGrammars
+from bloomery.infer.grammar import JsonGrammars
 from bloomery.serve.thoughts import (
     FORMATS,
     AnswerForm,

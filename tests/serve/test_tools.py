@@ -14,8 +14,9 @@ from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Sampling, sample_tokens
-from bloomery.infer.generate import JsonGrammars
+from bloomery.infer.decode import sample_tokens
+from bloomery.infer.grammar import JsonGrammars
+from bloomery.infer.sampling import Sampling
 from bloomery.serve.tools import (
     AnswerRules,
     ToolFormat,

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.infer.grammar import BYTES, GrammarTrials
+from bloomery.infer.grammar_trials import BYTES, GrammarTrials
 from bloomery.train.rl.json_answers import canonical_forms, follow_schema
 
 LEAVES = [

@@ -42,13 +42,13 @@ def test_completions_do_not_depend_on_the_number_of_slots(
     recipe, alone, tmp_path, slots, monkeypatch
 ):
     sizes = []
-    draw = sampler.draw_completions
+    draw = sampler.sample_completions
 
     def draw_noting(*arguments, slots, **named):
         sizes.append(slots)
         return draw(*arguments, slots=slots, **named)
 
-    monkeypatch.setattr(sampler, "draw_completions", draw_noting)
+    monkeypatch.setattr(sampler, "sample_completions", draw_noting)
     monkeypatch.setattr(sampler, "ROLLOUT_SLOTS", slots)
     train(plan_of(recipe, *ONE_STEP), tmp_path)
     assert set(sizes) == {slots}
@@ -232,7 +232,7 @@ def test_the_end_of_a_wall_time_run_cuts_a_rollout_short(recipe, tmp_path, monke
 
 def test_out_of_memory_in_sampling_takes_fewer_slots(recipe, alone, tmp_path, monkeypatch):
     sizes = []
-    draw = sampler.draw_completions
+    draw = sampler.sample_completions
 
     def draw_few(*arguments, slots, **named):
         sizes.append(slots)
@@ -240,7 +240,7 @@ def test_out_of_memory_in_sampling_takes_fewer_slots(recipe, alone, tmp_path, mo
             raise MemoryError("not enough memory: you tried to allocate 8 bytes")
         return draw(*arguments, slots=slots, **named)
 
-    monkeypatch.setattr(sampler, "draw_completions", draw_few)
+    monkeypatch.setattr(sampler, "sample_completions", draw_few)
     events = train(plan_of(recipe, *ONE_STEP), tmp_path)
     assert sizes[:5] == [64, 32, 16, 8, 4]
     assert set(sizes[5:]) == {4}  # the evaluation after it begins with as many
@@ -256,7 +256,7 @@ def test_a_completion_that_does_not_fit_is_named(recipe, tmp_path, monkeypatch):
     def draw_none(*arguments, **named):
         raise MemoryError
 
-    monkeypatch.setattr(sampler, "draw_completions", draw_none)
+    monkeypatch.setattr(sampler, "sample_completions", draw_none)
     with pytest.raises(OutOfMemory, match="max_completion_length"):
         train(plan_of(recipe, *ONE_STEP), tmp_path)
 

@@ -10,8 +10,9 @@ from plans_for_tests import tiny_plan
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Sampling, sample_tokens
+from bloomery.infer.decode import sample_tokens
 from bloomery.infer.generate import generate
+from bloomery.infer.sampling import Sampling
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Pretrain, Recipe, Sft

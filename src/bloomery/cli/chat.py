@@ -36,7 +36,8 @@ from bloomery.runs.chosen_model import chosen_use, model_path
 if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
-    from bloomery.infer.decoding import Sampling, Speculation
+    from bloomery.infer.decode import Speculation
+    from bloomery.infer.sampling import Sampling
     from bloomery.model.decoder import Decoder
 
 MAX_REPLY_SHARE = (
@@ -58,8 +59,8 @@ class Session:
         system: str | None = None,
         speculation: "Speculation | None" = None,
     ) -> None:
-        from bloomery.infer.decoding import Past
         from bloomery.infer.generate import Speed
+        from bloomery.infer.past import Past
 
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -178,8 +179,9 @@ def command(
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
     from bloomery.data.chat.render import chat_format
-    from bloomery.infer.decoding import Sampling
-    from bloomery.infer.generate import load_model, speculation_of
+    from bloomery.infer.generate import load_model
+    from bloomery.infer.sampling import Sampling
+    from bloomery.infer.speculation import speculation_of
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     speculation = speculation_of(

@@ -444,9 +444,9 @@ def _evaluate(
     # torch is imported here: until now the training processes did all of the work.
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
-        from bloomery.infer.decoding import Sampling
         from bloomery.infer.generate import generate
         from bloomery.infer.model_folder import model_folder
+        from bloomery.infer.sampling import Sampling
         from bloomery.model.io.weights import load_decoder
         from bloomery.report import Bars, write_report
 

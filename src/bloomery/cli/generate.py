@@ -193,8 +193,9 @@ def command(
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
-    from bloomery.infer.decoding import Sampling
-    from bloomery.infer.generate import Speed, load_model, speculation_of, writer
+    from bloomery.infer.generate import Speed, load_model, writer
+    from bloomery.infer.sampling import Sampling
+    from bloomery.infer.speculation import speculation_of
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     speculation = speculation_of(

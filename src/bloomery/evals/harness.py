@@ -14,7 +14,7 @@ from bloomery.core.extras import install_extra
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.items import Request, TaskScores, complete
 from bloomery.evals.statistics import CorpusScores, Scores
-from bloomery.infer.decoding import Sampling
+from bloomery.infer.sampling import Sampling
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
 

@@ -21,9 +21,11 @@ from bloomery.data.sources.readers import read_values
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.statistics import CorpusScores, Scores, shares
-from bloomery.infer.decoding import NotFinite, Past, RunningBatch, Sampling, Text, known_ids
+from bloomery.infer.decode import RunningBatch, RunningText
 from bloomery.infer.forward import eval_mode
-from bloomery.infer.generate import Stops, TextStream
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import NotFinite, Sampling, known_ids
+from bloomery.infer.text import Stops, TextStream
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
 
@@ -437,7 +439,7 @@ def complete(
             decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
         )
     )
-    opened = dict[Text, _Open]()
+    opened = dict[RunningText, _Open]()
     texts = [""] * len(requests)
     num_done = 0
     with eval_mode(decoder):

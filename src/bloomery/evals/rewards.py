@@ -19,9 +19,9 @@ from bloomery.data.sources.documents import ReadStats, open_dataset, read_docume
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.evals.statistics import shares
 from bloomery.facts.limits import ROLLOUT_SLOTS
-from bloomery.infer.decoding import known_ids
+from bloomery.infer.completions import Completion, sample_completions
 from bloomery.infer.forward import eval_mode
-from bloomery.infer.group_decoding import Completion, draw_completions
+from bloomery.infer.sampling import known_ids
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
 from bloomery.model.native import Uncompiled
@@ -131,7 +131,7 @@ def complete(
             decoder.step = None  # PyTorch decodes, too
     completions = counted(len(prompts), "completions")
     with eval_mode(decoder), torch.no_grad():
-        return draw_completions(
+        return sample_completions(
             decoder,
             [prompt.ids.tolist() for prompt in prompts],
             1,

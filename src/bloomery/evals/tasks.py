@@ -30,9 +30,9 @@ from bloomery.evals.statistics import (
     compare,
     compare_corpora,
 )
-from bloomery.infer.decoding import NotFinite
 from bloomery.infer.load import OnText, Use
 from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.infer.sampling import NotFinite
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import EventLog, TaskDone

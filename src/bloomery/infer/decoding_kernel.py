@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bloomery.infer.decoding import Past
+from bloomery.infer.past import Past
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.model.decoder import Decoder
 from bloomery.model.transformers_checks import TOLERANCE, largest_difference, trial_tokens

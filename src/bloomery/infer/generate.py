@@ -1,4 +1,4 @@
-"""Text generation: completions and chat replies, in pieces that are whole characters"""
+"""Text generation: completions and chat replies, in pieces that are whole characters."""
 
 import time
 from collections import deque
@@ -9,10 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast, final
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.render import ChatFormat, chat_format
@@ -20,26 +16,22 @@ from bloomery.data.examples import Message, Role
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.facts.config import ModelConfig, refuse_values
-from bloomery.infer.decoding import (
+from bloomery.infer.decode import (
     Constraint,
-    DraftModel,
-    Drawn,
-    Past,
-    PromptLookup,
     RunningBatch,
-    Sampling,
+    RunningText,
     Speculation,
-    Text,
-    known_ids,
+    TextUpdate,
     sample_tokens,
 )
-from bloomery.infer.grammar import GrammarTrials, unsupported_schema
+from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.load import OnText, Use, load_used
 from bloomery.infer.model_folder import find_model
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling, known_ids
+from bloomery.infer.text import Stops, TextStream, text_pieces
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
-
-UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
 
 
 def load_model(
@@ -123,7 +115,7 @@ class Speed:
             self.tokens += 1
             yield token
 
-    def timed(self, step: Callable[[], list[Drawn]]) -> list[Drawn]:
+    def timed(self, step: Callable[[], list[TextUpdate]]) -> list[TextUpdate]:
         """Run a step; its time counts."""
         began = time.perf_counter()
         drawn = step()
@@ -150,109 +142,6 @@ def generate(
     context, or has no tokens.
     """
     return continued(decoder, tokenizer, beginning(tokenizer, prompt), sampling, stop, speed=speed)
-
-
-def speculation_of(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    *,
-    lookup: int | None,
-    draft: Path | None,
-    use: Use | None = None,
-    on_load: OnText = lambda _: None,
-) -> Speculation | None:
-    """Prompt lookup of so many tokens, or a draft model. Raises UserError for a draft model of another vocabulary."""
-    if lookup is not None:
-        return Speculation(PromptLookup(lookup))
-    if draft is None:
-        return None
-    smaller, draft_tokenizer = load_model(draft, use=use, on_load=on_load)
-    if draft_tokenizer.hash != tokenizer.hash:
-        problem = "the draft model has another tokenizer"
-        fix = "take a smaller model of the same family"
-        raise UserError(problem, where="--draft", fix=fix, code=2)
-    return Speculation(DraftModel(smaller, decoder))
-
-
-@final
-class JsonGrammars:
-    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits.
-
-    `close` ends the child process in which they are tried.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        """Raises UserError without an end token, or for a SentencePiece tokenizer."""
-        from llguidance import LLTokenizer
-
-        content = tokenizer.json
-        if content is None or not ends:
-            problem = "JSON output needs a tokenizer.json and an end-of-text token"
-            raise UserError(problem, where="the tokenizer", fix="use a model with both")
-        self.vocab_size = vocab_size
-        self._tokens = LLTokenizer(content, n_vocab=vocab_size, eos_token=list(ends))
-        self._trials = GrammarTrials(content, vocab_size, ends)
-
-    def close(self) -> None:
-        self._trials.close()
-
-    def start(self, schema: dict[str, Any]) -> "JsonText":
-        """For one text. Raises UserError for a schema that is not valid or not supported."""
-        from llguidance import LLMatcher
-
-        # Free white space is where small models never end.
-        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
-        except ValueError as error:  # half a character
-            raise unsupported_schema(str(error)) from error
-        return self.follow(grammar)
-
-    def follow(self, grammar: str) -> "JsonText":
-        """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""
-        from llguidance import LLMatcher
-
-        self._trials.refuse_too_complex(grammar)
-        try:
-            matcher = LLMatcher(self._tokens, grammar, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # some schemas fail at the first token
-            reason = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:
-            reason = str(error)
-        if reason:
-            raise unsupported_schema(reason)
-        return JsonText(matcher, self.vocab_size)
-
-
-class GrammarFailed(UserError):
-    """The grammar of one text cannot be satisfied, which only shows while the text is written."""
-
-
-@final
-class JsonText:
-    """How far a text has come in its grammar."""
-
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def copy(self) -> "JsonText":
-        """For another text: compiling a grammar takes longer."""
-        return JsonText(self._matcher.deep_copy(), self._vocab_size)
-
-    def masked(self, logits: Tensor) -> Tensor:
-        """Logits [V], -inf of tokens that the grammar excludes. Raises UserError where the library gives up."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            problem = f"the grammar failed: {self._matcher.get_error().splitlines()[0][:200]}"
-            raise GrammarFailed(problem, where="the JSON schema", fix="simplify the schema")
-        # In numpy: torch would wake its threads, which costs far more than the work on a busy machine.
-        allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
-        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32("-inf")))
-
-    def take(self, token: int) -> None:
-        self._matcher.consume_token(token)
 
 
 @final
@@ -295,7 +184,7 @@ class Writer:
         past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
         batch = RunningBatch(past, speculation=self.speed.speculation)
         waiting = deque(enumerate(rows))
-        open_texts = dict[Text, tuple[int, list[str], TextStream, Stops]]()
+        open_texts = dict[RunningText, tuple[int, list[str], TextStream, Stops]]()
         completions = dict[int, str]()
         following = 0
         while waiting or batch.texts:
@@ -403,7 +292,7 @@ def continued(
     tokens = sample_tokens(
         decoder, ids, sampling, past, speculation=speculation, constraint=constraint
     )
-    return _pieces(
+    return text_pieces(
         tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop)
     )
 
@@ -417,87 +306,3 @@ def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
             where="--prompt",
             fix="shorten the prompt",
         )
-
-
-def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:
-    for token in tokens:
-        piece = stops.push(text.push(token))
-        if piece:
-            yield piece
-        if stops.stopped:
-            return
-    last_piece = stops.push(text.flush()) + stops.flush()
-    if last_piece:
-        yield last_piece
-
-
-@final
-class TextStream:
-    """Token ids to text whose every piece ends at a whole character.
-
-    Decodes new ids together with the last few written ones: some tokenizers decode a token differently at the start of
-    a text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.ids = list(prompt_ids[-8:])
-        self.written = len(self.ids)  # ids whose text was returned
-
-    def push(self, token: int) -> str:
-        """The new text; empty while a character is incomplete."""
-        self.ids.append(token)
-        text = self._new()
-        if text.endswith(UNFINISHED) and len(self.ids) - self.written < 8:
-            return ""
-        return self._out(text)
-
-    def flush(self) -> str:
-        """The rest of the text, complete or not."""
-        return self._out(self._new())
-
-    def _new(self) -> str:
-        written_text = self.tokenizer.decode(self.ids[: self.written])
-        return self.tokenizer.decode(self.ids)[len(written_text) :]
-
-    def _out(self, text: str) -> str:
-        self.ids = self.ids[-8:]
-        self.written = len(self.ids)
-        return text
-
-
-@final
-class Stops:
-    """Holds back text that may be the start of a stop text."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = [text for text in texts if text]
-        self.held = ""
-        self.stop: str | None = None  # the stop text that ended the text
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop is not None
-
-    def push(self, piece: str) -> str:
-        """Text that can be returned; nothing after a stop text is."""
-        text = self.held + piece
-        self.held = ""
-        positions = [(text.find(stop), stop) for stop in self.texts if stop in text]
-        if positions:
-            position, self.stop = min(positions)
-            return text[:position]
-        num_held = max((self._overlap(text, stop) for stop in self.texts), default=0)
-        self.held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
-
-    def flush(self) -> str:
-        text = self.held
-        self.held = ""
-        return text
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """The number of characters at the end of `text` that start the stop text."""
-        longest = min(len(text), len(stop) - 1)
-        return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,150 +1,93 @@
-"""Grammars are compiled in a child process first: a small JSON schema can need minutes, all memory, or crash.
+"""Grammars that keep a text to JSON of a schema, or to a grammar in llguidance's own form."""
 
-The library that compiles them cannot be interrupted, and a stack that overflows in it ends the process. A grammar that
-the child has compiled within its limits is then compiled by the parent, on a larger stack. No torch.
-"""
-
-import hashlib
-import os
-import resource
-import signal
-import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from bloomery.core.child import Child, Message, accept, reply, requests
+import numpy as np
+import torch
+from torch import Tensor
+
 from bloomery.core.errors import UserError
-
-MODULE = "bloomery.infer.grammar"
-MOST_BYTES = 256 * 1024  # of a grammar
-BYTES = "byte"  # in place of a tokenizer: each token is a byte
-CPU_SECONDS = 1  # most schemas need a hundredth of it; also of each text
-WALL_SECONDS = 3.0  # on a machine that is busy
-START_SECONDS = 60.0  # until the child has read a tokenizer of many tokens
-MEMORY_BYTES = 2**29
-STACK_BYTES = 4 * 2**20  # in the child; the main thread of a process usually has twice as much
-TOO_LONG = "it takes too long to compile"
-MOST_REMEMBERED = 1024  # grammars that need no second trial
-
-
-def unsupported_schema(reason: str) -> UserError:
-    return UserError(
-        f"JSON schema not supported: {reason.splitlines()[0][:200]}",
-        where="the JSON schema",
-        fix="simplify it, or see https://json-schema.org/learn",
-        code=2,
-    )
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.grammar_trials import GrammarTrials, unsupported_schema
 
 
 @final
-class GrammarTrials:
-    """`ends`: tokens that end a text; `vocab_size`: of the logits. The child starts with the first grammar."""
+class JsonGrammars:
+    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits.
 
-    def __init__(
-        self, tokenizer_json: str, vocab_size: int | None = None, ends: Sequence[int] = ()
-    ) -> None:
-        self._job = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "ends": list(ends)}
-        self._child: Child | None = None
-        # Why a grammar is refused, by its digest; "" where it is not.
-        self._reasons = dict[bytes, str]()
+    `close` ends the child process in which they are tried.
+    """
 
-    def refuse_too_complex(self, grammar: str) -> None:
-        """Raises UserError for a grammar that does not compile within the limits; not for one that is wrong."""
-        content = grammar.encode(errors="replace")
-        if len(content) > MOST_BYTES:
-            raise unsupported_schema(f"it is longer than {MOST_BYTES:,} bytes")
-        digest = hashlib.sha256(content).digest()
-        if digest not in self._reasons:
-            reason = self._try(grammar)
-            if len(self._reasons) == MOST_REMEMBERED:
-                self._reasons.clear()
-            self._reasons[digest] = reason
-        if self._reasons[digest]:
-            raise unsupported_schema(self._reasons[digest])
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        """Raises UserError without an end token, or for a SentencePiece tokenizer."""
+        from llguidance import LLTokenizer
 
-    def accepted(self, grammar: str, texts: Sequence[str]) -> list[bool]:
-        """Whether each text is one of the grammar; the tokenizer is BYTES. Raises UserError for a grammar that is wrong
-        or does not compile within the limits.
-        """
-        self.refuse_too_complex(grammar)
-        answer = self._ask(grammar, texts)
-        reason = answer if isinstance(answer, str) else answer["error"]
-        if reason:
-            raise unsupported_schema(reason)
-        assert not isinstance(answer, str)
-        of_texts: list[bool] = answer["accepted"]
-        return of_texts
-
-    def _try(self, grammar: str) -> str:
-        """Why the grammar is refused; "" where it is not. Raises UserError if the machine may be too busy for it."""
-        answer = self._ask(grammar, ())
-        return answer if isinstance(answer, str) else ""
-
-    def _ask(self, grammar: str, texts: Sequence[str]) -> Message | str:
-        """The child's answer, or why the grammar is too complex. Raises UserError if the machine may be too busy."""
-        child = self._child or self._start()
-        message = {"grammar": grammar, "texts": list(texts)}
-        answer = child.ask(message, seconds=WALL_SECONDS * (1 + len(texts)))
-        if not isinstance(answer, str):
-            return answer
-        out_of_time = answer == "ended" and child.code == -signal.SIGPROF
-        self.close()
-        if answer == "silent":
-            raise unsupported_schema(TOO_LONG)
-        return TOO_LONG if out_of_time else "it is too complex to compile"
-
-    def _start(self) -> Child:
-        child = self._child = Child(MODULE, self._job, environment=os.environ).start()
-        answer = child.next(START_SECONDS)
-        if isinstance(answer, str):
-            reason = child.ending() if answer == "ended" else "it does not start"
-            self.close()
-            raise unsupported_schema(f"the process that compiles grammars failed: {reason}")
-        return child
+        content = tokenizer.json
+        if content is None or not ends:
+            problem = "JSON output needs a tokenizer.json and an end-of-text token"
+            raise UserError(problem, where="the tokenizer", fix="use a model with both")
+        self.vocab_size = vocab_size
+        self._tokens = LLTokenizer(content, n_vocab=vocab_size, eos_token=list(ends))
+        self._trials = GrammarTrials(content, vocab_size, ends)
 
     def close(self) -> None:
-        child = self._child
-        self._child = None
-        if child is not None:
-            child.close()
+        self._trials.close()
 
+    def start(self, schema: dict[str, Any]) -> "JsonText":
+        """For one text. Raises UserError for a schema that is not valid or not supported."""
+        from llguidance import LLMatcher
 
-def _serve() -> None:
-    """In the child: answers each grammar once it is compiled."""
-    job = accept()
-    from llguidance import LLMatcher, LLTokenizer
-
-    tokens = LLTokenizer(job["tokenizer"], n_vocab=job["vocab_size"], eos_token=job["ends"] or None)
-    sizes = Path("/proc/self/statm")
-    if sizes.exists():  # elsewhere the limit would have no effect
-        used_bytes = int(sizes.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reply(job, {"ready": True})
-    for request in requests(job):
-        answer: Message = {"compiled": True, "error": "", "accepted": []}
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends this process
+        # Free white space is where small models never end.
+        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         try:
-            matcher = LLMatcher(tokens, request["grammar"], log_level=0)
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+        except ValueError as error:  # half a character
+            raise unsupported_schema(str(error)) from error
+        return self.follow(grammar)
+
+    def follow(self, grammar: str) -> "JsonText":
+        """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""
+        from llguidance import LLMatcher
+
+        self._trials.refuse_too_complex(grammar)
+        try:
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if not matcher.is_error():
-                matcher.compute_bitmask()
-            if matcher.is_error():
-                answer["error"] = matcher.get_error()
+                matcher.compute_bitmask()  # some schemas fail at the first token
+            reason = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
-            answer["error"] = str(error)
-        for text in () if answer["error"] else request["texts"]:
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-            content = list(text.encode(errors="replace"))
-            matcher.reset()
-            is_whole = matcher.try_consume_tokens(content) == len(content)
-            answer["accepted"].append(is_whole and matcher.is_accepting())
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        reply(job, answer)
+            reason = str(error)
+        if reason:
+            raise unsupported_schema(reason)
+        return JsonText(matcher, self.vocab_size)
 
 
-if __name__ == "__main__":
-    threading.stack_size(STACK_BYTES)
-    serving = threading.Thread(target=_serve)
-    serving.start()
-    serving.join()
+class GrammarFailed(UserError):
+    """The grammar of one text cannot be satisfied, which only shows while the text is written."""
+
+
+@final
+class JsonText:
+    """How far a text has come in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def copy(self) -> "JsonText":
+        """For another text: compiling a grammar takes longer."""
+        return JsonText(self._matcher.deep_copy(), self._vocab_size)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [V], -inf of tokens that the grammar excludes. Raises UserError where the library gives up."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            problem = f"the grammar failed: {self._matcher.get_error().splitlines()[0][:200]}"
+            raise GrammarFailed(problem, where="the JSON schema", fix="simplify the schema")
+        # In numpy: torch would wake its threads, which costs far more than the work on a busy machine.
+        allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
+        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32("-inf")))
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)

@@ -388,7 +388,7 @@ class Backbone(nn.Module):
 
 
 class DecodingStep(Protocol):
-    """A forward of few tokens that `infer.decoding` uses in place of the decoder's own: `model.compiled_step`.
+    """A forward of few tokens that `infer.past` uses in place of the decoder's own: `model.compiled_step`.
 
     `tokens`: of each text, those to append to its slot in the cache; the slots are consecutive from `first` on.
     """

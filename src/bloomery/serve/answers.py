@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, final
 
-from bloomery.infer.generate import TextStream
+from bloomery.infer.text import TextStream
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
 from bloomery.serve.parameters import Json

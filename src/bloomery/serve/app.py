@@ -27,8 +27,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from bloomery.core.errors import UserError
-from bloomery.infer.decoding import Sampling, known_ids
-from bloomery.infer.generate import JsonText
+from bloomery.infer.grammar import JsonText
+from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.serve.answers import Answer, ChatShape, CompletionShape, failed
 from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingsRequest, embedded
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Work

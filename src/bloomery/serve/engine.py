@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, final
 
 from bloomery.core.errors import UserError
-from bloomery.infer.decoding import Constraint, Drawn, Sampling, Text
-from bloomery.infer.generate import GrammarFailed, Stops, TextStream
+from bloomery.infer.decode import Constraint, RunningText, TextUpdate
+from bloomery.infer.grammar import GrammarFailed
+from bloomery.infer.sampling import Sampling
+from bloomery.infer.text import Stops, TextStream
 from bloomery.serve.limits import Limits
 from bloomery.serve.served import Served
 
@@ -109,7 +111,7 @@ class Engine:
         self.counts = Counter[str]()  # requests by how they ended, tokens, seconds
         self._wake = threading.Condition()
         self._waiting = deque[Job]()
-        self._running = dict[Text, Job]()
+        self._running = dict[RunningText, Job]()
         self._works = deque[Work]()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -270,7 +272,7 @@ class Engine:
                 self._end(job, End("error", len(text.new), problem))
             model.reset()
 
-    def _give(self, job: Job, drawn: Drawn) -> None:
+    def _give(self, job: Job, drawn: TextUpdate) -> None:
         """Text and end of a drawn token to its request."""
         text = drawn.text
         spelled = job.model.spelled

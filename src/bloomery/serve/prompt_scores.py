@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from bloomery.infer.decoding import NotFinite
+from bloomery.infer.sampling import NotFinite
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import ALL_LOGITS
 from bloomery.serve.engine import Chance, End

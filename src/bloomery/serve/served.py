@@ -16,10 +16,12 @@ from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.config import refuse_values
-from bloomery.infer.decoding import Past, RunningBatch, in_one_forward, known_ids
-from bloomery.infer.generate import JsonGrammars, JsonText
+from bloomery.infer.decode import RunningBatch
+from bloomery.infer.grammar import JsonGrammars, JsonText
 from bloomery.infer.load import Use, load_fitting, load_used
 from bloomery.infer.model_folder import find_model, model_folder
+from bloomery.infer.past import Past, in_one_forward
+from bloomery.infer.sampling import known_ids
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
 from bloomery.model.cache import Cache

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
 
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.infer.grammar import STACK_BYTES
+from bloomery.infer.grammar_trials import STACK_BYTES
 from bloomery.serve.limits import Refused
 
 SHORT_BYTES = 32 * 1024  # of text that is tokenized in some milliseconds

@@ -12,8 +12,9 @@ from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.infer.decoding import Sampling, known_ids, sample_tokens
+from bloomery.infer.decode import sample_tokens
 from bloomery.infer.forward import eval_mode, precision_context
+from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan

@@ -14,8 +14,8 @@ from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
-from bloomery.infer.decoding import NotFinite
 from bloomery.infer.forward import eval_mode, to_device
+from bloomery.infer.sampling import NotFinite
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, Warned
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh

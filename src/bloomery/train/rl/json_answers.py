@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from bloomery.infer.grammar import GrammarTrials
+from bloomery.infer.grammar_trials import GrammarTrials
 
 Schema = Mapping[str, Any]
 FORM: Any = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}

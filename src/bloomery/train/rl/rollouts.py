@@ -22,9 +22,9 @@ from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.infer.decoding import known_ids
+from bloomery.infer.completions import Completion
 from bloomery.infer.forward import eval_mode, forward, to_device
-from bloomery.infer.group_decoding import Completion, GroupSampling
+from bloomery.infer.sampling import GroupSampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, Phase, Warned, stamped_line
 from bloomery.parallel.mesh import Mesh

@@ -21,9 +21,9 @@ from bloomery.core.device import release_cached_memory
 from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.facts.limits import ROLLOUT_SLOTS
-from bloomery.infer.decoding import NotFinite
+from bloomery.infer.completions import Completion, Uniforms, sample_completions
 from bloomery.infer.forward import eval_mode, precision_context
-from bloomery.infer.group_decoding import Completion, GroupSampling, Uniforms, draw_completions
+from bloomery.infer.sampling import GroupSampling, NotFinite
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import full
@@ -195,7 +195,7 @@ class Sampler:
 
         def sample(model: Decoder) -> list[Completion]:
             try:
-                return draw_completions(
+                return sample_completions(
                     model,
                     [prompts[place].ids.tolist() for place in own_places],
                     num_generations,

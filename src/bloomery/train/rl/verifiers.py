@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.infer.grammar import BYTES, GrammarTrials
+from bloomery.infer.grammar_trials import BYTES, GrammarTrials
 from bloomery.train.rl.json_answers import follow_schema
 from bloomery.train.rl.program_answers import ProgramTest, passing, program_test
 

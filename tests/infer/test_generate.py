@@ -15,16 +15,13 @@ import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decoding import Past, Sampling, sample_tokens
-from bloomery.infer.generate import (
-    JsonGrammars,
-    Stops,
-    TextStream,
-    beginning,
-    generate,
-    load_model,
-)
+from bloomery.infer.decode import sample_tokens
+from bloomery.infer.generate import beginning, generate, load_model
+from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.model_folder import model_folder
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling
+from bloomery.infer.text import Stops, TextStream
 from bloomery.model.io.weights import load_decoder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 

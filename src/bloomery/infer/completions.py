@@ -1,10 +1,10 @@
-"""Drawing several completions of each prompt at once: the rollouts of reinforcement learning.
+"""Several completions of each prompt at once: the rollouts of reinforcement learning.
 
-Every draw takes a number that is keyed by prompt, completion and position, so that a completion depends neither on the
-number of slots nor on what is decoded with it. On a CPU the compiled step, which also reads the prompts, gives bitwise
-the same logits for any number of slots; PyTorch's matmuls of other shapes do not.
+Every token is sampled with a number that is keyed by prompt, completion and position, so that a completion depends
+neither on the number of slots nor on what is decoded with it. On a CPU the compiled step, which also reads the prompts,
+gives bitwise the same logits for any number of slots; PyTorch's matmuls of other shapes do not.
 
-Legend: N completions, V vocabulary, C pieces of it.
+Legend: N completions, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,29 +13,17 @@ from itertools import groupby
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.infer.decoding import NotFinite
+from bloomery.infer.sampling import GroupSampling, sample_rows
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LastLogits, PositionLogits
 
 LAST = LastLogits()
+
+
 PROMPT_TOKENS = 1024  # of prompts that are read at once
-PIECE = 256  # entries of the vocabulary that are summed before the search for a token
-
-
-@dataclass(frozen=True)
-class GroupSampling:
-    """`stop_ids` end a completion and are part of it. None and 1.0 switch a filter off."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
 
 
 @final
@@ -88,7 +76,7 @@ class _Prefixes:
 
 
 @torch.no_grad()
-def draw_completions(
+def sample_completions(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     num_generations: int,
@@ -117,8 +105,8 @@ def draw_completions(
     num_done = 0
     prefixes: _Prefixes | None = None
 
-    def draw(drawn_completions: Sequence[Completion], logits_NV: Tensor) -> None:
-        ids, logps = draw_all(logits_NV, uniforms(drawn_completions), sampling)
+    def sample_token(drawn_completions: Sequence[Completion], logits_NV: Tensor) -> None:
+        ids, logps = sample_rows(logits_NV, uniforms(drawn_completions), sampling)
         for completion, token, logp in zip(drawn_completions, ids, logps, strict=True):
             completion.ids.append(token)
             completion.logps.append(logp)
@@ -140,7 +128,7 @@ def draw_completions(
                 num_begun : min(num_begun + slots - len(running), num_ready)
             ]
             places = [completion.prompt - prefixes.prompts.start for completion in new_completions]
-            draw(new_completions, prefixes.logits_NV[places])
+            sample_token(new_completions, prefixes.logits_NV[places])
             staying = [completion for completion in new_completions if not is_over(completion)]
             prefixes.copy_to(cache, len(running), staying)
             running += staying
@@ -151,7 +139,9 @@ def draw_completions(
 
         # 2. One forward and one draw for all of them.
         on_step(num_done)
-        draw(running, _next_logits(decoder, cache, [completion.ids[-1] for completion in running]))
+        sample_token(
+            running, _next_logits(decoder, cache, [completion.ids[-1] for completion in running])
+        )
 
         # 3. Completions that are over leave; the last ones move into their slots.
         slot = 0
@@ -212,74 +202,3 @@ def _next_logits(decoder: Decoder, cache: Cache, ids: Sequence[int]) -> Tensor:
     output = decoder(torch.tensor(tokens, device=device), head=LAST, cache=cache)
     logits: Tensor = output.head.float()
     return logits
-
-
-def draw_all(
-    logits_NV: Tensor, uniforms_N: Tensor, sampling: GroupSampling
-) -> tuple[list[int], list[float]]:
-    """A token of each row, and its log-probability.
-
-    The token is where the cumulative distribution passes the row's uniform number. The host waits for the device once.
-    Raises NotFinite.
-    """
-    # 1. Probabilities, up to a factor of each row: a pass over all logits for the logarithm of their sum is saved.
-    if sampling.temperature != 1.0:
-        logits_NV = logits_NV / sampling.temperature
-    least_N, most_N = logits_NV.aminmax(dim=-1)
-    if sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        logits_NV = filtered(logits_NV.log_softmax(-1), sampling)
-        most_N = logits_NV.amax(-1)
-    weights_NV = (logits_NV - most_N[:, None]).exp_()
-
-    # 2. The piece of the vocabulary, then the token in it, where the cumulative sum passes the number. The sum of all
-    # probabilities differs from 1 by rounding: the number is taken of what they sum up to.
-    padding = -weights_NV.shape[1] % PIECE
-    pieces_NCV = F.pad(weights_NV, (0, padding)).view(len(weights_NV), -1, PIECE)
-    ends_NC = pieces_NCV.sum(-1).double().cumsum(-1)
-    total_N1 = ends_NC[:, -1:]
-    passed_N1 = uniforms_N.to(ends_NC.device)[:, None] * total_N1
-    piece_N1 = _passing(ends_NC, passed_N1)
-    before_N1 = F.pad(ends_NC, (1, 0)).gather(1, piece_N1)
-    piece_NV = pieces_NCV.gather(1, piece_N1[:, :, None].expand(-1, -1, PIECE))[:, 0]
-    ids_N1 = piece_N1 * PIECE + _passing(before_N1 + piece_NV.double().cumsum(-1), passed_N1)
-
-    # 3. The host needs the tokens, and with them gets the rest. NaN has led to no token.
-    ids_N1 = ids_N1.clamp(max=logits_NV.shape[1] - 1)
-    logps_N1 = (logits_NV.gather(1, ids_N1) - most_N[:, None]).double() - total_N1.log()
-    is_finite_N = least_N.isfinite() & total_N1[:, 0].isfinite()
-    drawn = torch.stack([ids_N1[:, 0].double(), logps_N1[:, 0].float().double(), is_finite_N])
-    ids, logps, is_finite = drawn.tolist()
-    if not all(is_finite):
-        raise NotFinite
-    return [int(id_) for id_ in ids], logps
-
-
-def _passing(sums_NC: Tensor, numbers_N1: Tensor) -> Tensor:
-    """int64 [N, 1]: where the rising sums of a row pass its number; by rounding none may: the last that is a rise."""
-    passing_N1 = torch.searchsorted(sums_NC, numbers_N1, right=True)
-    last_N1 = torch.searchsorted(sums_NC, sums_NC[:, -1:].contiguous())
-    # NaN passes nothing, and has no place.
-    return torch.minimum(passing_N1, last_N1).clamp(max=sums_NC.shape[1] - 1)
-
-
-def filtered(logprobs_NV: Tensor, sampling: GroupSampling) -> Tensor:
-    """The log-probabilities of what top-k, top-p and min-p leave, over the tokens that they leave.
-
-    As `decoding.next_distribution` for each row.
-    """
-    impossible = float("-inf")
-    if sampling.top_k is not None and sampling.top_k < logprobs_NV.shape[1]:
-        least_N1 = logprobs_NV.topk(sampling.top_k).values[:, -1:]
-        logprobs_NV = logprobs_NV.masked_fill(logprobs_NV < least_N1, impossible)
-        logprobs_NV = logprobs_NV.log_softmax(-1)
-    if sampling.top_p < 1.0:
-        # A token stays when those likelier than it do not reach p yet.
-        shares_NV, order_NV = logprobs_NV.exp().sort(descending=True, stable=True)
-        is_dropped_NV = shares_NV.cumsum(-1) - shares_NV >= max(sampling.top_p, 1e-30)
-        dropped_NV = torch.zeros_like(is_dropped_NV).scatter(1, order_NV, is_dropped_NV)
-        logprobs_NV = logprobs_NV.masked_fill(dropped_NV, impossible).log_softmax(-1)
-    if sampling.min_p > 0.0:
-        largest_N1 = logprobs_NV.max(-1, keepdim=True).values
-        is_rare_NV = logprobs_NV.exp() < sampling.min_p * largest_N1.exp()
-        logprobs_NV = logprobs_NV.masked_fill(is_rare_NV, impossible).log_softmax(-1)
-    return logprobs_NV

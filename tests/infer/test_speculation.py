@@ -8,16 +8,10 @@ import torch
 from tiny_models import saved_reference, tokens
 
 from bloomery.core.errors import UserError
-from bloomery.infer.decoding import (
-    DraftModel,
-    Past,
-    PromptLookup,
-    Sampling,
-    Speculation,
-    Text,
-    next_distribution,
-    sample_tokens,
-)
+from bloomery.infer.decode import RunningText, Speculation, sample_tokens
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling, next_distribution
+from bloomery.infer.speculation import DraftModel, PromptLookup
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
 
@@ -29,8 +23,8 @@ def loaded(case: str, folder: Path) -> Decoder:
     return load_decoder(folder).requires_grad_(False).eval()
 
 
-def text_of(prompt: list[int], new: list[int]) -> Text:
-    return Text(prompt, Sampling(), 50, [], None, None, torch.Generator(), new=new)
+def text_of(prompt: list[int], new: list[int]) -> RunningText:
+    return RunningText(prompt, Sampling(), 50, [], None, None, torch.Generator(), new=new)
 
 
 def test_prompt_lookup_finds_the_latest_place() -> None:

@@ -9,15 +9,9 @@ from tiny_models import saved_reference, tokens
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.infer.decoding import (
-    NotFinite,
-    Past,
-    RunningBatch,
-    Sampling,
-    next_distribution,
-    penalized,
-    sample_tokens,
-)
+from bloomery.infer.decode import RunningBatch, sample_tokens
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import NotFinite, Sampling, next_distribution, penalized
 from bloomery.model.cache import Cache
 from bloomery.model.io.weights import load_decoder
 

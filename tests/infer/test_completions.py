@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from bloomery.facts.config import ModelConfig
-from bloomery.infer.decoding import NotFinite, Sampling, next_distribution
-from bloomery.infer.group_decoding import (
-    Completion,
+from bloomery.infer.completions import Completion, sample_completions
+from bloomery.infer.sampling import (
     GroupSampling,
-    draw_all,
-    draw_completions,
+    NotFinite,
+    Sampling,
     filtered,
+    next_distribution,
+    sample_rows,
 )
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.io.weights import fresh_decoder
@@ -44,7 +45,7 @@ def uniform(prompt, number, position):
 
 
 def completions(decoder, slots, generations=4, prompts=PROMPTS, sampling=SAMPLING):
-    return draw_completions(decoder, prompts, generations, sampling, uniforms, slots=slots)
+    return sample_completions(decoder, prompts, generations, sampling, uniforms, slots=slots)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": (4, None)}], ids=["all keys", "window"])
@@ -96,12 +97,14 @@ def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads):
 def test_the_draw_has_the_shares_of_the_distribution():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(4000, -1)
     numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    ids, logps = draw_all(logits, numbers, GroupSampling(max_new_tokens=1))
+    ids, logps = sample_rows(logits, numbers, GroupSampling(max_new_tokens=1))
     shares = logits[0].softmax(-1)
     counts = torch.tensor(ids).bincount(minlength=4)
     torch.testing.assert_close(counts / 4000, shares, atol=1e-3, rtol=0)
     torch.testing.assert_close(torch.tensor(logps), shares.log()[ids])
-    ends = draw_all(logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), GroupSampling(max_new_tokens=1))
+    ends = sample_rows(
+        logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), GroupSampling(max_new_tokens=1)
+    )
     assert ends[0] == [0, 3]
 
 
@@ -111,7 +114,7 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     logits = torch.randn(33, 5003, generator=generator) * 3
     numbers = torch.rand(33, generator=generator, dtype=torch.float64)
     sampling = GroupSampling(max_new_tokens=1, temperature=0.9)
-    ids, logps = draw_all(logits, numbers, sampling)
+    ids, logps = sample_rows(logits, numbers, sampling)
     logprobs = (logits.double() / 0.9).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1)
     expected = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0]
@@ -119,9 +122,9 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     chosen = logprobs[torch.arange(33), expected].float()
     torch.testing.assert_close(torch.tensor(logps), chosen, atol=1e-6, rtol=1e-6)
     for row in range(33):
-        alone = draw_all(logits[row : row + 1], numbers[row : row + 1], sampling)
+        alone = sample_rows(logits[row : row + 1], numbers[row : row + 1], sampling)
         assert alone == ([ids[row]], [logps[row]])
-    last = draw_all(logits, torch.full((33,), 1 - 2.0**-53, dtype=torch.float64), sampling)
+    last = sample_rows(logits, torch.full((33,), 1 - 2.0**-53, dtype=torch.float64), sampling)
     assert all(shares[id_] > 0 for shares, id_ in zip(logprobs.exp(), last[0], strict=True))
 
 
@@ -138,7 +141,7 @@ def test_prompts_that_are_read_together_begin_as_if_each_were_alone():
         def own_uniforms(texts, number=number):
             return uniforms([Completion(number, text.number, text.ids) for text in texts])
 
-        alone = draw_completions(decoder, [ids], 4, SAMPLING, own_uniforms, slots=4)
+        alone = sample_completions(decoder, [ids], 4, SAMPLING, own_uniforms, slots=4)
         assert [(text.ids, text.logps) for text in alone] == [
             (text.ids, text.logps) for text in together if text.prompt == number
         ]
@@ -159,4 +162,4 @@ def test_filters_leave_what_one_text_would_be_drawn_from(filters):
 
 def test_numbers_that_are_not_finite_are_refused():
     with pytest.raises(NotFinite):
-        draw_all(torch.tensor([[0.0, float("nan")]]), torch.zeros(1), GroupSampling(1))
+        sample_rows(torch.tensor([[0.0, float("nan")]]), torch.zeros(1), GroupSampling(1))

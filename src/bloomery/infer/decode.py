@@ -1,0 +1,314 @@
+"""Decoding: several texts at once, each in a slot of one KV cache. Chat, generate, samples and serve all come here.
+
+A step reads a piece of one prompt, then gives every running text one token, in one forward for all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, final
+
+import torch
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted
+from bloomery.infer.past import Adapter, Past, in_one_forward
+from bloomery.infer.sampling import NotFinite, Sampling, sample_token
+from bloomery.model.cache import FEW
+from bloomery.model.decoder import Decoder
+
+
+class Constraint(Protocol):
+    """A grammar of new tokens, such as JSON of a schema."""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [V] in which tokens that the grammar forbids are impossible."""
+
+    def take(self, token: int) -> None:
+        """Must be called with each new token."""
+
+
+@final
+@dataclass(eq=False)
+class RunningText:
+    """A text that is being decoded. `new`: its new tokens; `unread`: tokens that the cache lacks.
+
+    `max_new_tokens`: those of the sampling settings, or fewer where the cache or the model's positions end.
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    unread: list[int]
+    adapter: Adapter
+    logprobs: int | None
+    random: torch.Generator
+    constraint: Constraint | None = None
+    new: list[int] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class TextUpdate:
+    """A token of a text, or its end, or both.
+
+    `ended`: why the text ended after the token, or instead of it (`token` is then None); an error where its logits are
+    not finite (NotFinite), or its grammar gave up.
+    `logprob`: of the token before temperature and filters, with those of the `top` likeliest; None unless asked for.
+    """
+
+    text: RunningText
+    token: int | None
+    ended: Literal["stop", "length"] | UserError | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@final
+@dataclass
+class Speculation:
+    """Guesses of next tokens. `guess` gets a text and a limit, and returns at most so many tokens.
+
+    Each token is sampled as without guesses, from the same random numbers: the text is the same, whatever is guessed.
+    """
+
+    guess: Callable[[RunningText, int], list[int]]
+    guessed: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.accepted / max(self.guessed, 1):.0%} of {counted(self.guessed, 'guessed tokens')} accepted"
+
+
+@final
+class RunningBatch:
+    """Texts that are decoded together: `texts[i]` is in slot i of `past`. The decoder is in evaluation mode.
+
+    Random streams are the texts' own and live on the CPU, so that the same logits give the same text on every device.
+    `piece`: tokens of a prompt that one step reads at most. `agree`: of several ranks, returns the first one's token.
+    """
+
+    def __init__(
+        self,
+        past: Past,
+        *,
+        piece: int | None = None,
+        agree: Callable[[float], float] | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.past = past
+        self.agree = agree
+        self.speculation = speculation
+        # Where rotations depend on the length, the result for a token depends on the piece in which it is read.
+        self.exact = in_one_forward(past.decoder.config)
+        self.piece = piece if self.exact else None
+        self.texts: list[RunningText] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.texts) == self.past.slots
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        adapter: Adapter = None,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> RunningText:
+        """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
+        assert prompt, "a decoder needs at least one token to start from"
+        assert not self.full
+        past = self.past
+        slot = len(self.texts)
+
+        # A single slot grows with its text; several share what the cache has.
+        max_tokens = past.decoder.config.max_positions
+        if past.slots > 1:
+            max_tokens = min(max_tokens, past.cache.capacity)
+        max_new_tokens = max(0, min(sampling.max_new_tokens, max_tokens - len(prompt)))
+
+        # Running texts hold the first slots: the best of the free ones is swapped to the place
+        # behind them.
+        if self.exact:
+            best_slot = max(
+                range(slot, past.slots),
+                key=lambda free_slot: past.common(free_slot, prompt, adapter),
+            )
+            past.swap(slot, best_slot)
+        elif past.slots > 1:
+            past.ids[slot] = []
+        text = RunningText(
+            prompt=list(prompt),
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            unread=past.reuse(prompt, len(prompt) + max_new_tokens, slot, adapter),
+            adapter=adapter,
+            logprobs=logprobs,
+            random=torch.Generator().manual_seed(sampling.seed),
+            constraint=constraint,
+        )
+        self.texts.append(text)
+        return text
+
+    def remove(self, text: RunningText) -> None:
+        """Ends a text; its slot is free, and keeps the tokens for a text that begins alike."""
+        slot = self.texts.index(text)
+        last_text = self.texts.pop()
+        self.past.swap(slot, len(self.texts))
+        if last_text is not text:
+            self.texts[slot] = last_text
+
+    def step(self) -> list[TextUpdate]:
+        """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
+        # A text that may have no new token ends before anything is computed for it.
+        drawn = []
+        for text in [text for text in self.texts if text.max_new_tokens == 0]:
+            self.remove(text)
+            drawn.append(TextUpdate(text, None, "length"))
+        waiting = next((text for text in self.texts if not text.new), None)
+
+        # Short prompts are read together with the tokens of the running texts, in one forward.
+        if waiting is not None and (slot_tokens := self._short_prompts()):
+            texts = [text for text, ids in zip(self.texts, slot_tokens, strict=True) if ids]
+            logits = self.past.read(slot_tokens)
+            return drawn + self._draw(texts, [[]] * len(texts), logits)
+
+        # A long prompt is read a piece at each step, so that the running texts do not wait for all
+        # of it.
+        if waiting is not None:
+            slot = self.texts.index(waiting)
+            piece_tokens = waiting.unread[: self.piece]
+            waiting.unread = waiting.unread[len(piece_tokens) :]
+            logits = self.past.read([piece_tokens], slot)
+            if not waiting.unread:
+                drawn += self._draw([waiting], [[]], logits)
+
+        # Running texts, which have one unread token, are moved to the first slots, so that they are
+        # the rows of one forward.
+        running_texts = [text for text in self.texts if text.new and text is not waiting]
+        for slot, text in enumerate(running_texts):
+            old_slot = self.texts.index(text)
+            self.past.swap(slot, old_slot)
+            self.texts[slot], self.texts[old_slot] = self.texts[old_slot], self.texts[slot]
+        if running_texts:
+            guesses = [self._guess(text, len(running_texts)) for text in running_texts]
+            tokens = [
+                [*text.unread, *guess] for text, guess in zip(running_texts, guesses, strict=True)
+            ]
+            logits = self.past.read(tokens, every=any(guesses))
+            drawn += self._draw(running_texts, guesses, logits)
+        return drawn
+
+    def _short_prompts(self) -> list[list[int]]:
+        """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
+        # Every running text has its token; prompts share the other tokens of a compiled step.
+        step = self.past.decoder.step
+        num_free = FEW - sum(bool(text.new) for text in self.texts)
+        num_prompts = 0
+        slot_tokens = list[list[int]]()
+        for text in self.texts:
+            if text.new:
+                slot_tokens.append(text.unread)
+            elif len(text.unread) <= num_free:
+                slot_tokens.append(text.unread)
+                num_free -= len(text.unread)
+                num_prompts += bool(text.unread)
+            else:
+                slot_tokens.append([])
+        if step is None or num_prompts == 0 or not step.takes(slot_tokens, 0, self.past.cache):
+            return []
+        return slot_tokens
+
+    def _guess(self, text: RunningText, num_texts: int) -> list[int]:
+        """The text's next tokens as speculation guesses them, where one forward can check any."""
+        if self.speculation is None:
+            return []
+        # The forward draws one token more than it checks.
+        num_missing = text.max_new_tokens - len(text.new)
+        limit = min(self.past.max_guesses(num_texts), num_missing - 1)
+        return self.speculation.guess(text, limit) if limit > 0 else []
+
+    def _draw(
+        self, texts: Sequence[RunningText], guesses: Sequence[Sequence[int]], logits: Tensor
+    ) -> list[TextUpdate]:
+        """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
+        drawn = list[TextUpdate]()
+        row = 0
+        for text, guess in zip(texts, guesses, strict=True):
+            # The logits after a guess hold only while every guess before it was drawn.
+            num_right = 0
+            while True:
+                drawn_token = self._next(text, logits[row + num_right])
+                drawn.append(drawn_token)
+                if drawn_token.ended is not None or num_right == len(guess):
+                    break
+                if drawn_token.token != guess[num_right]:
+                    break
+                num_right += 1
+            row += len(guess) + 1
+            if self.speculation is not None and guess:
+                self.speculation.guessed += len(guess)
+                self.speculation.accepted += num_right
+                self.past.drop(self.texts.index(text), len(guess) - num_right)
+
+        # Texts are removed last: removing one moves another to its slot.
+        for drawn_token in drawn:
+            if drawn_token.ended is not None:
+                if isinstance(drawn_token.ended, UserError):
+                    self.past.forget(self.texts.index(drawn_token.text))
+                self.remove(drawn_token.text)
+        return drawn
+
+    def _next(self, text: RunningText, logits: Tensor) -> TextUpdate:
+        """Draws a text's next token from logits [V], and appends it unless it ends the text."""
+        if not bool(logits.isfinite().all()):
+            return TextUpdate(text, None, NotFinite())
+        try:
+            allowed = logits if text.constraint is None else text.constraint.masked(logits)
+        except UserError as error:  # of this text alone
+            return TextUpdate(text, None, error)
+        token = sample_token(allowed, text.prompt, text.new, text.sampling, text.random)
+        token = token if self.agree is None else int(self.agree(token))
+        if token in text.sampling.stop_ids:
+            return TextUpdate(text, None, "stop")
+        if text.constraint is not None:
+            text.constraint.take(token)
+        text.new.append(token)
+        text.unread = [token]
+
+        # Log-probabilities are the model's own, before the grammar and the sampling settings.
+        logprob = None
+        top = tuple[tuple[int, float], ...]()
+        if text.logprobs is not None:
+            logprobs = logits.log_softmax(-1)
+            logprob = float(logprobs[token])
+            likeliest = logprobs.topk(min(text.logprobs, len(logprobs)))
+            top = tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
+        is_full = len(text.new) == text.max_new_tokens
+        return TextUpdate(text, token, "length" if is_full else None, logprob, top)
+
+
+def sample_tokens(
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    past: Past | None = None,
+    *,
+    agree: Callable[[float], float] | None = None,
+    speculation: Speculation | None = None,
+    constraint: Constraint | None = None,
+) -> Iterator[int]:
+    """Yields new tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the positions.
+
+    With a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
+    """
+    batch = RunningBatch(past or Past(decoder), agree=agree, speculation=speculation)
+    batch.add(prompt_ids, sampling, constraint=constraint)
+    while batch.texts:
+        for drawn in batch.step():
+            if drawn.token is not None:
+                yield drawn.token
+            if isinstance(drawn.ended, UserError):
+                raise drawn.ended

@@ -1,0 +1,155 @@
+"""The past of texts: their tokens, and the slots of the KV cache that hold them."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from bloomery.facts.config import ModelConfig
+from bloomery.model.cache import FEW, Cache
+from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
+from bloomery.model.heads import LastLogits
+
+LAST = LastLogits()
+
+
+Adapter = str | None  # the name of a text's adapter
+
+
+Choose = Callable[[Sequence[Adapter]], None]
+
+
+def in_one_forward(config: ModelConfig) -> bool:
+    """Whether texts of several lengths can share a forward; some rotations depend on the longest of them."""
+    stretched = config.rope_scaling is not None and config.rope_scaling.kind in (
+        "dynamic",
+        "longrope",
+    )
+    return config.transformers_backend is None and not stretched
+
+
+@final
+class Past:
+    """The tokens and KV cache of a decoder's slots, reused for texts that begin alike, such as the turns of a chat.
+
+    `capacity`: tokens in a slot; a single slot grows. `choose` gets the adapter of each row before a forward.
+    """
+
+    def __init__(
+        self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.slots = slots
+        self.choose = choose
+        self.ids: list[list[int]] = [[] for _ in range(slots)]
+        self.adapters: list[Adapter] = [None] * slots
+        self.cache = Cache(decoder.config, capacity, slots)
+
+    def common(self, slot: int, ids: Sequence[int], adapter: Adapter = None) -> int:
+        """How many tokens of `ids` a slot holds already; the last one always is read again."""
+        if adapter != self.adapters[slot]:
+            return 0
+        slot_ids = self.ids[slot]
+        pairs = zip(slot_ids, ids[:-1], strict=False)
+        for position, (slot_id, new_id) in enumerate(pairs):
+            if slot_id != new_id:
+                return position
+        return min(len(slot_ids), len(ids) - 1)
+
+    def reuse(
+        self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None
+    ) -> list[int]:
+        """Keeps the beginning that a slot has in common with `ids`, and returns the tokens that are not read yet.
+
+        Afterwards `capacity` tokens fit into the slot.
+        """
+        common = self.common(slot, ids, adapter)
+        if capacity > self.cache.capacity:
+            assert self.slots == 1, (
+                f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
+            )
+            larger_capacity = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
+            common = 0
+            self.cache = Cache(self.decoder.config, larger_capacity)
+        elif not self.cache.cut(common, slot):
+            common = 0
+            self.cache.cut(0, slot)
+        self.ids[slot] = list(ids[:common])
+        self.adapters[slot] = adapter
+        return list(ids[common:])
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False
+    ) -> Tensor:
+        """Appends tokens to the slots from `first` on, and returns logits, float32 on the CPU.
+
+        They are [slots, V], after the last token of each slot, or with `every` [N, V], after each token, of as many as
+        `max_guesses` allows. An interruption leaves nothing of the slots' past.
+        """
+        # Compiled code takes few tokens of any slots; a forward of PyTorch takes equally many of
+        # each, and some models one slot at a time.
+        rows = range(first, first + len(tokens))
+        step = self.decoder.step
+        if step is not None and step.takes(tokens, first, self.cache):
+            logits = step(tokens, first, self.cache, every=every)
+            for row, new_ids in zip(rows, tokens, strict=True):
+                self.ids[row].extend(new_ids)
+            return logits
+        if len(rows) > 1 and not in_one_forward(self.decoder.config):
+            return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
+
+        # While the forward runs, the slots have no valid tokens.
+        old_ids = [self.ids[row] for row in rows]
+        self.cache.rows = rows
+        for row in rows:
+            self.ids[row] = []
+        if self.choose is not None:
+            self.choose([self.adapters[row] for row in rows])
+        device = next(self.decoder.parameters()).device
+        head = ALL_LOGITS if every else LAST
+        try:
+            with torch.no_grad():
+                output: Output = self.decoder(
+                    torch.tensor(tokens, device=device), head=head, cache=self.cache
+                )
+        except BaseException:  # Ctrl+C too: half a forward would stay in the cache
+            for row in rows:
+                self.cache.clear(row)
+            raise
+        for row, ids, new_ids in zip(rows, old_ids, tokens, strict=True):
+            ids.extend(new_ids)
+            self.ids[row] = ids
+        return output.head.flatten(0, -2).float().cpu()
+
+    def max_guesses(self, slots: int) -> int:
+        """How many guessed tokens of each of the first slots one forward can check, and drop again.
+
+        A token that a window's ring has lost to a guess would not come back: all of them must fit.
+        """
+        if not in_one_forward(self.decoder.config) or (self.decoder.step is None and slots > 1):
+            return 0
+        length = max(self.cache.lengths[:slots])
+        capacity = min(layer.capacity for layer in self.cache.layers)
+        return max(0, min(FEW // slots, capacity - length) - 1)
+
+    def drop(self, slot: int, count: int) -> None:
+        """Forgets the last tokens of a slot, guesses that `max_guesses` allowed."""
+        length = len(self.ids[slot]) - count
+        self.cache.cut(length, slot)
+        del self.ids[slot][length:]
+
+    def forget(self, slot: int) -> None:
+        """Clears a slot: numbers of a text that were not finite must not reach another text."""
+        self.ids[slot] = []
+        self.cache.clear(slot)
+
+    def swap(self, slot: int, other_slot: int) -> None:
+        """Exchanges the contents of two slots."""
+        if slot == other_slot:
+            return
+        self.cache.swap(slot, other_slot)
+        ids = self.ids
+        ids[slot], ids[other_slot] = ids[other_slot], ids[slot]
+        adapters = self.adapters
+        adapters[slot], adapters[other_slot] = adapters[other_slot], adapters[slot]
