@@ -21,7 +21,8 @@ from bloomery.model.decoder import Attention, Block
 from bloomery.model.io import quantized
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.train.optim import build, muon
+from bloomery.train.optim import adamw, muon
+from bloomery.train.optim.common import decay_groups
 
 # The matrix of queries is the only square one, but for the one after attention.
 CONFIG = {
@@ -265,14 +266,14 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
 def missing_correction(sides: Sides) -> None:
     def built(_right, named_parameters, *, plan, **_settings):
-        groups = build.build_adamw.__globals__["decay_groups"](named_parameters, plan.weight_decay)
+        groups = decay_groups(named_parameters, plan.weight_decay)
         return [
             UncorrectedAdamW(
                 groups, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.eps}
             )
         ]
 
-    sides.replace(build.BUILDERS, "adamw", built)
+    sides.replace(adamw, "build", built)
 
 
 def dropped_decay(sides: Sides) -> None:
@@ -281,7 +282,7 @@ def dropped_decay(sides: Sides) -> None:
             named_parameters, plan=plan.model_copy(update={"weight_decay": 0.0}), **settings
         )
 
-    sides.replace(build.BUILDERS, "adamw", built)
+    sides.replace(adamw, "build", built)
 
 
 def missing_iteration(sides: Sides) -> None:

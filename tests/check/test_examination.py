@@ -3,9 +3,10 @@
 import json
 import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,6 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Peft, Quantize
 from bloomery.runs import flow, lifecycle
 from bloomery.train.failures import Unsound
-from bloomery.train.optim.build import BUILDERS
 from bloomery.train.optim.muon import iteration_dtype
 from ranks import on_ranks, ranks
 
@@ -224,9 +224,12 @@ def plan_of_lion(monkeypatch):
         name="Lion",
         state_values=lambda _, shape: math.prod(shape),
         update_bytes=lambda _update: 0.0,
+        module="lion_for_tests",
     )
+    code = ModuleType("lion_for_tests")
+    code.build = build_lion
+    monkeypatch.setitem(sys.modules, code.__name__, code)
     monkeypatch.setitem(OPTIMIZERS, "lion", spec)
-    monkeypatch.setitem(BUILDERS, "lion", build_lion)
 
     def plan_with(**sections):
         plan = plan_of(**sections)
@@ -362,7 +365,7 @@ def test_the_exact_optimizers_are_torchs(kind):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     parameter = torch.nn.Parameter(weight.clone())
-    exact = exact_optimizer(plan, "model.layers.0.mlp.up_proj.weight", 2)
+    exact = exact_optimizer(plan, "model.layers.0.mlp.up_proj.weight", (6, 9))
     theirs = {
         "adamw": lambda: torch.optim.AdamW(
             [parameter], lr=0.03, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay

@@ -9,6 +9,7 @@ import torch
 from bloomery.check.examination import Examination, Fault, examine
 from bloomery.check.parts import Kind
 from bloomery.facts.attention import supports
+from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Quantize
 
@@ -114,20 +115,14 @@ def _with_precision(plan: RunPlan, precision: Precision) -> RunPlan:
 
 def _other_optimizers(plan: RunPlan) -> Iterator[tuple[Cure, RunPlan]]:
     """Plain states first; then another optimizer, which trains differently."""
-    plain = {
-        "state_dtype": "float32",
-        "offload": False,
-        "fused_backward": False,
-        "stochastic_rounding": False,
-    }
-    for key, value in plain.items():
+    for key, value in PLAIN_SETTINGS.items():
         if getattr(plan.optimizer, key) != value:
             setting = f"optimizer.{key}={str(value).lower()}"
             optimizer = plan.optimizer.model_copy(update={key: value})
             yield Cure(setting, f"set {setting}"), plan.model_copy(update={"optimizer": optimizer})
-    for kind in ("adamw", "adafactor"):
-        if kind != plan.optimizer.kind:
-            optimizer = plan.optimizer.model_copy(update={**plain, "kind": kind})
+    for kind, spec in OPTIMIZERS.items():
+        if spec.replaces_others and kind != plan.optimizer.kind:
+            optimizer = plan.optimizer.model_copy(update={**PLAIN_SETTINGS, "kind": kind})
             yield (
                 Cure(f"optimizer.kind={kind}", f"use {kind}"),
                 plan.model_copy(update={"optimizer": optimizer}),

@@ -14,7 +14,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from bloomery.check.exact_numbers import exact_optimizer, has_formula
+from bloomery.check.exact_numbers import exact_optimizer, has_formula, products_of
 from bloomery.check.rounding import (
     UNIT_ROUNDOFF,
     bound_of,
@@ -29,6 +29,7 @@ from bloomery.check.whole_step import (
     update_error,
 )
 from bloomery.data.batch import Batch
+from bloomery.facts.optimizers import OPTIMIZERS, is_in_layer
 from bloomery.infer.forward import matmul_dtype, precision_context
 from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
 from bloomery.model.attention.attend import attend, layout_of
@@ -508,12 +509,15 @@ def examine_optimizer(pair: Pair) -> PartResult:
     """
     side = pair.tested
     plan = side.plan.optimizer
-    rates = {"learning_rate": 0.01, "muon_learning_rate": 0.05}
-    if plan.kind == "adafactor":
-        rates["learning_rate"] = 0.2
+    spec = OPTIMIZERS[plan.kind]
+    adamw_rate = OPTIMIZERS["adamw"].loud_rate  # of what an optimizer with a rate of its own leaves
+    rates = (
+        {"learning_rate": spec.loud_rate}
+        if spec.own_rate is None
+        else {"learning_rate": adamw_rate, spec.own_rate.key: spec.loud_rate}
+    )
     # The decay of one update is a tenth of the weight, where the recipe has any.
-    rate = rates["muon_learning_rate" if plan.kind == "muon" else "learning_rate"]
-    decay = 0.1 / rate if plan.weight_decay else 0.0
+    decay = 0.1 / spec.loud_rate if plan.weight_decay else 0.0
     loud_plan = plan.model_copy(update={**rates, "weight_decay": decay})
     loud_side = Side(
         side.plan.model_copy(update={"optimizer": loud_plan}), side.model_and_optimizer
@@ -525,11 +529,11 @@ def examine_optimizer(pair: Pair) -> PartResult:
     for name, (weight, before, exact) in runs[0].items():
         if exact is None:
             continue
-        is_muon = plan.kind == "muon" and before.ndim == 2 and ".layers." in name
+        products = products_of(plan, name, tuple(before.shape), side.device)
         for run in runs:
             weight = run[name][0]
             error, bound = update_error(
-                loud_side, weight, before, exact, is_muon=is_muon, steps=OPTIMIZER_STEPS
+                loud_side, weight, before, exact, products, steps=OPTIMIZER_STEPS
             )
             if not error <= bound:
                 wrong_quantities.append(Difference(f"update of {name}", error, bound))
@@ -561,7 +565,7 @@ def _updated(side: Side) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
     compared = weights if has_formula(side.plan.optimizer) else {}
     exact = {name: before[name] for name in compared}
     exact_optimizers = {
-        name: exact_optimizer(side.plan.optimizer, name, weight.ndim)
+        name: exact_optimizer(side.plan.optimizer, name, tuple(weight.shape))
         for name, weight in compared.items()
     }
     for step in range(OPTIMIZER_STEPS):
@@ -580,7 +584,7 @@ def _sample(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """One parameter of each shape, dtype and place: inside layers or not."""
     sample: dict[object, tuple[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        key = (tuple(parameter.shape), parameter.dtype, ".layers." in name)
+        key = (tuple(parameter.shape), parameter.dtype, is_in_layer(name))
         sample.setdefault(key, (name, parameter))
     return dict(sample.values())
 

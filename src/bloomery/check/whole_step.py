@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from bloomery.check.exact_numbers import exact_optimizer, has_formula
+from bloomery.check.exact_numbers import exact_optimizer, has_formula, products_of
 from bloomery.check.rounding import (
     SAFETY,
     UNIT_ROUNDOFF,
@@ -19,7 +19,9 @@ from bloomery.check.rounding import (
     tile_error,
 )
 from bloomery.check.small_model import Pair, Side
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.model.io.weights import LOGIT_DEVIATION
+from bloomery.train.optim.registry import UpdateProducts
 from bloomery.train.step import (
     StepPasses,
     clip_factor,
@@ -220,26 +222,33 @@ def update_differences(
     update_errors = []
     checked_shapes = set[tuple[int, ...]]()
     for name, gradient in numbers.gradients.items():
-        # Muon's formula costs thirty matmuls in float64: one matrix of each shape is enough.
-        is_muon = plan.kind == "muon" and gradient.ndim == 2 and ".layers." in name
-        if is_muon and (tuple(gradient.shape) in checked_shapes or min(gradient.shape) > 1024):
+        # Many products in float64, as Muon's, take long: one matrix of each shape is enough.
+        shape = tuple(gradient.shape)
+        products = products_of(plan, name, shape, side.device)
+        if products is not None and (shape in checked_shapes or min(shape) > 1024):
             continue
-        checked_shapes.add(tuple(gradient.shape))
+        checked_shapes.add(shape)
         before = weights_before[name].double().cpu()
-        optimizer = exact_optimizer(plan, name, gradient.ndim)
+        optimizer = exact_optimizer(plan, name, shape)
         exact = optimizer.step(before, gradient.double().cpu())
-        error, bound = update_error(side, numbers.weights[name], before, exact, is_muon=is_muon)
+        error, bound = update_error(side, numbers.weights[name], before, exact, products)
         update_errors.append(Difference(f"update of {name}", error, bound))
     return update_errors
 
 
 def update_error(
-    side: Side, weight: Tensor, before: Tensor, exact: Tensor, *, is_muon: bool, steps: int = 1
+    side: Side,
+    weight: Tensor,
+    before: Tensor,
+    exact: Tensor,
+    products: UpdateProducts | None,
+    *,
+    steps: int = 1,
 ) -> tuple[float, float]:
     """The error of an update relative to its size, and what rounding explains.
 
     The weight is rounded to its dtype each step, which is large next to a small update; the update itself is computed
-    in float32, in the dtype of the weights by PyTorch's optimizers, and by Muon in bfloat16.
+    in float32, in the dtype of the weights by PyTorch's optimizers, and its matrix products in their own.
     """
     plan = side.plan.optimizer
     size = max(root_mean_square(exact - before), 1e-30)
@@ -248,20 +257,23 @@ def update_error(
     )
     weight_roundoff = UNIT_ROUNDOFF[weight.dtype] * (2.0 if plan.stochastic_rounding else 1.0)
     rounded_weight = SAFETY * weight_roundoff * math.sqrt(steps) * root_mean_square(before) / size
-    return error, rounded_weight + update_bound(side, weight, is_muon=is_muon, steps=steps)
+    return error, rounded_weight + update_bound(side, weight, products, steps=steps)
 
 
-def update_bound(side: Side, weight: Tensor, *, is_muon: bool, steps: int) -> float:
+def update_bound(
+    side: Side, weight: Tensor, products: UpdateProducts | None, *, steps: int
+) -> float:
     """Of the update by itself, relative to its size."""
     plan = side.plan.optimizer
     float32 = UNIT_ROUNDOFF[torch.float32]
-    if is_muon:
-        return muon_bound(side.device)
+    if products is not None:
+        product_roundoff = UNIT_ROUNDOFF[products.dtype]
+        return products.growth * bound_of(product_roundoff, roundings=products.count, terms=4096)
     # 1 - beta^t is computed in float32 at worst, and its error grows as it shrinks.
     unit_roundoff = float32 / (1 - max(plan.betas))
     if weight.dtype == torch.bfloat16:
         unit_roundoff = max(unit_roundoff, UNIT_ROUNDOFF[torch.bfloat16])
-    if steps > 1 and plan.kind != "adafactor":
+    if steps > 1 and not OPTIMIZERS[plan.kind].float32_states:
         unit_roundoff = max(unit_roundoff, STATE_ROUNDOFF[plan.state_dtype])
     return bound_of(unit_roundoff, roundings=ROUNDINGS_OF_UPDATE)
 
@@ -269,13 +281,3 @@ def update_bound(side: Side, weight: Tensor, *, is_muon: bool, steps: int) -> fl
 # Of an optimizer's states between two steps. bfloat16 is rounded stochastically, to either neighbor. Level k of 127 is
 # (k / 127)^4 of a block's largest: next to a typical value, a third of the largest, levels are 4 / (127 x 0.76) apart.
 STATE_ROUNDOFF = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 2.0 / (127 * 0.76)}
-
-
-def muon_bound(device: torch.device) -> float:
-    """Newton-Schulz iterations enlarge small singular values 3.4-fold each, and rounding errors next to them."""
-    from bloomery.train.optim.muon import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, iteration_dtype
-
-    roundings = 3 * NEWTON_SCHULZ_STEPS
-    return NEWTON_SCHULZ[0] * bound_of(
-        UNIT_ROUNDOFF[iteration_dtype(device)], roundings=roundings, terms=4096
-    )

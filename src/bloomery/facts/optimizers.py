@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +20,7 @@ def is_in_layer(name: str) -> bool:
     return ".layers." in name
 
 
-def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
+def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer: no embedding, head, norm or bias."""
     return len(shape) == 2 and is_in_layer(name)
 
@@ -118,6 +118,11 @@ class OptimizerSpec:
     over_shards: str = ""
     settings_over_shards: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
+
+
+def updating_kind(kind: str, name: str, shape: Shape) -> str:
+    """The kind of optimizer that updates a parameter: "adamw" for what this one leaves."""
+    return kind if OPTIMIZERS[kind].takes(name, shape) else "adamw"
 
 
 def _adamw_update_bytes(update: Update) -> float:

@@ -263,7 +263,7 @@ def fused_square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
     return [norm.square_() for norm in norms]
 
 
-def build_adafactor(
+def build(
     named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
@@ -272,3 +272,37 @@ def build_adafactor(
 ) -> list[torch.optim.Optimizer]:
     groups = decay_groups(named_parameters, plan.weight_decay)
     return [Adafactor(groups, lr=plan.learning_rate, rounding=rounding)]
+
+
+@final
+class ExactAdafactor:
+    """Algorithm 4 of arXiv:1804.04235 with the constants of PyTorch's: epsilons 1e-30 and 1e-3, threshold 1."""
+
+    def __init__(self, plan: OptimizerPlan, decay: float) -> None:
+        self._rate = plan.learning_rate
+        self._decay = decay
+        self._steps = 0
+        self._variances: list[Tensor] = []
+
+    def step(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        self._steps += 1
+        squares = gradient.square()
+        sums = [squares] if gradient.ndim < 2 else [squares.mean(-1, True), squares.mean(-2, True)]
+        before = self._variances or [torch.zeros_like(each) for each in sums]
+        share: float = self._steps**-0.8
+        self._variances = [old + share * (new - old) for old, new in zip(before, sums, strict=True)]
+
+        variance = self._variances[0]
+        if gradient.ndim >= 2:
+            rows, columns = self._variances
+            variance = rows * columns / rows.mean(-2, True).clamp(min=1e-30)
+        update = gradient / variance.clamp(min=1e-60).sqrt()
+        update = update / max(1.0, float(update.square().mean().sqrt()))
+        size = max(1e-3, float(weight.square().mean().sqrt()))
+        rate: float = min(self._rate, self._steps**-0.5)
+        return weight * (1 - self._rate * self._decay) - rate * size * update
+
+
+def exact(plan: OptimizerPlan, decay: float) -> ExactAdafactor:
+    """`decay`: the weight decay of the parameter."""
+    return ExactAdafactor(plan, decay)

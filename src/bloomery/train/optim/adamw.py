@@ -346,7 +346,7 @@ def _padded(parts: Sequence[Tensor], multiple: int) -> Tensor:
     return concatenated(padded_parts)
 
 
-def build_adamw(
+def build(
     named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
@@ -379,3 +379,32 @@ def torch_adamw(
         eps=plan.eps,
         fused=plan.fused,
     )
+
+
+@final
+class ExactAdamW:
+    """Algorithm 2 of arXiv:1711.05101, with decay as in PyTorch: relative to the learning rate."""
+
+    def __init__(self, plan: OptimizerPlan, decay: float) -> None:
+        self._plan = plan
+        self._decay = decay
+        self._steps = 0
+        self._mean: Tensor | float = 0.0
+        self._square: Tensor | float = 0.0
+
+    def step(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        self._steps += 1
+        beta1, beta2 = self._plan.betas
+        rate = self._plan.learning_rate
+        self._mean = beta1 * self._mean + (1 - beta1) * gradient
+        self._square = beta2 * self._square + (1 - beta2) * gradient.square()
+        mean = self._mean / (1 - beta1**self._steps)
+        square = self._square / (1 - beta2**self._steps)
+        decayed = weight * (1 - rate * self._decay)
+        updated: Tensor = decayed - rate * mean / (square.sqrt() + self._plan.eps)
+        return updated
+
+
+def exact(plan: OptimizerPlan, decay: float) -> ExactAdamW:
+    """`decay`: the weight decay of the parameter."""
+    return ExactAdamW(plan, decay)

@@ -16,45 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
 from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
-from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.optimizers import OPTIMIZERS, updating_kind
 from bloomery.model.io.parameters import local, rows_of
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import OptimizerPlan
-from bloomery.recipe.schema import OptimizerKind
-from bloomery.train.optim.adafactor import build_adafactor
-from bloomery.train.optim.adamw import build_adamw
 from bloomery.train.optim.common import Rounding, Shards, State
 from bloomery.train.optim.fused_backward import FusedBackward, GatedOptimizer, head_weights_of
-from bloomery.train.optim.muon import build_muon
 from bloomery.train.optim.placement import StatePlacement
+from bloomery.train.optim.registry import code_of
 
 # Slots of a shard that are no rows, but the same on all ranks, and so are neither gathered for a checkpoint nor cut
 # from one: the count of steps, and Adafactor's variances of columns, which are sums over the rows of all ranks.
 SAME_ON_RANKS = ("step", "col_var")
 # Slots that are loaded in the dtype of the weight, as torch does it; the others keep that of the checkpoint.
 IN_WEIGHT_DTYPE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-class Builder(Protocol):
-    """Builds the torch optimizers of one kind for the named parameters."""
-
-    def __call__(
-        self,
-        named_parameters: Mapping[str, nn.Parameter],
-        *,
-        plan: OptimizerPlan,
-        rounding: Rounding,
-        placement: StatePlacement,
-    ) -> list[torch.optim.Optimizer]: ...
-
-
-# What a plan knows about each kind is in OPTIMIZERS, which needs no torch.
-BUILDERS: Mapping[OptimizerKind, Builder] = {
-    "adamw": build_adamw,
-    "muon": build_muon,
-    "adafactor": build_adafactor,
-}
 
 
 @runtime_checkable
@@ -303,14 +279,13 @@ def build_optimizer(
         }
         refuse_split_int8_blocks(full_shapes, mesh.shard)
 
-    build = BUILDERS[plan.kind]
     clips_updates = OPTIMIZERS[plan.kind].clips_updates
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
     placement = StatePlacement(offload=plan.offload)
     if not parameters_by_name:
         return OptimizersContainer([], {})  # a stage of a pipeline whose weights are all frozen
     if not plan.fused_backward:
-        members = build(parameters_by_name, plan=plan, rounding=rounding, placement=placement)
+        members = _members(parameters_by_name, plan, rounding, placement)
         return OptimizersContainer(
             members, names, clips_updates=clips_updates, full_parameters=full_parameters
         )
@@ -319,7 +294,7 @@ def build_optimizer(
     # for several devices: there are no shards here.
     members = []
     for name, parameter in parameters_by_name.items():
-        (member,) = build({name: parameter}, plan=plan, rounding=rounding, placement=placement)
+        (member,) = _members({name: parameter}, plan, rounding, placement)
         members.append(member)
 
     # Their steps take a gate: numbers on the device that scale a gradient, or from the first non-finite gradient of a
@@ -332,3 +307,25 @@ def build_optimizer(
         rounding,
     )
     return OptimizersContainer(members, names, clips_updates=clips_updates, backward=backward)
+
+
+def _members(
+    named_parameters: Mapping[str, nn.Parameter],
+    plan: OptimizerPlan,
+    rounding: Rounding,
+    placement: StatePlacement,
+) -> list[torch.optim.Optimizer]:
+    """The torch optimizers of the plan's kind, then AdamW's of the parameters that it leaves."""
+    by_kind: dict[str, dict[str, nn.Parameter]] = {plan.kind: {}}
+    for name, parameter in named_parameters.items():
+        kind = updating_kind(plan.kind, name, rounding.shards.full_shape(parameter))
+        by_kind.setdefault(kind, {})[name] = parameter
+    # LoRA matrices leave nothing for AdamW, and norms alone nothing for Muon.
+    return [
+        member
+        for kind, parameters in by_kind.items()
+        if parameters
+        for member in code_of(kind).build(
+            parameters, plan=plan, rounding=rounding, placement=placement
+        )
+    ]

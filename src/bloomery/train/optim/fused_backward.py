@@ -7,6 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.optimizers import is_in_layer
 from bloomery.model.decoder import VALUE_HEAD
 from bloomery.train.optim.common import Gate, Rounding, State, float32_norm
 
@@ -115,7 +116,7 @@ def head_weights_of(model: nn.Module) -> list[nn.Parameter]:
         module.weight
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and ".layers." not in name
+        and not is_in_layer(name)
         and f"{name}.weight" != VALUE_HEAD
         and module.weight.requires_grad
     ]

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.facts.limits import MUON_STACK
+from bloomery.facts.optimizers import NEWTON_SCHULZ_STEPS
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.optim.adamw import torch_adamw
 from bloomery.train.optim.common import Rounding, Shards
 from bloomery.train.optim.placement import StatePlacement
+from bloomery.train.optim.registry import UpdateProducts
 
 # The coefficients of the quintic Newton-Schulz iteration that torch.optim.Muon uses too.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 5
 # The update's root mean square is that of AdamW (arXiv:2502.16982, section 2.2): both can use one learning rate.
 ADAMW_ROOT_MEAN_SQUARE = 0.2
 WITHOUT_SHARDS = Shards({})
@@ -176,32 +176,57 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def build_muon(
+def build(
     named_parameters: Mapping[str, nn.Parameter],
     *,
     plan: OptimizerPlan,
     rounding: Rounding,
     placement: StatePlacement,  # noqa: ARG001 (of every builder: these states stay on the device)
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices inside blocks at `muon_learning_rate`; AdamW for embeddings, head, norms and biases at
-    `learning_rate`.
+    """For matrices inside layers."""
+    optimizer = Muon(
+        list(named_parameters.values()),
+        lr=plan.muon_learning_rate,
+        momentum=plan.momentum,
+        weight_decay=plan.weight_decay,
+        shards=rounding.shards,
+    )
+    return [optimizer]
+
+
+@final
+class ExactMuon:
+    """Nesterov momentum, five quintic Newton-Schulz iterations, and the size of AdamW's updates (arXiv:2502.16982)."""
+
+    def __init__(self, plan: OptimizerPlan, decay: float) -> None:
+        self._plan = plan
+        self._decay = decay
+        self._momentum: Tensor | float = 0.0
+
+    def step(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        plan = self._plan
+        momentum = plan.momentum * self._momentum + (1 - plan.momentum) * gradient
+        self._momentum = momentum
+        direction = (1 - plan.momentum) * gradient + plan.momentum * momentum
+        is_tall = direction.shape[0] > direction.shape[1]
+        x = direction.mT if is_tall else direction
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        size = 0.2 * math.sqrt(max(weight.shape))
+        decayed = weight * (1 - plan.muon_learning_rate * self._decay)
+        update: Tensor = size * (x.mT if is_tall else x)
+        return decayed - plan.muon_learning_rate * update
+
+
+def exact(plan: OptimizerPlan, decay: float) -> ExactMuon:
+    """`decay`: the weight decay of the parameter."""
+    return ExactMuon(plan, decay)
+
+
+def products(device: torch.device) -> UpdateProducts:
+    """Newton-Schulz iterations of three products each enlarge small singular values 3.4-fold each, and rounding errors
+    next to them.
     """
-    matrices = {
-        name: p for name, p in named_parameters.items() if p.ndim == 2 and ".layers." in name
-    }
-    others = {name: p for name, p in named_parameters.items() if name not in matrices}
-    # LoRA matrices leave nothing for AdamW, and norms alone nothing for Muon.
-    members: list[torch.optim.Optimizer] = []
-    if matrices:
-        members.append(
-            Muon(
-                list(matrices.values()),
-                lr=plan.muon_learning_rate,
-                momentum=plan.momentum,
-                weight_decay=plan.weight_decay,
-                shards=rounding.shards,
-            )
-        )
-    if others:
-        members.append(torch_adamw(others, plan))
-    return members
+    return UpdateProducts(3 * NEWTON_SCHULZ_STEPS, iteration_dtype(device), NEWTON_SCHULZ[0])
