@@ -29,7 +29,7 @@ from bloomery.check.whole_step import (
     update_error,
 )
 from bloomery.data.batch import Batch
-from bloomery.facts.optimizers import OPTIMIZERS, is_in_layer
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, is_in_layer
 from bloomery.infer.forward import matmul_dtype, precision_context
 from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
 from bloomery.model.attention.attend import attend, layout_of
@@ -510,7 +510,9 @@ def examine_optimizer(pair: Pair) -> PartResult:
     side = pair.tested
     plan = side.plan.optimizer
     spec = OPTIMIZERS[plan.kind]
-    adamw_rate = OPTIMIZERS["adamw"].loud_rate  # of what an optimizer with a rate of its own leaves
+    adamw_rate = OPTIMIZERS[
+        USUAL_OPTIMIZER
+    ].loud_rate  # of what an optimizer with a rate of its own leaves
     rates = (
         {"learning_rate": spec.loud_rate}
         if spec.own_rate is None

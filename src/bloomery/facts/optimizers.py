@@ -121,8 +121,8 @@ class OptimizerSpec:
 
 
 def updating_kind(kind: str, name: str, shape: Shape) -> str:
-    """The kind of optimizer that updates a parameter: "adamw" for what this one leaves."""
-    return kind if OPTIMIZERS[kind].takes(name, shape) else "adamw"
+    """The kind of optimizer that updates a parameter: AdamW for what this one leaves."""
+    return kind if OPTIMIZERS[kind].takes(name, shape) else USUAL_OPTIMIZER
 
 
 def _adamw_update_bytes(update: Update) -> float:
@@ -174,6 +174,8 @@ def _adafactor_update_bytes(update: Update) -> float:
     return update.piece_bytes(3.5 if draws_bits else 3.0)
 
 
+# The one that a recipe without a choice has; it updates what another one leaves.
+USUAL_OPTIMIZER = "adamw"
 OPTIMIZERS = Table(
     {
         "adamw": OptimizerSpec(

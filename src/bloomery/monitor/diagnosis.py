@@ -241,8 +241,8 @@ def _curve(history: RunHistory, facts: PlanFacts) -> str:
 
 def _rate_key(facts: PlanFacts) -> tuple[str, float]:
     """The learning rate that applies to most matrices: its recipe key and value."""
-    if facts.optimizer == "muon" and facts.muon_learning_rate:
-        return "optimizer.muon_learning_rate", facts.muon_learning_rate
+    if facts.matrix_rate:
+        return facts.matrix_rate_key, facts.matrix_rate
     return "optimizer.learning_rate", facts.learning_rate
 
 

@@ -36,9 +36,9 @@ class PlanFacts:
     tokens_per_step: int = 0
     sequence_length: int = 0
     layout: str = "packed"
-    optimizer: str = "adamw"
     learning_rate: float = 0.0  # the peak
-    muon_learning_rate: float = 0.0  # of Muon
+    matrix_rate_key: str = ""  # of an optimizer with another rate for the matrices of layers
+    matrix_rate: float = 0.0
     warmup_steps: int = 0
     clip: float | None = None
     precision: str = "float32"

@@ -568,10 +568,12 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
             "optimizer.fused_backward=false",
             "keeps gradients, so that gradient accumulation works",
         )
-    if optimizer.kind == "adamw" and adapter == "none":
-        yield "optimizer.kind=muon", "changes the optimizer: choose its learning rate again"
-    if optimizer.kind != "adafactor" and adapter == "none":
-        yield "optimizer.kind=adafactor", "changes the optimizer: choose its learning rate again"
+    if adapter == "none":
+        for kind in OPTIMIZERS[optimizer.kind].smaller:
+            yield (
+                f"optimizer.kind={kind}",
+                "changes the optimizer: choose its learning rate again",
+            )
     if train.precision == "bfloat16":
         yield (
             "train.precision=bfloat16-pure",

@@ -13,7 +13,7 @@ from bloomery.core.units import Duration, parse_duration
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.objectives import OBJECTIVES
-from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.facts.rates import Rates, rate_text
 from bloomery.recipe.schema import Peft, Recipe
 
@@ -52,7 +52,7 @@ def usual_optimizer(
     objective: str,
     *,
     adapter: str,
-    optimizer: str = "adamw",
+    optimizer: str = USUAL_OPTIMIZER,
     new_parameters: float | None = None,
 ) -> UsualOptimizer:
     """The table's row of a method.
@@ -75,9 +75,11 @@ def usual_optimizer(
     else:
         rates = FULL
         method = "continued pretraining" if spec.reads_text else method
+    # What was typed may be no optimizer, which is refused later.
+    factor = OPTIMIZERS[optimizer].rate_factor if optimizer in OPTIMIZERS else 1.0
     return UsualOptimizer(
-        rates=rates.times(OPTIMIZERS[optimizer].rate_factor),
-        method=method if optimizer == "adamw" else f"{method} and {optimizer}",
+        rates=rates.times(factor),
+        method=method if optimizer == USUAL_OPTIMIZER else f"{method} and {optimizer}",
         weight_decay=WEIGHT_DECAY if spec.reads_text and not adapted else 0.0,
         warmup=WARMUP if adapted and spec.reads_text else spec.warmup,
     )

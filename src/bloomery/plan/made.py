@@ -28,6 +28,7 @@ from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.facts.columns import COLUMN_NAMES, ColumnUse
 from bloomery.facts.objectives import OBJECTIVES
+from bloomery.facts.optimizers import USUAL_OPTIMIZER
 from bloomery.facts.published import published_config
 from bloomery.plan.learning_rates import usual_optimizer
 from bloomery.recipe.load import merged_text
@@ -54,7 +55,7 @@ class _Method:
         usual = usual_optimizer(
             objective if objective in OBJECTIVES else str(self.objective["kind"]),
             adapter=str(_at(typed, ("adapter", "method")) or adapter_kind),
-            optimizer=_typed_kind(typed, "optimizer") or "adamw",
+            optimizer=_typed_kind(typed, "optimizer") or USUAL_OPTIMIZER,
         )
         optimizer = {
             "learning_rate": usual.rates.start,
@@ -96,13 +97,7 @@ _ALSO = {
     "completion": "pretrain, on every token; grpo, on the prompts",
     "tokens": "pretrain",
 }
-_OF_OBJECTIVES = {
-    "pretrain": _TEXT,
-    "sft": _SFT,
-    "distill": _SFT,
-    "kto": _KTO,
-    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward"), _PAIRS),
-}
+_OF_DATA = {"any": _TEXT, "sft": _SFT, "kto": _KTO, "pairs": _PAIRS}
 
 
 ASSUMED = "assumed-conversations.jsonl"  # data.path of a plan without a dataset
@@ -137,7 +132,7 @@ def made_recipe(
     objective = OBJECTIVES.get(str(kind))
     data_kind = None if objective is None else objective.data_kind
     format_found = ("auto", {}) if assumed else peek(source, data_kind)
-    method = _OF_OBJECTIVES.get(str(kind)) or (
+    method = _OF_DATA.get(data_kind or "") or (
         _TEXT if format_found is None else _OF_ROWS.get(format_found[0], _SFT)
     )
     format, columns = format_found or ("auto", {})

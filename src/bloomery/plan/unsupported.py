@@ -524,7 +524,14 @@ def _objective_features() -> Iterator[Feature]:
     """A row for objectives that read the same rows and count their loss alike."""
     alike: dict[object, list[ObjectiveSpec]] = {}
     for spec in OBJECTIVES.values():
-        alike.setdefault((spec.data_kind, spec.loss_unit, spec.values), []).append(spec)
+        likeness = (
+            spec.data_kind,
+            spec.loss_unit,
+            spec.values,
+            spec.extra_forwards > 0,
+            spec.source,
+        )
+        alike.setdefault(likeness, []).append(spec)
     for specs in alike.values():
         kinds = tuple(spec.kind for spec in specs)
         row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))

@@ -18,7 +18,7 @@ from bloomery.core.units import GIB, MIB, Duration, Unit
 from bloomery.facts.attention import BACKENDS
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
-from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.recipe.values import (
     Auto,
     Checkpointing,
@@ -715,7 +715,9 @@ class Wsd(Section):
 
 
 class OptimizerSection(Section):
-    kind: OptimizerKind = key("adamw", "muon updates the matrices of the layers, AdamW the rest.")
+    kind: OptimizerKind = key(
+        USUAL_OPTIMIZER, "muon updates the matrices of the layers, AdamW the rest."
+    )
     learning_rate: Auto | PositiveFloat = key(
         "auto", "Peak learning rate; auto: the usual one of the objective and the adapter.", 2e-4
     )

@@ -15,6 +15,7 @@ from bloomery.core.device import free_and_total_bytes, memory_stats, release_cac
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.data.order import Cursor
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.infer.model_folder import refuse_other_run, saved_steps, step_folder
 from bloomery.model.attention.triton_attention import KernelFailed
@@ -263,8 +264,7 @@ def _fix(plan: RunPlan) -> str:
     if not edits:
         if train.activation_checkpointing != "full":
             edits.append("train.activation_checkpointing=full")
-        if plan.optimizer.kind == "adamw":
-            edits.append("optimizer.kind=adafactor")
+        edits += [f"optimizer.kind={kind}" for kind in OPTIMIZERS[plan.optimizer.kind].smaller[-1:]]
         if train.precision == "float32" and train.device != "cpu":
             edits.append("train.precision=auto")
     return (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.data.prepare.stats import DatasetStats, read_stats
+from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.history import PlanFacts
@@ -74,6 +75,7 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     objective = plan.objective
     aim = objective.spec
     nats = aim.loss_unit == "token"
+    own_rate = OPTIMIZERS[optimizer.kind].own_rate
     return PlanFacts(
         vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone
         fresh=plan.model.source is None and nats,  # other losses begin and fall otherwise
@@ -83,9 +85,9 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         tokens_per_step=train.tokens_per_step if plan.rollout is None else 0,
         sequence_length=plan.data.sequence_length,
         layout=plan.data.layout,
-        optimizer=optimizer.kind,
         learning_rate=optimizer.learning_rate,
-        muon_learning_rate=optimizer.muon_learning_rate,
+        matrix_rate_key="" if own_rate is None else f"optimizer.{own_rate.key}",
+        matrix_rate=0.0 if own_rate is None else getattr(optimizer, own_rate.key),
         warmup_steps=optimizer.warmup_steps,
         clip=train.max_grad_norm,
         precision=train.precision,
