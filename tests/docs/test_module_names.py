@@ -58,9 +58,12 @@ def test_comments_name_modules_that_exist(package: str) -> None:
     assert gone == []
 
 
-@pytest.mark.parametrize("page", ["decisions.md", "contributing/growing-it.md"])
-def test_pages_for_contributors_name_modules_that_exist(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+PAGES = sorted([*(ROOT / "docs/decisions").glob("*.md"), *(ROOT / "docs/contributing").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_for_contributors_name_modules_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     names = [name for code in re.findall("`([^`]+)`", text) for name in MODULE.findall(code)]
     assert [name for name in names if not exists(name)] == []
 

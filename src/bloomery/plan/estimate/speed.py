@@ -44,7 +44,7 @@ CASTS = 6.0  # bytes per parameter and micro-batch: autocast's half-precision co
 COMPILED_GAIN = 1.15  # on a CPU; measured: 3 to 35%
 # Of a checked CPU: the share of its products' rate that matmuls of a step reach, and the share of its copies' rate that
 # everything between them does (small kernels, casts, the optimizer). Two AMX cores take 0.118 s for a step of the demo,
-# two of an AMD EPYC 0.177 s, two without bf16 instructions 0.41 s: docs/decisions.md.
+# two of an AMD EPYC 0.177 s, two without bf16 instructions 0.41 s.
 CHECKED_PRODUCTS = (0.55, 0.80, 0.95)
 CHECKED_COPIES = (0.09, 0.125, 0.20)
 # Of the rate of wide matrices a CPU's products of rank r reach r / (r + NARROW): measured with 4, 8, 16, 32 and 64 and
