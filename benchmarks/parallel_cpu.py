@@ -104,7 +104,7 @@ def bloomery_side(plan: Any, mesh: Any) -> Any:
     from bloomery.train.step import train_step
 
     state, objective = build_state(plan, mesh=mesh), build_objective(plan)
-    loader = open_loader(plan, "train", mesh=mesh)
+    loader = open_loader(plan.data, "train", mesh=mesh, seed=plan.train.seed)
     size = plan.train.micro_batch_size * plan.train.ranks
 
     def step(number: int) -> float:
@@ -154,7 +154,7 @@ def bare_side(plan: Any, mesh: Any) -> Any:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     loader, size = (
-        open_loader(plan, "train", mesh=mesh),
+        open_loader(plan.data, "train", mesh=mesh, seed=plan.train.seed),
         plan.train.micro_batch_size * plan.train.ranks,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -74,7 +74,7 @@ def rank_main(plan_json: str, rank: int, meeting: str, orders: Connection) -> No
     mesh = join(plan.train)
     model_and_optimizer = build_state(plan, mesh=mesh).model_and_optimizer
     objective = build_objective(plan)
-    loader = open_loader(plan, "train", mesh=mesh)
+    loader = open_loader(plan.data, "train", mesh=mesh, seed=plan.train.seed)
     size = plan.train.micro_batch_size
 
     def step(number: int) -> StepFigures:

@@ -111,8 +111,8 @@ def measured(name: str, folder: Path, steps: int, overrides: list[str]) -> dict[
     from bloomery.train.loop import run
     from bloomery.train.process import build_kernels, set_up_process
 
-    set_up_process(plan)
-    build_kernels(plan)
+    set_up_process(plan.train, memory_limit=plan.memory.limit)
+    build_kernels(plan.model)
     clock = list[tuple[float, float, float]]()
 
     def stop() -> bool:

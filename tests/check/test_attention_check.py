@@ -11,7 +11,7 @@ from bloomery.model import native
 from bloomery.model.attention import attend as attention
 from bloomery.model.attention import compiled
 from bloomery.train.failures import Unsound
-from bloomery.train.process import build_kernels
+from bloomery.train.kernels import build_kernels
 
 
 def check_plan(plan) -> None:
@@ -84,7 +84,7 @@ def test_a_plan_with_compiled_attention_does_not_run_without_a_compiler(monkeypa
         cached.cache_clear()
     try:
         with pytest.raises(UserError, match="no C\\+\\+ compiler") as caught:
-            build_kernels(tiny_plan(model={"attention": "compiled"}))
+            build_kernels(tiny_plan(model={"attention": "compiled"}).model)
     finally:
         for cached in (native.library, compiled._code):
             cached.cache_clear()

@@ -20,7 +20,7 @@ from bloomery.monitor.events import RunEnded, StepDone
 
 SECONDS = 15.0  # from the fault until all processes have ended
 STEP = 3  # after which the fault comes
-START = "import sys; from bloomery.runs import supervisor; supervisor.WORKER = 'dying_worker'; import runpy; "
+START = "import sys; from bloomery.launch import supervisor; supervisor.WORKER = 'dying_worker'; import runpy; "
 START += "runpy.run_module('bloomery', run_name='__main__', alter_sys=True)"
 
 

@@ -21,7 +21,7 @@ from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan.store import read_plan
 
 DYING = (
-    "from bloomery.runs import supervisor; supervisor.WORKER = 'dying_worker';"
+    "from bloomery.launch import supervisor; supervisor.WORKER = 'dying_worker';"
     "from bloomery.cli import main; main()"
 )
 PIPELINE = ("tiny.yaml", "--run-dir", "runs/one", "-d", "cpu,cpu", "parallel.pipeline=2")

@@ -13,7 +13,7 @@ from bloomery.data.loader import Loader
 from bloomery.monitor.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
 from bloomery.monitor.history import history_of
-from bloomery.train import context
+from bloomery.train import set_up
 from bloomery.view.facts import diagnosis_facts
 
 STEPS = 200
@@ -85,18 +85,18 @@ def through_the_loader(monkeypatch, change: Change) -> None:
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:
-    made = context.build_objective
+    made = set_up.build_objective
 
     def broken(plan, **rest):
         sound = made(plan, **rest)
         return replace(sound, head=lambda batch: sound.head(change(batch)))
 
-    monkeypatch.setattr(context, "build_objective", broken)
+    monkeypatch.setattr(set_up, "build_objective", broken)
 
 
 def frozen_blocks(monkeypatch) -> None:
     """requires_grad is off inside the blocks, from before the optimizer is built."""
-    build = context.build_state
+    build = set_up.build_state
 
     def broken(plan, **rest):
         state = build(plan, **rest)
@@ -105,7 +105,7 @@ def frozen_blocks(monkeypatch) -> None:
                 parameter.requires_grad_(False)
         return state
 
-    monkeypatch.setattr(context, "build_state", broken)
+    monkeypatch.setattr(set_up, "build_state", broken)
 
 
 def deaf_optimizer(monkeypatch) -> None:

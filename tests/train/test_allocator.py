@@ -11,7 +11,7 @@ from runs_of_the_loop import CONFIG, Run
 
 from bloomery.core.units import GIB
 from bloomery.monitor.events import DeviceStats, StepHealth
-from bloomery.train import context, loop
+from bloomery.train import loop, step_report
 from bloomery.train.process import allocator_sample, training_device
 
 MACHINES = Path(__file__).parents[1] / "machines"
@@ -55,7 +55,7 @@ def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, m
 
     monkeypatch.setattr(loop, "open_context", on_a_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS)
-    monkeypatch.setattr(context, "peak_memory_gib", lambda device: 0.0)
+    monkeypatch.setattr(step_report, "peak_memory_gib", lambda device: 0.0)
     run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
     assert (
         [event.step for event in run.of(DeviceStats)]

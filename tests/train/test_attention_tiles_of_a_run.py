@@ -16,7 +16,7 @@ from bloomery.model.attention.tiles import KERNELS, TileShape, tile_shape
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.parallel.process_group import join
 from bloomery.plan.store import begin
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan, ModelPlan, RunPlan, TrainPlan
 from bloomery.train import kernels
 from bloomery.train.kernels import settle_tiles
 from ranks import on_ranks, ranks
@@ -40,10 +40,14 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+def sections(plan: RunPlan) -> tuple[ModelPlan, TrainPlan, DataPlan]:
+    return plan.model, plan.train, plan.data
+
+
 def answers(monkeypatch, tile: list[int]) -> None:
     """From now on this is the fastest tile of every kernel."""
     monkeypatch.setattr(
-        kernels, "fastest_tiles_of", lambda _plan, _note: dict.fromkeys(KERNELS, tile)
+        kernels, "fastest_tiles_of", lambda *_: dict.fromkeys(KERNELS, tile)
     )
 
 
@@ -53,35 +57,35 @@ def in_use() -> list[TileShape]:
 
 def test_the_first_choice_stays(plan, folder, monkeypatch):
     answers(monkeypatch, [64, 16, 8])
-    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=False)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=False)
     assert in_use() == [TileShape(64, 16, 8)] * 3
     answers(monkeypatch, [16, 16, 4])
     for resumes in (True, False):
         tiles._in_use.clear()
-        settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=resumes)
+        settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=resumes)
         assert in_use() == [TileShape(64, 16, 8)] * 3
 
     # The file belongs to the run, as its plan does.
     (folder / FILE).write_text(json.dumps({"any": dict.fromkeys(KERNELS, (16, 16, 4))}))
     with pytest.raises(UserError, match="has changed"):
-        settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
+        settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=True)
 
 
 def test_a_run_without_the_file_goes_on_with_the_first_of_the_table(plan, folder, monkeypatch):
     answers(monkeypatch, [16, 16, 4])
-    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=True)
     assert in_use() == [FIRST] * 3
 
 
 def test_a_timing_that_fails_is_reported_once(plan, folder, monkeypatch):
-    def fails(_plan, note):
+    def fails(_workload, _device, note):
         note("HIP error: unspecified launch failure")
         return dict.fromkeys(KERNELS, FIRST)
 
     monkeypatch.setattr(kernels, "fastest_tiles_of", fails)
     events = []
-    settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=False)
-    settle_tiles(plan, folder, SINGLE_RANK, events.append, resumes=True)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, events.append, resumes=False)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, events.append, resumes=True)
     (warned,) = events
     assert "were not timed: HIP error: unspecified launch failure" in warned.reason
     assert in_use() == [FIRST] * 3
@@ -90,7 +94,9 @@ def test_a_timing_that_fails_is_reported_once(plan, folder, monkeypatch):
 def test_without_a_triton_the_first_of_the_table_is_taken(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     reasons = []
-    tiles_of_plan = kernels.fastest_tiles_of(plan, reasons.append)
+    tiles_of_plan = kernels.fastest_tiles_of(
+        kernels.tile_workload(*sections(plan)), plan.train.device, reasons.append
+    )
     assert tiles_of_plan == dict.fromkeys(KERNELS, FIRST)
     (reason,) = reasons
     assert "cannot be imported" in reason
@@ -98,16 +104,16 @@ def test_without_a_triton_the_first_of_the_table_is_taken(plan, monkeypatch):
 
 def test_another_gpu_is_timed_and_both_are_kept(plan, folder, monkeypatch):
     answers(monkeypatch, [64, 16, 8])
-    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=False)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=False)
     answers(monkeypatch, [16, 16, 4])
     monkeypatch.setattr(kernels, "arch_of", lambda _device: "gfx1030")
-    settle_tiles(plan, folder, SINGLE_RANK, ignore, resumes=True)
+    settle_tiles(*sections(plan), folder, SINGLE_RANK, ignore, resumes=True)
     assert tile_shape("forward", arch="gfx1030", width=16) == TileShape(16, 16, 4)
     assert list(json.loads((folder / FILE).read_text())) == ["any", "gfx1030"]
 
 
 def test_other_attention_leaves_no_file(folder):
-    settle_tiles(tiny_plan(), folder, SINGLE_RANK, ignore, resumes=False)
+    settle_tiles(*sections(tiny_plan()), folder, SINGLE_RANK, ignore, resumes=False)
     assert not (folder / FILE).exists()
 
 
@@ -120,14 +126,14 @@ def settled(
     rank = mesh.rank
     asked = []
 
-    def choose(_plan, _note):
+    def choose(*_):
         asked.append(rank)
         return dict.fromkeys(KERNELS, (16 * (rank + 1), 16, 4))
 
     kernels.fastest_tiles_of = choose
     kernels.arch_of = lambda _device: arch_by_rank[rank]
     tiles._in_use.clear()
-    settle_tiles(plan, folder, mesh, ignore, resumes=False)
+    settle_tiles(*sections(plan), folder, mesh, ignore, resumes=False)
     return asked, [tile_shape(kernel, arch=arch_by_rank[rank], width=16) for kernel in KERNELS]
 
 

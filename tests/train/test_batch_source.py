@@ -21,7 +21,7 @@ class Repeated:
 
     def __init__(self, inputs: SourceInputs) -> None:
         self._state = inputs.state
-        self._loader = open_loader(inputs.plan, "train")
+        self._loader = open_loader(inputs.plan.data, "train", seed=inputs.plan.train.seed)
 
     @contextmanager
     def steps(self, plan) -> Iterator[Iterator[StepBatches]]:

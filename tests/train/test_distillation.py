@@ -15,7 +15,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distill
 from bloomery.train.objectives.build import build_objective, distillation
-from bloomery.train.objectives.distillation import meta_teacher, teacher_attention
+from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher, teacher_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
@@ -179,14 +179,20 @@ def test_finite_differences():
     assert torch.autograd.gradcheck(lambda states: head(states, student.lm_head, None), (states,))
 
 
-def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
+def teacher_plan_of(plan, teacher: str) -> TeacherPlan:
+    asked = Distill(kind="distill", teacher=teacher)
+    return TeacherPlan.of(asked, plan.model, plan.data, plan.train)
+
+
+def test_a_teacher_gets_an_attention_that_computes_what_it_needs(tmp_path):
     """The student's kernel knows neither its window nor its soft-cap."""
-    plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
-    assert teacher_attention(tiny_config(), plan, where="t") == "varlen"
-    assert teacher_attention(tiny_config(attention_softcap=30.0), plan, where="t") == "blockwise"
+    run_plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
+    plan = teacher_plan_of(run_plan, str(tmp_path))
+    assert teacher_attention(tiny_config(), plan) == "varlen"
+    assert teacher_attention(tiny_config(attention_softcap=30.0), plan) == "blockwise"
     short = tiny_config(positions="learned", max_positions=16)
     with pytest.raises(UserError, match="16 learned positions"):
-        teacher_attention(short, plan, where="t")
+        teacher_attention(short, plan)
 
 
 def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(tmp_path):
@@ -199,6 +205,5 @@ def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(t
     config = tiny_config(family="gemma2", qk_norm="none", attention_softcap=30.0, **gemma)
     write_model(model_state(fresh_decoder(config, seed=0)), config, tmp_path)
     plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
-    plan = plan.model_copy(update={"objective": Distill(kind="distill", teacher=str(tmp_path))})
     with torch.device("meta"):
-        assert meta_teacher(plan).model.backend == "blockwise"
+        assert meta_teacher(teacher_plan_of(plan, str(tmp_path))).model.backend == "blockwise"

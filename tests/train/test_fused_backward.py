@@ -7,7 +7,7 @@ from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors  # noqa: F
 from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import StepHealth
-from bloomery.train import context
+from bloomery.train import set_up
 from bloomery.train.optim.fused_backward import FusedBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -234,7 +234,7 @@ def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, mo
         train=train,
         optimizer={"kind": "adafactor", "fused_backward": True},
     )
-    build = context.build_state
+    build = set_up.build_state
 
     def poisoned(plan, **rest):
         state = build(plan, **rest)
@@ -242,7 +242,7 @@ def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, mo
         weight.register_hook(lambda g: seen.append(g) or (g * math.nan if len(seen) == 2 else g))
         return state
 
-    monkeypatch.setattr(context, "build_state", poisoned)
+    monkeypatch.setattr(set_up, "build_state", poisoned)
     run = Run(plan, tmp_path / "run")
     (warned,) = run.warnings()
     assert "non-finite gradient at step 2" in warned.reason

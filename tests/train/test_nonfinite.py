@@ -11,7 +11,7 @@ from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan import fallback as safer
-from bloomery.train import context, recover, state
+from bloomery.train import recover, set_up, state
 from bloomery.train.failures import Diverged
 from bloomery.train.loop import run
 from bloomery.train.objectives.build import Objective, pretraining
@@ -41,7 +41,7 @@ def poison(plan, monkeypatch):
             )
 
         monkeypatch.setattr(
-            context, "build_objective", lambda *_, **__: Objective(clean.head, loss)
+            set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss)
         )
 
     return poisoned_steps
@@ -129,7 +129,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(
         total, count, *_ = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
-    monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
+    monkeypatch.setattr(set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss))
     with pytest.raises(UserError, match="sequences 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -160,7 +160,7 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(
         total.register_hook(lambda gradient: gradient * math.inf)
         return LossParts(total, count)
 
-    monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
+    monkeypatch.setattr(set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss))
     with pytest.raises(Diverged, match=r"non-finite gradient .* lowering the loss scale to 1"):
         Run(half, tmp_path / "run")
 

@@ -56,7 +56,7 @@ def first_step_of_pytorch(plan_json: str, folder: str) -> float:
     torch.set_num_threads(1)
     plan = RunPlan.model_validate_json(plan_json)
     mesh = join(plan.train)
-    loader = open_loader(plan, "train")
+    loader = open_loader(plan.data, "train", seed=plan.train.seed)
     batches = [loader.batch(Cursor(plan.train.seed, number), 1) for number in range(MICRO_BATCHES)]
     tokens, labels, loss_mask, positions, documents = (
         torch.cat([getattr(batch, field) for batch in batches])

@@ -23,6 +23,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.plan.choices import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.train import set_up
 from bloomery.train.batch_source import open_loader
 from bloomery.train.loop import run
 from bloomery.train.objectives import build as objectives
@@ -90,7 +91,9 @@ def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_p
     assert made.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)
     told = [event for event in made.of(Phase) if event.name == "reference"]
     assert told[-1].done == told[-1].total > 0
-    batch = open_loader(plan, "train", reference_file(made.folder, "train")).batch(Cursor(0, 0), 3)
+    scores = reference_file(made.folder, "train")
+    loader = open_loader(plan.data, "train", scores, seed=plan.train.seed)
+    batch = loader.batch(Cursor(0, 0), 3)
     model = fresh_decoder(PLAIN, seed=0, attention="mask")
     head = LabelScores(batch.labels, batch.loss_mask, 64)
     with torch.no_grad():
@@ -162,7 +165,7 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
     # an adapter begins at zero
     assert {health.update_ratio for health in disabled.of(StepHealth)} == {None}
     assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
-    for module in (reference, objectives):
+    for module in (set_up, objectives):
         monkeypatch.setattr(
             module,
             "reference_of",

@@ -215,7 +215,7 @@ def test_a_graph_from_a_real_step_holds_its_activations(plan):
     from bloomery.train.objectives.build import build_objective
 
     state = build_state(plan)
-    batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)
+    batch = open_loader(plan.data, "train", seed=plan.train.seed).batch(Cursor(0, 0), 2)
     parts = compute_loss(
         state.model_and_optimizer.model, batch, build_objective(plan), precision="float32"
     )

@@ -66,6 +66,11 @@ def plan_of(prepared, objective=None, prompts=(ASKED,), **sections):
     return plan.model_copy(update={"objective": objective or Sft(kind="sft"), "model": model})
 
 
+def opened_prompts(plan, tokenizer):
+    reads_text = plan.objective.spec.reads_text
+    return open_prompts(plan.sample.prompts, tokenizer, plan.data.prepared, reads_text=reads_text)
+
+
 def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):
     from transformers import AutoTokenizer
 
@@ -73,14 +78,14 @@ def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):
     theirs = AutoTokenizer.from_pretrained(talks)
     theirs = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
     tokenizer = load_tokenizer(talks)
-    prompts = open_prompts(plan_of(talks), tokenizer)
+    prompts = opened_prompts(plan_of(talks), tokenizer)
     assert prompts.texts_and_ids == ((ASKED, list(theirs["input_ids"])),) and prompts.answers
     assert prompts.ends == (tokenizer.id_of("<|im_end|>"),)
 
 
 def test_an_answer_ends_at_the_token_that_ends_turns(talks):
     tokenizer, plan = load_tokenizer(talks), plan_of(talks)
-    model, prompts = fresh_decoder(plan.model.config, seed=0).eval(), open_prompts(plan, tokenizer)
+    model, prompts = fresh_decoder(plan.model.config, seed=0).eval(), opened_prompts(plan, tokenizer)
 
     def drawn(**changes):
         ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), plan=plan)
@@ -99,7 +104,7 @@ def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
     prepared = prepared_rows(tmp_path, rows, "chatml" if rows is TALKS else "none")
     tokenizer = load_tokenizer(prepared)
     plan = plan_of(prepared, Pretrain() if rows is TALKS else None)
-    prompts = open_prompts(plan, tokenizer)
+    prompts = opened_prompts(plan, tokenizer)
     assert not prompts.answers and prompts.texts_and_ids == (
         (ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),
     )

@@ -48,7 +48,7 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
     plan = tiny_plan(optimizer={"kind": "muon"})
     fresh = build_state(plan)
     state = worked_on(plan)
-    restore(state, plan, None)
+    restore(state, None)
     assert state.progress == RunProgress()
     assert state.model_and_optimizer.optimizer.named_tensors() == {}
     pairs = zip(

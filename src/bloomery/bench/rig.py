@@ -16,7 +16,7 @@ from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
-from bloomery.train.kernels import fastest_tiles_of, use_tiles
+from bloomery.train.kernels import fastest_tiles_of, tile_workload, use_tiles
 from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
@@ -41,7 +41,7 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     and UserError for a damaged dataset or when no step is finite.
     """
     plan = RunPlan.model_validate(job["plan"])
-    set_up_process(plan)
+    set_up_process(plan.train, memory_limit=plan.memory.limit)
     if plan.train.device == "cpu":
         bound_memory(plan.memory.limit)
     on_phase("building the model")
@@ -97,7 +97,9 @@ class Rig:
         self._model_and_optimizer = build_state(plan).model_and_optimizer
         self._objective = build_objective(plan)
         if plan.model.attention == "triton":
-            use_tiles(plan, fastest_tiles_of(plan))
+            workload = tile_workload(plan.model, plan.train, plan.data)
+            tiles = fastest_tiles_of(workload, plan.train.device)
+            use_tiles(tiles, workload, plan.train.device)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """The first step: creates the optimizer's states and compiles. Raises UserError."""
@@ -173,7 +175,7 @@ def first_batches(plan: RunPlan, count: int) -> list[Batch]:
     batches = []
     for number in range(count):
         batch = loader.batch(Cursor(seed, number * sequences), sequences)
-        batches.append(with_text_structure(batch, plan))
+        batches.append(with_text_structure(batch, plan.objective, plan.adapter))
     return batches
 
 
@@ -195,7 +197,7 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
             positions=torch.arange(length).repeat(sequences, 1),
             documents=torch.zeros(sequences, length, dtype=torch.int64),
         )
-        batches.append(with_text_structure(batch, plan))
+        batches.append(with_text_structure(batch, plan.objective, plan.adapter))
     return batches
 
 

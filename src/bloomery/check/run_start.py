@@ -21,8 +21,8 @@ from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import OptimizerPlan, RunPlan, TrainPlan
 from bloomery.train.failures import Unsound
-from bloomery.train.kernels import settle_tiles
-from bloomery.train.process import build_kernels, out_of_memory, set_up_process
+from bloomery.train.kernels import build_kernels, settle_tiles
+from bloomery.train.process import out_of_memory, set_up_process
 from bloomery.train.recover import plan_without_kernel
 
 
@@ -83,10 +83,10 @@ def checked_plan(
     """
     build_seconds = 0.0
     while True:
-        set_up_process(plan)
-        build_seconds += build_kernels(plan)
+        set_up_process(plan.train, memory_limit=plan.memory.limit)
+        build_seconds += build_kernels(plan.model)
         try:
-            settle_tiles(plan, run_dir, mesh, emit, resumes=resumes)
+            settle_tiles(plan.model, plan.train, plan.data, run_dir, mesh, emit, resumes=resumes)
             check_step_of_ranks(plan, run_dir, emit, mesh, check_step=check_step)
             check_attention(plan.model, plan.train, sequence_length=plan.data.sequence_length)
         except (KernelFailed, Unsound) as error:

@@ -65,11 +65,12 @@ def examined(plan: "RunPlan") -> Result:
     from bloomery.check.cures import cure_of
     from bloomery.check.examination import examine, problem_of
     from bloomery.plan.resolve import child_environment
-    from bloomery.train.process import build_kernels, set_up_process
+    from bloomery.train.kernels import build_kernels
+    from bloomery.train.process import set_up_process
 
     os.environ.update(child_environment(plan, os.environ))
-    set_up_process(plan)
-    build_kernels(plan)
+    set_up_process(plan.train, memory_limit=plan.memory.limit)
+    build_kernels(plan.model)
     examination = examine(plan)
     facts = {
         "precision": plan.train.precision,

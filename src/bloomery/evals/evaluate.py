@@ -217,7 +217,7 @@ def evaluate_as_trained(
     on_own_device = plan.train.device == next(decoder.parameters()).device.type
     # The block mask is supported by every device.
     decoder.use_attention(plan.model.attention if on_own_device else "mask")
-    loader = open_loader(plan, "validation")
+    loader = open_loader(plan.data, "validation", seed=plan.train.seed)
     sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
     result = evaluate_validation(

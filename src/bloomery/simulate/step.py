@@ -32,12 +32,13 @@ from bloomery.parallel.stage import cut
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.pipeline import even_groups, most_in_flight, stage_of
 from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Distill
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.simulate.traffic import TrafficCounter
 from bloomery.train.objectives.build import build_objective, with_text_structure
-from bloomery.train.objectives.distillation import meta_teacher
+from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
@@ -77,14 +78,18 @@ def simulated_step(
         if sharers.context > 1:
             model_and_optimizer.model.share_sequences(HeadExchange(sharers))
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
-        teacher = meta_teacher(plan) if plan.objective.spec.extra_forwards else None
+        teacher = None
+        if isinstance(plan.objective, Distill):
+            teacher = meta_teacher(
+                TeacherPlan.of(plan.objective, plan.model, plan.data, plan.train)
+            )
         tracker.call("weights", [] if teacher is None else weights(teacher))
         tracker.call("inputs", [tensor for batch in batches for tensor in batch.tensors()])
         if teacher is not None:
             _hand_in_norms(teacher, device_type)
         objective = build_objective(
             plan,
-            lambda _: teacher or meta_teacher(plan),
+            lambda teacher_plan: teacher or meta_teacher(teacher_plan),
             operators=score_operators(tracker, device_type),
             value_head=model_and_optimizer.model.value_head,
         )
@@ -377,7 +382,7 @@ def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
     whole = Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
-    return with_text_structure(whole, plan).part(0, plan.train.context)
+    return with_text_structure(whole, plan.objective, plan.adapter).part(0, plan.train.context)
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

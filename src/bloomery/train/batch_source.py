@@ -17,7 +17,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan, RunPlan
 from bloomery.train.state import TrainState
 
 
@@ -74,7 +74,14 @@ class DatasetSource:
     def __init__(self, inputs: SourceInputs) -> None:
         mesh = inputs.state.model_and_optimizer.mesh
         self._state = inputs.state
-        self._loader = open_loader(inputs.plan, "train", inputs.reference, inputs.run, mesh)
+        self._loader = open_loader(
+            inputs.plan.data,
+            "train",
+            inputs.reference,
+            inputs.run,
+            mesh,
+            seed=inputs.plan.train.seed,
+        )
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
@@ -98,18 +105,19 @@ class DatasetSource:
 
 
 def open_loader(
-    plan: RunPlan,
+    data: DataPlan,
     split: SplitName,
     reference: Path | None = None,
     run: str = "",
     mesh: Mesh = SINGLE_RANK,
+    *,
+    seed: int,
 ) -> Loader:
-    data = plan.data
     return Loader(
         data.prepared,
         sequence_length=data.sequence_length,
         layout=data.layout,
-        seed=plan.train.seed,
+        seed=seed,
         split=split,
         data_rank=mesh.sequence_rank,
         data_world=mesh.sequence_world,

@@ -1,38 +1,29 @@
-"""The state of a running training job, and what it emits after each step."""
+"""The state of a running training job."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery.core.device import is_accelerator, memory_stats
 from bloomery.data.loader import Loader
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.model_folder import restore_best
 from bloomery.model.decoder import Decoder
-from bloomery.monitor.events import Emit, StepDone, Warned
-from bloomery.parallel.environment import node_name, without_host
+from bloomery.monitor.events import Emit, Warned
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
-from bloomery.train.batch_source import BatchSource, StepBatches
+from bloomery.train.batch_source import BatchSource
 from bloomery.train.checkpoint.saver import Saver
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
-    ParameterUpdate,
 )
-from bloomery.train.diagnostics.stragglers import Stragglers, worked_seconds
-from bloomery.train.evaluation.answers import Prompts
+from bloomery.train.diagnostics.stragglers import Stragglers
+from bloomery.train.evaluation.answers import SamplePrompts
 from bloomery.train.objectives.build import Objective
-from bloomery.train.process import (
-    allocator_sample,
-    peak_memory_gib,
-)
 from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, fraction_done
 from bloomery.train.state import TrainState
-from bloomery.train.step import StepResult
 
 
 @dataclass
@@ -47,7 +38,7 @@ class RunContext:
     source: BatchSource
     validation: Loader | None
     tokenizer: Tokenizer
-    prompts: Prompts
+    prompts: SamplePrompts
     saver: Saver
     health_check: HealthCheck
     recorder: Recorder
@@ -102,9 +93,9 @@ class RunContext:
     def read_clock(self) -> None:
         """Take `fraction` of a wall-time run from the clock of rank 0, so that all ranks take the same steps."""
         if self.plan.train.seconds is not None:
-            self.fraction = self.mesh.broadcast_float(self._own_fraction())
+            self.fraction = self.mesh.broadcast_float(self.own_fraction())
 
-    def _own_fraction(self) -> float:
+    def own_fraction(self) -> float:
         """By the clock of this rank."""
         if self.plan.train.seconds is None:
             return self.fraction
@@ -114,126 +105,6 @@ class RunContext:
         """The interval of checkpoints by time begins: nothing of the run would be lost now."""
         self.saved_at_seconds = self.timer.elapsed
         self.seconds_since_save = 0.0
-
-    def emit_step(
-        self,
-        result: StepResult,
-        step_batches: StepBatches,
-        *,
-        lr_scale: float,
-        seconds: float,
-        data_wait_seconds: float,
-    ) -> None:
-        """Emit StepDone, and the health of the step where it was measured. Takes `fraction` as `read_clock`, and
-        `seconds_since_save`.
-        """
-        plan = self.plan.train
-        clock = self.mesh.clock
-        tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
-        axis_names = list(axes(plan))
-
-        # A rank that waits for others has computed less: stragglers are found by compute time alone. Between GPUs a
-        # stage waits for its neighbors on the device, and so does a replica or a shard.
-        axis_seconds = {axis: clock.seconds_by_axis().get(axis, 0.0) for axis in axis_names}
-        waited_seconds = clock.waited_seconds
-        if is_accelerator(plan.device):
-            waited_seconds += axis_seconds.get("pipeline", 0.0)
-        compute_seconds = max(0.0, seconds - waited_seconds)
-        device_wait_seconds = 0.0
-        if is_accelerator(plan.device):
-            device_wait_seconds = sum(axis_seconds.values()) - axis_seconds.get("pipeline", 0.0)
-        # One collective for all that ranks tell each other after a step: at many ranks each takes its time.
-        own_request = self.requests.after_step(self.step) if self.mesh.world > 1 else ()
-        gathered = self.mesh.all_gather_floats(
-            *own_request,
-            self._own_fraction(),
-            self.timer.elapsed - self.saved_at_seconds,
-            peak_memory_gib(plan.device),
-            compute_seconds,
-            device_wait_seconds,
-            *axis_seconds.values(),
-        )
-        if self.mesh.world > 1:
-            self.requests.note([numbers[: len(own_request)] for numbers in gathered])
-        (
-            (self.fraction, *_),
-            (self.seconds_since_save, *_),
-            memory_by_rank,
-            compute_seconds_by_rank,
-            device_wait_seconds_by_rank,
-            *axis_seconds_by_rank,
-        ) = zip(*(numbers[len(own_request) :] for numbers in gathered), strict=True)
-        # Communication of the rank that waited least: the others waited for slower ones, too.
-        least_axis_seconds = [min(seconds_by_rank) for seconds_by_rank in axis_seconds_by_rank]
-        self.emit(
-            StepDone(
-                step=self.step,
-                loss=result.loss if result.taken else None,
-                learning_rate=self.plan.optimizer.learning_rate * lr_scale,
-                grad_norm=result.grad_norm if result.taken else None,
-                tokens=self.state.progress.tokens,
-                tokens_per_second=tokens / seconds,
-                sequences_per_second=plan.sequences_per_step / seconds,
-                step_seconds=seconds,
-                data_wait_seconds=max(0.0, data_wait_seconds - sum(step_batches.seconds.values())),
-                memory_gib=max(memory_by_rank),
-                loss_tokens=result.loss_tokens,
-                metrics={**step_batches.metrics, **result.metrics},
-                communication_seconds=dict(zip(axis_names, least_axis_seconds, strict=True)),
-                rollout_seconds=step_batches.seconds.get("rollout"),
-                reward_seconds=step_batches.seconds.get("reward"),
-            )
-        )
-        if self.mesh.world > 1:
-            self.warn_of_slow_ranks(
-                worked_seconds(compute_seconds_by_rank, device_wait_seconds_by_rank)
-            )
-
-        # Each stage of a pipeline has measured its own parameters.
-        health_check = self.state.model_and_optimizer.health_check
-        if health_check is not None:
-            updates = self.mesh.gather_by_name(
-                {name: update._asdict() for name, update in health_check.take_updates().items()}
-            )
-            if self.mesh.first_rank:
-                self.emit(
-                    health_check.report(
-                        self.step,
-                        step_batches.batches,
-                        self.objective,
-                        updates={
-                            name: ParameterUpdate(**figures) for name, figures in updates.items()
-                        },
-                        compiled=plan.compile,
-                    )
-                )
-            allocator_stats = memory_stats(plan.device)
-            if allocator_stats:
-                self.emit(allocator_sample(allocator_stats, step=self.step, device=self.device))
-
-    def warn_of_slow_ranks(self, compute_seconds_by_rank: Sequence[float]) -> None:
-        """Name, once, each rank that is slower than others with the same layers, and an uneven cut into stages."""
-        for straggler in self.stragglers.note(compute_seconds_by_rank):
-            first_rank, *_, last_rank = (*straggler.ranks, straggler.ranks[-1])
-            host = self.mesh.hosts[first_rank] if self.mesh.hosts else node_name()
-            name = f"rank {first_rank} on {host}"
-            if straggler.host:
-                name = f"host {host}, with {len(straggler.ranks)} ranks from {first_rank} to {last_rank},"
-            reason = f"{name} takes {straggler.times:.1f} times as long for a step as most: the others wait"
-            if len(set(self.mesh.hosts)) > 1:
-                reason += f"; to leave it out: {without_host(host)}"
-            self.emit(Warned(step=self.step, reason=reason))
-        slowest = self.stragglers.slowest_stage()
-        if slowest is not None:
-            index, ratio = slowest
-            train = self.plan.train
-            stage = stage_of(self.plan.model.config, index, train.pipeline, train.pipeline_layers)
-            groups = ", ".join(f"{group.start} to {group.stop - 1}" for group in stage.groups)
-            reason = (
-                f"the cut into stages is uneven: stage {index + 1} of {train.pipeline} (layers {groups}) computes"
-                f" {ratio:.1f} times as long as the fastest stage: the others wait"
-            )
-            self.emit(Warned(step=self.step, reason=reason))
 
 
 def follow(context: RunContext, checkpoint: Path | None) -> None:

@@ -34,6 +34,7 @@ from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, due, estimated_steps, fraction_done, is_save_due, passed
 from bloomery.train.set_up import open_context
 from bloomery.train.step import train_step
+from bloomery.train.step_report import report_step
 
 Outcome = Literal["done", "stopped"]
 NEWS = 0.02  # of a wall-time run: how often its number of steps is estimated
@@ -125,7 +126,11 @@ def train(context: RunContext, stop: Callable[[], bool]) -> Outcome | Literal["r
                 if stop():
                     return "stopped"
                 try:
-                    with context.recorder.around(context.plan, context.step + 1):
+                    with context.recorder.around(
+                        context.step + 1,
+                        planned_steps=context.plan.logging.profile_steps,
+                        device=context.plan.train.device,
+                    ):
                         action = take_step(context, steps)
                 except TimeIsUp:  # in a rollout, on all ranks
                     break
@@ -148,9 +153,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     step = context.step + 1
     start = time.perf_counter()
     context.mesh.clock.reset()  # it adds up the seconds of this step's collectives
-    list_tensors = partial(
-        context.recorder.record_out_of_memory, context.plan, step, f"step {step}"
-    )
+    list_tensors = partial(context.recorder.record_out_of_memory, plan.device, step, f"step {step}")
     # A rollout scores its completions with forwards as large as those of the step: it may run out of memory, too.
     step_batches = attempt(partial(next, steps), state, list_tensors)
     if isinstance(step_batches, AllocationFailed | KernelStopped):
@@ -185,7 +188,8 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
     state.progress.step += 1
     tokens = plan.tokens_per_step if step_batches.tokens is None else step_batches.tokens
     state.progress.tokens += tokens
-    context.emit_step(
+    report_step(
+        context,
         result,
         step_batches,
         lr_scale=lr_scale,

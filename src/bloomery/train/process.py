@@ -1,59 +1,32 @@
-"""Process settings for training, out-of-memory detection and memory use."""
+"""Settings of the process that trains, out-of-memory detection and memory use."""
 
 import re
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from bloomery.core.device import cap_memory, is_accelerator, memory_stats
-from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.model import compiled_scores
-from bloomery.model.attention import compiled
-from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import TrainPlan
 
 # The files of Python and PyTorch that a training process on a CPU maps; a part of the plan's runtime.
 LIBRARIES = 120 * MIB
 
 
-def set_up_process(plan: RunPlan) -> None:
+def set_up_process(train: TrainPlan, *, memory_limit: float) -> None:
     """Set threads and determinism, which affect rounding, and the limit of GPU memory."""
-    torch.set_num_threads(plan.train.threads)
-    torch.use_deterministic_algorithms(plan.train.deterministic)
+    torch.set_num_threads(train.threads)
+    torch.use_deterministic_algorithms(train.deterministic)
     # Debug fill of fresh memory with NaN costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated
     # Out of memory in a ROCm driver can hang the machine; PyTorch's limit raises an error instead.
-    cap_memory(plan.train.device, plan.memory.limit)
-
-
-def build_kernels(plan: RunPlan) -> float:
-    """Compile what the plan computes with C++ of ours; returns the seconds that it took.
-
-    It takes a few seconds once per machine, then the code is read from the cache.
-    Raises UserError: the plan names the code of every result, and another would not resume to the same bits.
-    """
-    began = time.perf_counter()
-    try:
-        if plan.model.scores == "compiled":
-            compiled_scores.build()
-        if plan.model.attention == "compiled":
-            compiled.build()
-    except Uncompiled as error:
-        raise UserError(
-            f"the C++ that this plan computes with cannot be compiled: {error}",
-            where=f"attention: {plan.model.attention}, log-probabilities: {plan.model.scores}",
-            fix=f"{error.fix or 'see the reason above'}; or set train.attention=per_document, which computes both in"
-            " PyTorch",
-        ) from error
-    return time.perf_counter() - began
+    cap_memory(train.device, memory_limit)
 
 
 # The last alternative: oneDNN's message when a CPU kernel gets no memory.

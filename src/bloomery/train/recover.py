@@ -345,7 +345,7 @@ def return_to_checkpoint(context: RunContext, *, non_finite_counts: bool = False
         context.saver.folder,
         lambda problem: context.emit(Warned(step=context.step, reason=problem)),
     )
-    restore(context.state, context.plan, folder, non_finite_counts=non_finite_counts)
+    restore(context.state, folder, non_finite_counts=non_finite_counts)
     follow(context, folder)
     # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
     context.saved_step = context.step

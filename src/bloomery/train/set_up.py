@@ -1,29 +1,33 @@
-"""The set-up of a training job before its first step: process and kernels, models, data, and what writes them."""
+"""The set-up of a training job before its first step: process and kernels, models, dataset, and what writes them."""
 
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import final
 
 from bloomery.core import __version__
+from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.objectives import BatchOrigin
 from bloomery.hub import local_model
 from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
-from bloomery.model.decoder import VALUE_HEAD
+from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.transformers_checks import check_layers
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import CheckpointPlan, RunPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.batch_source import (
     BatchSource,
@@ -39,19 +43,103 @@ from bloomery.train.diagnostics.step_health import (
     HealthCheck,
 )
 from bloomery.train.diagnostics.stragglers import Stragglers
-from bloomery.train.evaluation.answers import open_prompts
-from bloomery.train.kernels import settle_tiles
+from bloomery.train.evaluation.answers import SamplePrompts, open_prompts
+from bloomery.train.kernels import build_kernels, settle_tiles
 from bloomery.train.objectives.build import build_objective
-from bloomery.train.objectives.reference_files import reference_files
+from bloomery.train.objectives.reference_files import ReferenceScoring, reference_files
 from bloomery.train.objectives.reference_model import build_reference_model
 from bloomery.train.process import (
-    build_kernels,
     set_up_process,
     training_device,
 )
 from bloomery.train.rl.rollouts import rollout_source
 from bloomery.train.run_clock import Timer, is_time_up
-from bloomery.train.state import build_state
+from bloomery.train.state import TrainState, build_state
+
+
+def open_context(
+    plan: RunPlan,
+    run_dir: Path,
+    emit: Emit,
+    resume_from: Path | None,
+    stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = SINGLE_RANK,
+    *,
+    timer: Timer,
+    build_seconds: float = 0.0,
+) -> RunContext:
+    """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
+
+    `build_seconds`: what compiling C++ took before this call.
+    Raises Stopped when `stop` returns True before the first step.
+    """
+    set_up_process(plan.train, memory_limit=plan.memory.limit)
+    plan = fix_start(plan, run_dir, mesh)
+
+    # The kernels. Whether they are right on this device was checked while its memory was still free.
+    build_seconds += build_kernels(plan.model)
+    resumes = resume_from is not None
+    settle_tiles(plan.model, plan.train, plan.data, run_dir, mesh, emit, resumes=resumes)
+
+    emit(Phase(name="model"))
+    state, reference_model = build_models(plan, run_dir, resume_from, mesh)
+    dataset = open_dataset(plan, run_dir, state, emit, resume_from, stop)
+    context = RunContext(
+        plan=plan,
+        run_dir=run_dir,
+        emit=emit,
+        state=state,
+        objective=build_objective(
+            plan, mesh=mesh, value_head=state.model.value_head, reference=reference_model
+        ),
+        reference=reference_model,
+        source=source_of(
+            SourceInputs(
+                plan=plan,
+                state=state,
+                tokenizer=dataset.tokenizer,
+                run_dir=run_dir,
+                emit=emit,
+                stop=stop,
+                time_is_up=lambda: is_time_up(plan.train, state.progress.step, timer),
+                reference=dataset.reference_scores,
+                reference_model=reference_model,
+                run=dataset.run,
+            )
+        ),
+        validation=dataset.validation,
+        tokenizer=dataset.tokenizer,
+        prompts=dataset.prompts,
+        saver=open_saver(plan.checkpoint, plan.data.prepared, run_dir, state, emit),
+        health_check=open_health_check(state, is_adapter=not isinstance(plan.adapter, NoAdapter)),
+        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
+        device=training_device(run_dir / "machine.json"),
+        # A checkpoint whose evaluation was interrupted is saved again with its result.
+        saved_step=-1 if state.progress.eval_due else state.progress.step,
+        stop=stop,
+        stragglers=Stragglers(mesh.stages, mesh.hosts),
+        timer=timer,
+    )
+    announce(context, build_seconds=build_seconds)
+    follow(context, resume_from)
+    if resume_from is not None:
+        emit(
+            Resumed(
+                step=context.step, path=str(resume_from), seconds=time.perf_counter() - timer.began
+            )
+        )
+    return context
+
+
+def fix_start(plan: RunPlan, run_dir: Path, mesh: Mesh) -> RunPlan:
+    """The plan with the folders that the run starts from. Its base and its teacher may not change from now on."""
+    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", (
+        "plain sdpa does not keep documents apart"
+    )
+    plan = with_base(plan, run_dir, mesh)
+    if isinstance(plan.objective, Distill) and mesh.first_rank:
+        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
+    return plan
 
 
 def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan:
@@ -73,35 +161,10 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan
     return plan.model_copy(update={"model": model})
 
 
-def open_context(
-    plan: RunPlan,
-    run_dir: Path,
-    emit: Emit,
-    resume_from: Path | None,
-    stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh = SINGLE_RANK,
-    *,
-    timer: Timer,
-    build_seconds: float = 0.0,
-) -> RunContext:
-    """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
-
-    `build_seconds`: what compiling C++ took before this call.
-    Raises Stopped when `stop` returns True before the first step.
-    """
-    # The process and the model. Rank 0 notes which base and teacher the run has: they may not change under it.
-    set_up_process(plan)
-    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", (
-        "plain sdpa does not keep documents apart"
-    )
-    plan = with_base(plan, run_dir, mesh)
-    if isinstance(plan.objective, Distill) and mesh.first_rank:
-        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
-
-    # The kernels. Whether they are right on this device was checked while its memory was still free.
-    build_seconds += build_kernels(plan)
-    settle_tiles(plan, run_dir, mesh, emit, resumes=resume_from is not None)
-    emit(Phase(name="model"))
+def build_models(
+    plan: RunPlan, run_dir: Path, resume_from: Path | None, mesh: Mesh
+) -> tuple[TrainState, Decoder | None]:
+    """The state to train, and the frozen copy of its start where the objective needs one."""
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
@@ -112,85 +175,101 @@ def open_context(
                 matmul_dtype(plan.train.precision),
                 packed=plan.data.layout == "packed",
             )
-    reference_model = build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
+    return state, build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
 
-    # The dataset, and what a reference model says about it; this may take minutes and can be stopped.
-    prepared = plan.data.prepared
-    has_validation = bool(read_manifest(prepared).validation.tokens)
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OpenedDataset:
+    """The dataset of a run. `run`: its identity; "" for a plan that is trained outside a run folder.
+
+    `reference_scores`: the file of the reference model's log-probabilities of the training split, if there is one.
+    """
+
+    tokenizer: Tokenizer
+    prompts: SamplePrompts
+    validation: Loader | None
+    reference_scores: Path | None
+    run: str
+
+
+def open_dataset(
+    plan: RunPlan,
+    run_dir: Path,
+    state: TrainState,
+    emit: Emit,
+    resume_from: Path | None,
+    stop: Callable[[], bool],
+) -> OpenedDataset:
+    """The dataset, and what a reference model says about it: this may take minutes. Raises Stopped."""
+    data = plan.data
+    has_validation = bool(read_manifest(data.prepared).validation.tokens)
     splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
-    tokenizer = load_tokenizer(prepared)
-    prompts = open_prompts(plan, tokenizer)
+    tokenizer = load_tokenizer(data.prepared)
+    prompts = open_prompts(
+        plan.sample.prompts,
+        tokenizer,
+        data.prepared,
+        reads_text=plan.objective.spec.reads_text,
+    )
     identity = read_identity(run_dir)
-    run = "" if identity is None else identity.run  # a plan may be trained outside a run folder
-    references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
+    run = "" if identity is None else identity.run
+    files = dict[SplitName, Path]()
+    if reference_of(plan.objective, plan.adapter).value == "precomputed":
+        scoring = ReferenceScoring(
+            data=data,
+            seed=plan.train.seed,
+            batch_size=plan.eval.micro_batch_size,
+            score_chunk=plan.model.score_chunk,
+            precision=plan.train.precision,
+        )
+        files = reference_files(scoring, run_dir, run, splits, state, emit, resume_from, stop)
     validation = None
     if has_validation and plan.objective.spec.source == "dataset":
-        validation = open_loader(plan, "validation", references.get("validation"), run, mesh)
+        mesh = state.model_and_optimizer.mesh
+        validation = open_loader(
+            data, "validation", files.get("validation"), run, mesh, seed=plan.train.seed
+        )
+    return OpenedDataset(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        validation=validation,
+        reference_scores=files.get("train"),
+        run=run,
+    )
 
-    # Without an adapter every parameter should be trainable: a frozen one is reported. A tied matrix, which is on two
-    # stages, counts on the first.
-    adapts = not isinstance(plan.adapter, NoAdapter)
+
+def open_saver(
+    checkpoint: CheckpointPlan, prepared: Path, run_dir: Path, state: TrainState, emit: Emit
+) -> Saver:
+    """What writes the checkpoints of the run, each with the tokenizer of the `prepared` dataset."""
+    mesh = state.model_and_optimizer.mesh
+    return Saver(
+        run_dir / "checkpoints",
+        checkpoint.keep,
+        checkpoint.async_save,
+        writer=state.checkpointed_model.writer,
+        stored_model=state.checkpointed_model.stored_model(),
+        ranks=RankWriters(mesh, state.rows_on_ranks()) if mesh.world > 1 else None,
+        tokenizer=prepared,
+        emit=emit,
+    )
+
+
+def open_health_check(state: TrainState, *, is_adapter: bool) -> HealthCheck:
+    """The check of the parameters that this rank's updates should change.
+
+    Without an adapter every parameter should be trainable: a frozen one is reported. A tied matrix, which is on two
+    stages, counts on the first.
+    """
     checked_parameters = {
         name: parameter
         for name, parameter in state.model.named_parameters()
-        if (parameter.requires_grad or not adapts)
+        if (parameter.requires_grad or not is_adapter)
         and state.is_owned(name)
         and name != VALUE_HEAD  # it starts at 0: its first updates are large next to it
     }
-    context = RunContext(
-        plan=plan,
-        run_dir=run_dir,
-        emit=emit,
-        state=state,
-        objective=build_objective(
-            plan, mesh=mesh, value_head=state.model.value_head, reference=reference_model
-        ),
-        reference=reference_model,
-        source=source_of(
-            SourceInputs(
-                plan=plan,
-                state=state,
-                tokenizer=tokenizer,
-                run_dir=run_dir,
-                emit=emit,
-                stop=stop,
-                time_is_up=lambda: is_time_up(plan.train, state.progress.step, timer),
-                reference=references.get("train"),
-                reference_model=reference_model,
-                run=run,
-            )
-        ),
-        validation=validation,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        saver=Saver(
-            run_dir / "checkpoints",
-            plan.checkpoint.keep,
-            plan.checkpoint.async_save,
-            writer=state.checkpointed_model.writer,
-            stored_model=state.checkpointed_model.stored_model(),
-            ranks=RankWriters(mesh, state.rows_on_ranks()) if mesh.world > 1 else None,
-            tokenizer=prepared,
-            emit=emit,
-        ),
-        health_check=HealthCheck(checked_parameters, is_adapter=adapts),
-        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
-        device=training_device(run_dir / "machine.json"),
-        # A checkpoint whose evaluation was interrupted is saved again with its result.
-        saved_step=-1 if state.progress.eval_due else state.progress.step,
-        stop=stop,
-        stragglers=Stragglers(mesh.stages, mesh.hosts),
-        timer=timer,
-    )
-    announce(context, build_seconds=build_seconds)
-    follow(context, resume_from)
-    if resume_from is not None:
-        emit(
-            Resumed(
-                step=context.step, path=str(resume_from), seconds=time.perf_counter() - timer.began
-            )
-        )
-    return context
+    return HealthCheck(checked_parameters, is_adapter=is_adapter)
 
 
 def announce(context: RunContext, *, build_seconds: float) -> None:

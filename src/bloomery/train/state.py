@@ -256,7 +256,7 @@ def build_state(
         if base is not None and noted_base is not None:
             base.refuse_change(noted_base["digest"], where=str(resume_from))
         checkpointed_model.read_frozen()
-    restore(state, plan, resume_from, non_finite_counts=True)
+    restore(state, resume_from, non_finite_counts=True)
     return state
 
 
@@ -316,21 +316,19 @@ def build_checkpointed_model(
     return FullWeights(model, initial)
 
 
-def restore(
-    state: TrainState, plan: RunPlan, folder: Path | None, *, non_finite_counts: bool = False
-) -> None:
+def restore(state: TrainState, folder: Path | None, *, non_finite_counts: bool = False) -> None:
     """Restore everything in place from the checkpoint in `folder`; None: the state before the first step.
 
     `non_finite_counts`: restore the counts of non-finite steps too. A rewind must not, or it would repeat forever.
     """
     state.model_and_optimizer.updating = False  # an interrupted update is undone by this
     if folder is None:
-        _restore_start(state, plan, non_finite_counts=non_finite_counts)
+        _restore_start(state, non_finite_counts=non_finite_counts)
     else:
         _restore_checkpoint(state, folder, non_finite_counts=non_finite_counts)
 
 
-def _restore_start(state: TrainState, plan: RunPlan, *, non_finite_counts: bool) -> None:
+def _restore_start(state: TrainState, *, non_finite_counts: bool) -> None:
     if non_finite_counts:
         state.non_finite.load(NonFinite().state())
     state.checkpointed_model.initialize()
@@ -340,7 +338,7 @@ def _restore_start(state: TrainState, plan: RunPlan, *, non_finite_counts: bool)
     if state.average is not None:
         state.average.restore(None, 0)
     state.optimizer.load({}, {})
-    state.cursor = Cursor(plan.train.seed, 0)
+    state.cursor = Cursor(state.cursor.seed, 0)
     state.progress = RunProgress()
     state.rollout = None
 

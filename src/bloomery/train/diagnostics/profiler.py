@@ -26,7 +26,6 @@ from bloomery.core.device import (
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.batch import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
-from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.profile_request import (
     NOT_RECORDED,
     PROFILE,
@@ -235,10 +234,11 @@ class Recorder:
             self._request.unlink(missing_ok=True)  # a request to an earlier process
 
     @contextmanager
-    def around(self, plan: RunPlan, step: int) -> Iterator[None]:
+    def around(
+        self, step: int, *, planned_steps: tuple[int, int] | None, device: str
+    ) -> Iterator[None]:
         """Wraps a step; records it if planned or requested."""
         # A request comes before the plan; the plan's steps may have begun before a resume.
-        planned_steps = plan.logging.profile_steps
         if self._open is None and self._writes:
             steps = requested_steps(self._request)
             if steps == 0 and planned_steps and step >= planned_steps[0]:
@@ -246,7 +246,7 @@ class Recorder:
             if steps > 0:
                 self._request.unlink(missing_ok=True)
                 self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
-                self._open = _Recording(plan, step, step + steps - 1)
+                self._open = _Recording(device, step, step + steps - 1)
         yield
         if self._open is not None and step >= self._open.last_step:
             self.close()
@@ -269,14 +269,14 @@ class Recorder:
 
         return replace(objective, loss=loss)
 
-    def record_out_of_memory(self, plan: RunPlan, step: int, moment: str) -> str:
+    def record_out_of_memory(self, device: str, step: int, moment: str) -> str:
         """List the tensors before they are freed; the file's name in the run folder, "" without one."""
         self._lists += 1
         if self._lists > MOST_LISTS:
             return ""
         name = f"{self._name(step)}-full-{self._lists}"
         title = f"tensors in memory when {moment} ran out of memory"
-        is_written = self._list(name, title, plan.train.device)
+        is_written = self._list(name, title, device)
         return f"{PROFILE}/{name}.memory.txt" if is_written else ""
 
     def close(self) -> None:
@@ -317,10 +317,10 @@ class Recorder:
 class _Recording:
     """torch.profiler from the first step to the last."""
 
-    def __init__(self, plan: RunPlan, first_step: int, last_step: int) -> None:
+    def __init__(self, device: str, first_step: int, last_step: int) -> None:
         self.first_step = first_step
         self.last_step = last_step
-        self.device = plan.train.device
+        self.device = device
         self.listed = False
         record_memory_history(self.device, is_on=True)
         self._profile = profile(activities=profiled_activities(self.device), profile_memory=True)

@@ -1,6 +1,6 @@
 """Completions of the recipe's sample prompts and of prompts from the validation set."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Completion:
 
 
 def validation_prompts(prepared: Path, max_prompts: int) -> list[PromptAndResponse]:
-    """Prompts spread over the validation set, with chosen responses of pairs and desirable ones of KTO data.
+    """SamplePrompts spread over the validation set, with chosen responses of pairs and desirable ones of KTO data.
 
     Empty for plain text. Raises UserError.
     """
@@ -100,7 +100,7 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class SamplePrompts:
     """`sample.prompts` with their ids; `ends`, `stops`: tokens and texts that end a completion; `answers`: a chat."""
 
     texts_and_ids: tuple[tuple[str, list[int]], ...]
@@ -109,20 +109,21 @@ class Prompts:
     answers: bool = False
 
 
-def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
+def open_prompts(
+    prompts: Sequence[str], tokenizer: Tokenizer, prepared: Path, *, reads_text: bool
+) -> SamplePrompts:
     """Encode the prompts: as user turns with the chat template where the run trains on conversations, else as text.
 
-    Raises UserError for a prompt that the template rejects.
+    `reads_text`: whether the objective trains on plain text. Raises UserError for a prompt that the template rejects.
     """
-    prompts = plan.sample.prompts
-    if not prompts or plan.objective.spec.reads_text or not read_manifest(plan.data.prepared).turns:
-        return Prompts(tuple((prompt, tokenizer.encode_prompt(prompt)) for prompt in prompts))
+    if not prompts or reads_text or not read_manifest(prepared).turns:
+        return SamplePrompts(tuple((prompt, tokenizer.encode_prompt(prompt)) for prompt in prompts))
     try:
         with chat_format(tokenizer, None) as form:
             questions = tuple(
                 (prompt, form.encode([Message("user", prompt)])) for prompt in prompts
             )
-            return Prompts(questions, form.stop_ids, form.stop_strings, answers=True)
+            return SamplePrompts(questions, form.stop_ids, form.stop_strings, answers=True)
     except UserError as error:
         fix = "set sample.prompts to questions that the template accepts, or to []"
         raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error
@@ -131,7 +132,7 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
 def samples(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompts: Prompts,
+    prompts: SamplePrompts,
     *,
     plan: RunPlan,
     mesh: Mesh = SINGLE_RANK,

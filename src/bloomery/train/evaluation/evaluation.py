@@ -299,7 +299,9 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             limit=limit,
             mesh=context.mesh,
         )
-        list_memory = partial(context.recorder.record_out_of_memory, plan, context.step, moment)
+        list_memory = partial(
+            context.recorder.record_out_of_memory, plan.train.device, context.step, moment
+        )
         with interruptible(context):
             result = attempt_with_kernels(work, context, f"in {moment}", list_memory)
         if not isinstance(result, AllocationFailed):

@@ -25,6 +25,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import (
+    Adapter,
     Distill,
     Grpo,
     Kto,
@@ -36,7 +37,8 @@ from bloomery.recipe.schema import (
     Sft,
     SimPo,
 )
-from bloomery.train.objectives.distillation import divergence_head, load_teacher
+from bloomery.recipe.schema import Objective as ObjectiveSection
+from bloomery.train.objectives.distillation import TeacherPlan, divergence_head, load_teacher
 from bloomery.train.objectives.losses import (
     LossParts,
     PairScores,
@@ -182,30 +184,41 @@ class BaseScores:
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities."""
+    """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities.
 
-    plan: RunPlan
+    `load_teacher`: of a distillation alone.
+    """
+
+    objective: ObjectiveSection
+    precision: str
     scoring: Scoring
     base_scores: BaseScores | None
     mesh: Mesh
-    load_teacher: Callable[[RunPlan], Decoder]
+    load_teacher: Callable[[], Decoder]
 
 
 def build_objective(
     plan: RunPlan,
-    teacher: Callable[[RunPlan], Decoder] = load_teacher,
+    load_teacher: Callable[[TeacherPlan], Decoder] = load_teacher,
     mesh: Mesh = SINGLE_RANK,
     operators: ScoreOperators = SCORE_OPERATORS,
     value_head: nn.Linear | None = None,
     reference: Decoder | None = None,
 ) -> Objective:
-    """The plan's objective. `teacher` loads the model to distill. `value_head`: of the model that trains. `reference`:
-    the frozen copy of its start, where it has one.
+    """The plan's objective. `load_teacher`: of the model to distill. `value_head`: of the model that trains.
+
+    `reference`: the frozen copy of its start, where it has one.
     """
     score_chunk = plan.model.score_chunk
     scores_in_steps = reference_of(plan.objective, plan.adapter).value in ("adapters", "copy")
+
+    def teacher() -> Decoder:
+        assert isinstance(plan.objective, Distill)
+        return load_teacher(TeacherPlan.of(plan.objective, plan.model, plan.data, plan.train))
+
     inputs = ObjectiveInputs(
-        plan,
+        plan.objective,
+        plan.train.precision,
         Scoring(
             score_chunk,
             plan.train.compile,
@@ -238,7 +251,7 @@ def likelihood(scoring: Scoring) -> Objective:
 
 
 def supervised(inputs: ObjectiveInputs) -> Objective:
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Sft)
     if settings.loss != "dft":
         return likelihood(inputs.scoring)
@@ -252,7 +265,7 @@ def supervised(inputs: ObjectiveInputs) -> Objective:
 
 def preference(inputs: ObjectiveInputs) -> Objective:
     """DPO and IPO, against a reference model."""
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Preference)
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
@@ -275,7 +288,7 @@ def preference(inputs: ObjectiveInputs) -> Objective:
 
 def simple_preference(inputs: ObjectiveInputs) -> Objective:
     """SimPO and ORPO, which have no reference model."""
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, SimPo | OrPo)
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
@@ -305,10 +318,10 @@ def kto(inputs: ObjectiveInputs) -> Objective:
 
     A single micro-batch of one rank without dropout uses its own forward; else each has one more forward first.
     """
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Kto)
     scoring = inputs.scoring
-    precision = inputs.plan.train.precision
+    precision = inputs.precision
     mesh = inputs.mesh
 
     def kl_sums(scores_BT: Tensor, batch: Batch) -> Tensor:
@@ -378,7 +391,7 @@ def _mean_at_least_0(kl_sums: Tensor) -> Tensor:
 
 def policy(inputs: ObjectiveInputs) -> Objective:
     """GRPO and RLOO, on completions that the model drew."""
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
 
@@ -401,7 +414,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
 
 def proximal_policy(inputs: ObjectiveInputs) -> Objective:
     """PPO, on completions that the model drew, with a value head. The KL divergence is a part of their rewards."""
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Ppo)
     loss_of = PpoLoss(settings.cliprange, settings.cliprange_value, settings.vf_coef)
 
@@ -455,10 +468,10 @@ def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objectiv
 
 
 def distill(inputs: ObjectiveInputs) -> Objective:
-    settings = inputs.plan.objective
+    settings = inputs.objective
     assert isinstance(settings, Distill)
-    teacher = inputs.load_teacher(inputs.plan)
-    return distillation(settings, teacher, chunk=inputs.plan.model.score_chunk)
+    teacher = inputs.load_teacher()
+    return distillation(settings, teacher, chunk=inputs.scoring.chunk)
 
 
 BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyType(
@@ -492,9 +505,9 @@ def _reference_pairs(scores_BT: Tensor, batch: Batch) -> PairScores:
     return _pairs(batch.extras["reference"].to(scores_BT.dtype), batch)
 
 
-def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
+def with_text_structure(batch: Batch, objective: ObjectiveSection, adapter: Adapter) -> Batch:
     """A synthetic batch with what the objective needs: tokens, two texts per sequence, log-probabilities 0."""
-    if not plan.objective.spec.numbers_texts:
+    if not objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
         rows, length = batch.tokens.shape
@@ -502,7 +515,7 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
         halves_BT = 2 * torch.arange(rows)[:, None] + is_second_T
         batch = replace(batch, sequences=halves_BT)
         batch = batch.with_extras(kto_labels=torch.ones_like(batch.tokens))
-    precomputed = reference_of(plan.objective, plan.adapter).value == "precomputed"
+    precomputed = reference_of(objective, adapter).value == "precomputed"
     if precomputed and "reference" not in batch.extras:
         batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
     return batch

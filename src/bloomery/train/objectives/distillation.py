@@ -1,7 +1,9 @@
 """The teacher of a distillation: how it is loaded, and the head that compares the model with it."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -17,21 +19,52 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import read_config
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan, ModelPlan, TrainPlan
 from bloomery.recipe.schema import Distill
 
 
-def load_teacher(plan: RunPlan) -> Decoder:
+@final
+@dataclass(frozen=True, kw_only=True)
+class TeacherPlan:
+    """What a run's teacher is, and what it computes with: the device, the precision and the sequences of the run.
+
+    `attention`: the run's backend, which the teacher takes if it supports the teacher.
+    """
+
+    folder: Path
+    prepared: Path
+    sequence_length: int
+    is_packed: bool
+    attention: str
+    precision: str
+    device: str
+
+    @classmethod
+    def of(
+        cls, objective: Distill, model: ModelPlan, data: DataPlan, train: TrainPlan
+    ) -> "TeacherPlan":
+        return cls(
+            folder=local_model(objective.teacher),
+            prepared=data.prepared,
+            sequence_length=data.sequence_length,
+            is_packed=data.layout == "packed",
+            attention=model.attention,
+            precision=train.precision,
+            device=train.device,
+        )
+
+
+def load_teacher(plan: TeacherPlan) -> Decoder:
     """The teacher on the run's device, in the dtype of its matmuls.
 
     Raises UserError when it cannot be read or its vocabulary differs from the dataset's.
     """
-    folder = _teacher_folder(plan)
+    folder = plan.folder
     refuse_teacher_tokenizer(
-        load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder)
+        load_tokenizer(folder), load_tokenizer(plan.prepared), where=str(folder)
     )
-    attention = teacher_attention(read_config(folder), plan, where=str(folder))
-    return _load(folder, matmul_dtype(plan.train.precision), plan.train.device, attention)
+    attention = teacher_attention(read_config(folder), plan)
+    return _load(folder, matmul_dtype(plan.precision), plan.device, attention)
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
@@ -40,41 +73,35 @@ def _load(folder: Path, dtype: torch.dtype, device: str, attention: str) -> Deco
     return teacher.requires_grad_(False)
 
 
-def meta_teacher(plan: RunPlan) -> Decoder:
+def meta_teacher(plan: TeacherPlan) -> Decoder:
     """The teacher without weight values, in its dtype."""
-    folder = _teacher_folder(plan)
-    config = read_config(folder)
-    attention = teacher_attention(config, plan, where=str(folder))
+    config = read_config(plan.folder)
+    attention = teacher_attention(config, plan)
     default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(matmul_dtype(plan.train.precision))
+    torch.set_default_dtype(matmul_dtype(plan.precision))
     try:
         return Decoder(config, attention=attention).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(default_dtype)
 
 
-def _teacher_folder(plan: RunPlan) -> Path:
-    assert isinstance(plan.objective, Distill)
-    return local_model(plan.objective.teacher)
-
-
-def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
+def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
     """The run's attention backend if it supports the teacher, else blockwise, which supports everything.
 
     Raises UserError when the sequences are longer than the teacher's learned positions.
     """
-    length = plan.data.sequence_length
-    refuse_teacher_length(config, length, where=where)
+    length = plan.sequence_length
+    refuse_teacher_length(config, length, where=str(plan.folder))
     windows = [config.window(layer) for layer in range(config.num_layers)]
     problem = supports(
-        plan.model.attention,
-        device_type=plan.train.device,
-        packed=plan.data.layout == "packed",
+        plan.attention,
+        device_type=plan.device,
+        packed=plan.is_packed,
         window=any(window is not None and window < length for window in windows),
         softcap=config.attention_softcap is not None,
         dropout=False,
     )
-    return plan.model.attention if problem is None else "blockwise"
+    return plan.attention if problem is None else "blockwise"
 
 
 def divergence_head(

@@ -13,8 +13,7 @@ from bloomery.infer.forward import eval_mode, to_device
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.choices import reference_of
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan
 from bloomery.train.batch_source import open_loader
 from bloomery.train.failures import Stopped
 from bloomery.train.objectives.build import label_scores
@@ -43,8 +42,19 @@ class ReferenceProgress:
             raise Stopped
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceScoring:
+    """Which log-probabilities are computed, and how. `batch_size`: sequences of a forward."""
+
+    data: DataPlan
+    seed: int
+    batch_size: int
+    score_chunk: int
+    precision: str
+
+
 def reference_files(
-    plan: RunPlan,
+    scoring: ReferenceScoring,
     run_dir: Path,
     run: str,
     splits: Sequence[SplitName],
@@ -53,9 +63,7 @@ def reference_files(
     resume_from: Path | None,
     stop: Callable[[], bool],
 ) -> dict[SplitName, Path]:
-    """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
-    if reference_of(plan.objective, plan.adapter).value != "precomputed":
-        return {}
+    """The files of the reference model's log-probabilities by split, computed where missing."""
     mesh = state.model_and_optimizer.mesh
     files = {split: reference_file(run_dir, split) for split in splits}
     missing_splits = [
@@ -65,8 +73,11 @@ def reference_files(
     # The reference model is the model before the first step: a resumed run goes there and comes back.
     computes_again = bool(missing_splits) and resume_from is not None
     if computes_again:
-        restore(state, plan, None)
-    loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing_splits}
+        restore(state, None)
+    loaders = {
+        split: open_loader(scoring.data, split, mesh=mesh, seed=scoring.seed)
+        for split in missing_splits
+    }
     total = sum(loader.stored_sequences for loader in loaders.values())
     done = 0
     for split, loader in loaders.items():
@@ -74,16 +85,16 @@ def reference_files(
             state.model,
             loader,
             files[split],
-            batch_size=plan.eval.micro_batch_size,
-            score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision,
+            batch_size=scoring.batch_size,
+            score_chunk=scoring.score_chunk,
+            precision=scoring.precision,
             run=run,
             progress=ReferenceProgress(emit, stop, done, total),
             mesh=mesh,
         )
         done += loader.stored_sequences
     if computes_again:
-        restore(state, plan, resume_from, non_finite_counts=True)
+        restore(state, resume_from, non_finite_counts=True)
     return files
 
 
