@@ -21,7 +21,7 @@ COMPILED = pytest.param(
 ON_CPU = [
     name
     for name, facts in BACKENDS.items()
-    if "cpu" in facts.devices and name != "math" and (HAS_COMPILER or name != "compiled")
+    if facts.runs_on("cpu") and name != "math" and (HAS_COMPILER or name != "compiled")
 ]
 
 

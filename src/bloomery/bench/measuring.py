@@ -16,6 +16,7 @@ from typing import Literal, final
 
 from bloomery.core import __version__
 from bloomery.core.child import LONGEST_REASON, Child
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -113,7 +114,9 @@ class BenchResult:
         if self.plan is None:
             return None
         memory = self.plan.memory
-        return (memory.allocated if self.plan.train.device == "cuda" else memory.total) / 2**30
+        return (
+            memory.allocated if is_accelerator(self.plan.train.device) else memory.total
+        ) / 2**30
 
 
 @final
@@ -395,7 +398,7 @@ def other_attention(plan: RunPlan) -> str | None:
     """The next best backend with the same results; None: no other is worth a trial."""
     config = plan.model.config
     length = plan.data.sequence_length
-    if plan.train.device == "cuda" and plan.model.attention == "blockwise":
+    if is_accelerator(plan.train.device) and plan.model.attention == "blockwise":
         return None  # no fused kernel for this GPU: one built for another GPU may hang the driver
     if plan.model.attention == "triton":
         return "blockwise"
@@ -449,15 +452,13 @@ def make_measurement_file(
     software = machine.software
     accelerator = profile.accelerator
     memory = accelerator.usable_bytes if accelerator else machine.host.memory_bytes
-    return Calibration(
+    calibration = Calibration(
         device=device.name,
         arch=device.arch,
         cores=device.cores,
         cpu_check=machine.cpu_check if device.cores else None,
         memory_gib=round(memory / GIB, 2),
         torch=software.torch or "",
-        rocm=software.hip,
-        cuda=software.cuda,
         bloomery=__version__,
         model=plan.model_dump(mode="json")["model"]["config"],
         parameters=parameter_count(plan.model.config),
@@ -466,6 +467,7 @@ def make_measurement_file(
         day=time.strftime("%Y-%m-%d"),
         points=tuple(measured_points),
     )
+    return calibration.model_copy(update=machine.software.runtimes)
 
 
 def _point(plan: RunPlan, tokens_per_second: float, peak_gib: float) -> Point:
@@ -525,7 +527,7 @@ def opening(plan: RunPlan, *, recipe: str, device: str, prepared: bool) -> Itera
 
 def heading(plan: RunPlan, label: str) -> Iterator[str]:
     """`memory` is what tensors held on a GPU, what the whole process held on a CPU."""
-    memory = "GiB of tensors" if plan.train.device == "cuda" else "GiB resident"
+    memory = "GiB of tensors" if is_accelerator(plan.train.device) else "GiB resident"
     yield ""
     yield f"{label:<{SETTING}}{'tokens/s':>10}{'plan':>9}{'ratio':>7}  {memory:>14}{'plan':>8}{'ratio':>7}"
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from bloomery.core.device import memory_stats, synchronize
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.data.batch import Batch
@@ -77,12 +78,12 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     if core_wait_before is not None:
         core_wait_after = core_wait_seconds() or core_wait_before
         core_wait = (core_wait_after - core_wait_before) / (time.perf_counter() - begin_seconds)
-    reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
+    reserved_bytes = memory_stats(plan.train.device).get("reserved_bytes.all.peak")
     return {
         "outcome": "ok",
         "step_seconds": step_times,
         "peak_gib": peak_memory_gib(plan.train.device),
-        "reserved_gib": reserved,
+        "reserved_gib": None if reserved_bytes is None else reserved_bytes / GIB,
         "core_wait": core_wait,
         "learning": learning,
     }
@@ -138,8 +139,7 @@ class Rig:
         )
 
     def _wait(self) -> None:
-        if self._plan.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._plan.device)
 
 
 def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -> Iterator[float]:

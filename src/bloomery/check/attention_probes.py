@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bloomery.core.device import is_accelerator
 from bloomery.facts.attention import BACKENDS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.probe_worker import Compute, Result, check, leave, main, seconds_of
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS = 256
-TIMED_TOKENS = {"cpu": 1024, "cuda": 4096}
+TIMED_ON_CPU = 1024  # tokens
+TIMED_ON_GPU = 4096
 
 
 def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     """A probe of every backend that the device of the machine has."""
     device = build_profile(machine).device.value
-    names = (name for name, facts in BACKENDS.items() if device in facts.devices)
+    names = (name for name, facts in BACKENDS.items() if facts.runs_on(device))
     return tuple(ProbeSpec(name=f"backend-{name}", module=__name__, seconds=90) for name in names)
 
 
@@ -49,7 +51,7 @@ def backend(name: str, job: Mapping[str, Any]) -> Result:
     result = check(run, reference, (queries, keys, keys, queries), device, dtype)
 
     # One longer sequence, timed.
-    tokens = TIMED_TOKENS[device]
+    tokens = TIMED_ON_GPU if is_accelerator(device) else TIMED_ON_CPU
     timed = attention(kind, 1, tokens, device)
     seconds = seconds_of(timed, ((1, 8, tokens, 64),) * 4, device, dtype)
     return result | {

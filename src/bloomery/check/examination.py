@@ -28,6 +28,7 @@ from bloomery.check.whole_step import (
     exact_step,
     step_on_device,
 )
+from bloomery.core.device import generators_restored, release_cached_memory, reset_peak_memory
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.train.process import out_of_memory
 
@@ -82,19 +83,17 @@ def examine(plan: RunPlan) -> Examination:
     The state of random generators is as before, and compiled code of the small model is forgotten.
     """
     began = time.perf_counter()
-    is_gpu = plan.train.device != "cpu"
     faults: list[Fault] = []
     unrepeatable: list[str] = []
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if is_gpu else []):
+        with generators_restored(plan.train.device):
             _examine_pair(build_pair(small_plan(plan)), faults, unrepeatable)
         gc.collect()
         if plan.train.compile:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-        if is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        release_cached_memory()
+        reset_peak_memory(plan.train.device)
     except torch.AcceleratorError:
         # After an error of the device nothing works on it any more, not even to restore a generator.
         if not faults:

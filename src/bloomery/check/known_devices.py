@@ -13,8 +13,10 @@ import torch
 from bloomery.check.examination import Examination
 from bloomery.check.small_model import small_plan
 from bloomery.core import __version__
+from bloomery.core.device import is_accelerator, properties_of, runtime_version
 from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.vendors import KERNEL_VARIABLES
 from bloomery.model.attention.triton_attention import arch_of
 from bloomery.plan.types import RunPlan
 
@@ -23,15 +25,6 @@ FILE = "checked-steps.json"
 KEPT = 1000  # answers
 # Settings of the optimizer that its arithmetic does not depend on.
 RATES = ("learning_rate", "muon_learning_rate", "schedule", "min_lr_ratio", "warmup_steps")
-# Variables that choose other kernels, or another architecture.
-VARIABLES = (
-    "HSA_OVERRIDE_GFX_VERSION",
-    "TORCH_BLAS_PREFER_HIPBLASLT",
-    "ROCBLAS_USE_HIPBLASLT",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
-    "CUBLAS_WORKSPACE_CONFIG",
-)
 
 
 @final
@@ -51,22 +44,16 @@ def identity_of(device_type: str, machine: Machine | None) -> DeviceIdentity:
     device = torch.device(device_type)
     name = platform.processor() or platform.machine()
     unit = ""
-    if device.type != "cpu":
-        properties = torch.cuda.get_device_properties(device)
+    if is_accelerator(device):
+        properties = properties_of(device)
         name = properties.name
-        unit = str(getattr(properties, "uuid", ""))
-    driver = ""
-    if machine is not None:
-        facts = machine.host.driver
-        driver = " ".join(
-            filter(None, (facts.nvidia, facts.amdgpu_version, facts.rocm, f"Linux {facts.kernel}"))
-        )
+        unit = properties.unit_id
     return DeviceIdentity(
         device=name,
         arch=arch_of(device),
         torch=torch.__version__,
-        runtime=torch.version.hip or torch.version.cuda or "",
-        driver=driver,
+        runtime=runtime_version(),
+        driver="" if machine is None else machine.host.driver.versions,
         unit=unit,
     )
 
@@ -83,7 +70,7 @@ def key_of(plan: RunPlan, identity: DeviceIdentity) -> str:
         "adapter": small.adapter.model_dump(mode="json"),
         "quantize": [small.quantize.model_dump(mode="json"), small.quantized_by],
         "layout": small.data.layout,
-        "environment": {name: os.environ.get(name) for name in VARIABLES},
+        "environment": {name: os.environ.get(name) for name in KERNEL_VARIABLES},
     }
     content = [VERSION, __version__, asdict(identity), settings]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

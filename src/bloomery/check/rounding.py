@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bloomery.core.device import products_take_tf32
+
 # Half the distance between 1 and the next number: the largest relative error of one rounding to nearest.
 UNIT_ROUNDOFF = {
     torch.float32: 2.0**-24,
@@ -41,7 +43,7 @@ def device_roundoff(
         return UNIT_ROUNDOFF[torch.bfloat16]
     if dtype != torch.float32:
         return roundoff
-    takes_tf32 = torch.backends.cuda.matmul.allow_tf32 or (in_attention and arch.startswith("sm_"))
+    takes_tf32 = products_take_tf32() or (in_attention and arch.startswith("sm_"))
     return TF32 if takes_tf32 else GPU_FUNCTIONS
 
 

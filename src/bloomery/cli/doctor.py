@@ -33,6 +33,7 @@ from bloomery.core.run_folder import all_runs
 from bloomery.core.text import expanded, redact_secrets
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.vendors import TRITONS
 
 FILE_NAME = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
 MAX_LOG_BYTES = 8_000_000  # the end of a log that is read
@@ -251,7 +252,7 @@ def _last_bytes(stream: BinaryIO) -> bytes:
     return end
 
 
-PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
+PINNED = ("torch", *TRITONS, "torchvision", "torchaudio")
 WRONG_TORCH = (
     "wrong-build",
     "wheel-unfit",

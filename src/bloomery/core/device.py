@@ -35,8 +35,10 @@ class DeviceKind:
 
 
 CPU = DeviceKind("cpu", frozenset[Capability]({"cpu"}))
+META = DeviceKind("meta", frozenset[Capability]())  # shapes without memory
 KINDS = (
     CPU,
+    META,
     # Also AMD's GPUs, to which PyTorch for ROCm gives this name.
     DeviceKind(
         "cuda",
@@ -73,8 +75,8 @@ def can(device: AnyDevice, capability: Capability) -> bool:
 
 
 def is_accelerator(device: AnyDevice) -> bool:
-    """Whether it is no CPU: its work runs behind the host's."""
-    return _type_of(device) != CPU.type
+    """Whether it computes, and is no CPU: its work runs behind the host's."""
+    return _type_of(device) not in (CPU.type, META.type)
 
 
 # Which devices are here.
@@ -115,7 +117,7 @@ def accelerators_in_use() -> tuple[str, ...]:
     return tuple(
         device_type
         for device_type, module in modules
-        if device_type != CPU.type and getattr(module, "is_initialized", lambda: False)()
+        if is_accelerator(device_type) and getattr(module, "is_initialized", lambda: False)()
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.progress import progress
@@ -388,7 +389,7 @@ def load_in_float32(folder: Path, use: Use, *, base: Path | None = None) -> Deco
                 f"verification needs {format_bytes(needed_bytes)}; {use.name} has "
                 f"{format_bytes(free_bytes)} free",
                 where=str(folder),
-                fix="add --no-verify" + (" or --devices cpu" if use.device == "cuda" else ""),
+                fix="add --no-verify" + (" or --devices cpu" if is_accelerator(use.device) else ""),
             )
 
     return load_decoder(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from bloomery.core import Choice
+from bloomery.core.device import Capability, can, is_accelerator
 from bloomery.facts.table import Table
 
 # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
@@ -17,7 +18,7 @@ FLASH_LIKE = frozenset({"sdpa", "varlen", "flex"})
 class BackendSupport:
     """The features of a backend; text is the reason that one is missing."""
 
-    devices: tuple[str, ...]
+    needs: Capability | None = None  # of the kind of device
     since: tuple[int, int] = (2, 9)  # torch
     float32: str | None = None
     packed: str | None = None
@@ -25,34 +26,33 @@ class BackendSupport:
     softcap: str | None = None
     dropout: str | None = None
 
+    def runs_on(self, device: str) -> bool:
+        """Whether this kind of device has the kernels."""
+        return self.needs is None or can(device, self.needs)
+
 
 BACKENDS = Table(
     {
         "sdpa": BackendSupport(
-            ("cpu", "cuda"),
             packed="a causal flag cannot mask documents",
             softcap="scaled_dot_product_attention has no soft-cap",
         ),
-        "mask": BackendSupport(
-            ("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"
-        ),
-        "per_document": BackendSupport(("cpu",)),
-        "compiled": BackendSupport(("cpu",)),
+        "mask": BackendSupport(softcap="scaled_dot_product_attention has no soft-cap"),
+        "per_document": BackendSupport("cpu"),
+        "compiled": BackendSupport("cpu"),
         "varlen": BackendSupport(
-            ("cuda",),
-            since=(
-                2,
-                12,
-            ),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
+            "varlen",
+            # A scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12.
+            since=(2, 12),
             float32="varlen_attn takes 16-bit floats only",
             window="not every build of varlen_attn has windows",
             softcap="varlen_attn has no soft-cap",
             dropout="varlen_attn has no dropout",
         ),
-        "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
-        "triton": BackendSupport(("cuda",)),
-        "blockwise": BackendSupport(("cpu", "cuda")),
-        "math": BackendSupport(("cpu", "cuda")),
+        "flex": BackendSupport("flex", dropout="FlexAttention has no dropout"),
+        "triton": BackendSupport("triton"),
+        "blockwise": BackendSupport(),
+        "math": BackendSupport(),
     }
 )
 _ON_DEVICE = {
@@ -81,8 +81,9 @@ def supports(
     Raises KeyError for an unknown backend.
     """
     facts = BACKENDS[backend]
-    if device_type not in facts.devices:
-        return _ON_DEVICE[backend]
+    if not facts.runs_on(device_type):
+        is_untried = facts.needs != "cpu" and is_accelerator(device_type)
+        return f"it has not been tried on {device_type}" if is_untried else _ON_DEVICE[backend]
     if torch is not None and _version(torch) < facts.since:
         return f"it needs torch {facts.since[0]}.{facts.since[1]}, and this is {torch}"
     needs = (

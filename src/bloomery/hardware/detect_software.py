@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib import util
 from pathlib import Path
-from typing import Literal
 from urllib.parse import unquote, urlparse
 
 from bloomery.hardware.kfd import text_of
@@ -18,9 +17,7 @@ from bloomery.hardware.machine import (
     Setting,
     Software,
 )
-
-Build = Literal["cpu", "cuda", "rocm"]
-
+from bloomery.hardware.vendors import TRITONS, VENDORS, Build
 
 ENVIRONMENT = (
     "HSA_OVERRIDE_GFX_VERSION",
@@ -74,7 +71,6 @@ COMPANIONS = re.compile(
     r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
     r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
 )
-TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 REQUIRES_TORCH = re.compile(
     r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE
 )
@@ -141,7 +137,8 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def build_of(values: dict[str, str]) -> Build:
-    return "rocm" if values.get("hip") else "cuda" if values.get("cuda") else "cpu"
+    builds = (vendor.build for vendor in VENDORS.values() if values.get(vendor.version))
+    return next(builds, "cpu")
 
 
 def _short(path: Path) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
+from bloomery.hardware.vendors import VENDORS, Build, Vendor
 
 
 class Frozen(BaseModel, frozen=True, extra="ignore"):
@@ -23,7 +24,7 @@ class Accelerator(Frozen):
     """One device as the operating system exposes it (a GCD of an MI250X is one)."""
 
     index: Whole
-    vendor: Literal["amd", "nvidia"]
+    vendor: Vendor
     name: str
     arch: str  # gfx90a, sm_90
     memory_bytes: Whole
@@ -81,6 +82,12 @@ class Driver(Frozen):
     boot: str = ""  # relevant parameters of /proc/cmdline: iommu=, amd_iommu=, nomodeset
     rocm: str = ""  # of the system, 6.4.0; PyTorch wheels include their own
     numa_balancing: bool | None = None
+
+    @property
+    def versions(self) -> str:
+        """Of all that a GPU's kernels run on."""
+        known = filter(None, (self.nvidia, self.amdgpu_version, self.rocm, f"Linux {self.kernel}"))
+        return " ".join(known)
 
 
 class Surroundings(Frozen):
@@ -156,7 +163,7 @@ class Host(Frozen):
 class Software(Frozen):
     python: Version
     torch: Version | None = None  # the installed version, read without importing it
-    build: Literal["cpu", "cuda", "rocm"] | None = None
+    build: Build | None = None
     triton: str | None = None
     environment: dict[str, str] = {}  # relevant variables, such as HSA_OVERRIDE_GFX_VERSION
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
@@ -167,6 +174,11 @@ class Software(Frozen):
     packages: tuple[Package, ...] = ()
     settings: tuple[Setting, ...] = ()
     pinned: str = ""  # torch in the environment's pip constraints; empty: pip can replace it
+
+    @property
+    def runtimes(self) -> dict[str, str]:
+        """That torch was built for, as `Calibration` names them."""
+        return {"rocm": self.hip, "cuda": self.cuda}
 
 
 class Machine(Frozen):
@@ -189,9 +201,7 @@ def read_machine(path: Path) -> Machine:
         raise UserError("cannot read machine.json of the run", where=str(path), fix=fix) from error
 
 
-# In the order in which they apply. Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL
-# only (CLR, rocdevice.cpp).
-MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+MASKS = tuple(dict.fromkeys(mask for vendor in VENDORS.values() for mask in vendor.masks))
 # PCI_BUS_ID: the order of nvidia-smi; unset: the fastest GPU first
 CUDA_ORDER = "CUDA_DEVICE_ORDER"
 
@@ -203,10 +213,12 @@ def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
     if "ROCR_VISIBLE_DEVICES" in variables:
         amd = dict(enumerate(_masked(amd, variables["ROCR_VISIBLE_DEVICES"])))
     hip = variables.get("HIP_VISIBLE_DEVICES", variables.get("CUDA_VISIBLE_DEVICES"))
-    return (
-        *_masked(amd, hip),
-        *_masked(_numbered(machine, "nvidia"), variables.get("CUDA_VISIBLE_DEVICES")),
-    )
+    devices = _masked(amd, hip)
+    for vendor, facts in VENDORS.items():
+        if vendor != "amd":
+            mask = variables.get(facts.masks[0]) if facts.masks else None
+            devices += _masked(_numbered(machine, vendor), mask)
+    return tuple(devices)
 
 
 def number_of(machine: Machine, device: Accelerator) -> int:
@@ -230,10 +242,10 @@ def only(machine: Machine, indices: Collection[int]) -> Machine:
     return machine.model_copy(update={"accelerators": tuple(devices)})
 
 
-def mask_of(machine: Machine, vendor: str) -> str:
+def mask_of(machine: Machine, vendor: Vendor) -> str:
     """The variable that selects devices of a vendor; empty if none is set."""
-    names = MASKS if vendor == "amd" else MASKS[-1:]
-    return next((name for name in names if name in machine.software.environment), "")
+    masks = VENDORS[vendor].masks
+    return next((name for name in masks if name in machine.software.environment), "")
 
 
 def hidden(machine: Machine) -> str:

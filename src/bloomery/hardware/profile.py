@@ -23,6 +23,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
+from bloomery.hardware.vendors import VENDORS, Build
 from bloomery.hardware.wheels import DEFAULT_TORCH, TorchBuild, series, torch_builds, triton_of
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
@@ -49,7 +50,7 @@ class Override(NamedTuple):
 class Profile:
     """Settings for the device that training uses, with its entries in gpus.toml (None: not listed)."""
 
-    device: Choice[str]  # cpu, cuda (also the name of AMD GPUs in PyTorch)
+    device: Choice[str]  # the type of `core.device.KINDS`
     accelerator: Accelerator | None
     arch: ArchSpec | None
     gpu: GpuSpec | None
@@ -189,7 +190,7 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
         )
         verb = "is integrated and hidden" if len(hidden_gpus) == 1 else "are integrated and hidden"
         reason += f"; {names} {verb}: -d {hidden_gpus[0].index} trains on it"
-    return best, Choice("cuda", f"{best.name} ({best.arch}){reason}")
+    return best, Choice(VENDORS[best.vendor].device_type, f"{best.name} ({best.arch}){reason}")
 
 
 def hidden_integrated(machine: Machine, device: Accelerator) -> tuple[Accelerator, ...]:
@@ -245,8 +246,8 @@ def _same_model(devices: Sequence[Accelerator]) -> bool:
     return len({(device.name, device.arch, device.memory_bytes) for device in devices}) == 1
 
 
-def _build_for(device: Accelerator) -> str:
-    return "rocm" if device.vendor == "amd" else "cuda"
+def _build_for(device: Accelerator) -> Build:
+    return VENDORS[device.vendor].build
 
 
 def _inaccessible(machine: Machine, device: Accelerator) -> str:
@@ -449,7 +450,7 @@ def _environment(
         settings.append(
             _Setting(name, HIP_ALLOCATOR, "less fragmentation; no expandable segments on HIP")
         )
-    elif not machine.host.around.wsl:
+    elif device.vendor == "nvidia" and not machine.host.around.wsl:
         name = "PYTORCH_CUDA_ALLOC_CONF" if is_old else "PYTORCH_ALLOC_CONF"
         settings.append(_Setting(name, CUDA_ALLOCATOR, "less fragmentation"))
     if arch is not None and arch.attention_in(torch) == "experimental":
@@ -500,12 +501,11 @@ def best_device(machine: Machine) -> Accelerator | None:
     """The best GPU for training, accessible or not: discrete before integrated, then the vendor of the installed
     PyTorch, then the most memory.
     """
-    vendor = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
     return max(
         machine.accelerators,
         key=lambda device: (
             not device.integrated,
-            device.vendor == vendor,
+            _build_for(device) == machine.software.build,
             device.usable_bytes,
             -device.index,
         ),
@@ -547,7 +547,7 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
     software = Software(
         python=machine.software.python,
         torch=version[1] if version else None,
-        build="rocm" if device.vendor == "amd" else "cuda",
+        build=_build_for(device),
         triton=triton_of(version[1]) if version else None,
         environment={name: value for name, value in variables if name not in (*MASKS, CUDA_ORDER)},
     )

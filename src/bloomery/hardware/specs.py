@@ -14,11 +14,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import closest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import Accelerator, Host
+from bloomery.hardware.vendors import Vendor
 from bloomery.hardware.wheels import series, torch_with_triton
 
 # The share of system memory available to an integrated GPU unless amdgpu.gttsize or ttm.pages_limit are set.
 SHARED_PART = 0.5
 LARGEST_NODE = 1024  # GPUs
+PRODUCT_LINES = "(NVIDIA|AMD|GeForce|Instinct|Tesla|Radeon)"  # that names of GPUs begin with
 
 
 class TableEntry(BaseModel, frozen=True, extra="forbid"):
@@ -32,7 +34,7 @@ class ArchSpec(TableEntry):
     """
 
     names: tuple[str, ...]
-    vendor: Literal["amd", "nvidia"]
+    vendor: Vendor
     family: str
     wave_size: int
     lds_kib: int

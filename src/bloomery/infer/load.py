@@ -8,6 +8,13 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.device import (
+    accelerator_type,
+    free_and_total_bytes,
+    is_accelerator,
+    multiplies_bfloat16,
+    properties_of,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
@@ -28,8 +35,8 @@ from bloomery.recipe.schema import Quantize
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
 MIN_CONTEXT = 512  # tokens: a server with less is of no use
-# The share of the memory next to the weights that a cache takes whose size the user has not set.
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}
+CACHE_SHARE_OF_CPU = 0.5
+CACHE_SHARE_OF_GPU = 0.9
 WORKSPACE = 256 * 2**20  # bytes of a forward in addition to weights and KV cache
 OnText = Callable[[str], None]
 
@@ -37,9 +44,9 @@ OnText = Callable[[str], None]
 @final
 @dataclass(frozen=True)
 class Use:
-    """Where and how a model is used. `device`: "cpu" or "cuda". `quantize`: None: as in the run that trained it.
+    """Where and how a model is used. `device`: a type of `core.device`.
 
-    `bfloat16`: supported in hardware. `machine`: with its stored probes.
+    `quantize`: None: as in the run that trained it. `bfloat16`: supported in hardware. `machine`: with its probes.
     """
 
     device: str
@@ -50,9 +57,10 @@ class Use:
     @staticmethod
     def local() -> "Use":
         """This machine's GPU if available, else its CPU."""
-        if not torch.cuda.is_available():
+        device = accelerator_type()
+        if device is None:
             return Use("cpu")
-        return Use("cuda", bfloat16=torch.cuda.is_bf16_supported(including_emulation=False))
+        return Use(device, bfloat16=multiplies_bfloat16(device))
 
     @staticmethod
     def of(
@@ -61,9 +69,9 @@ class Use:
         """The device that training would use. Raises UserError for a requested one that cannot be used."""
         has_gpu = profile.accelerator is not None
         reason = profile.device.reason
-        if has_gpu and not torch.cuda.is_available():
+        if has_gpu and accelerator_type() != profile.device.value:
             has_gpu = False
-            reason = "this PyTorch cannot use it (torch.cuda.is_available() is False)"
+            reason = "this PyTorch cannot use it (torch.accelerator.is_available() is False)"
         if not has_gpu and requested_device not in ("auto", "cpu"):
             raise UserError(
                 f"device {requested_device} cannot be used: {reason}",
@@ -71,16 +79,21 @@ class Use:
                 fix="run `bloomery doctor --probe`, or pass --devices cpu",
             )
         kind = cast(Literal["none", "nf4", "int8"] | None, quantize)
-        return Use("cuda" if has_gpu else "cpu", kind, profile.dtype.value == "bfloat16", machine)
+        device = profile.device.value if has_gpu else "cpu"
+        return Use(device, kind, profile.dtype.value == "bfloat16", machine)
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name(0) if self.device == "cuda" else "CPU"
+        return properties_of(self.device).name
 
     def free_bytes(self) -> int:
-        if self.device == "cuda":
-            return torch.cuda.mem_get_info()[0]
-        return self.host_free_bytes
+        device_memory = free_and_total_bytes(self.device)
+        return self.host_free_bytes if device_memory is None else device_memory[0]
+
+    @property
+    def cache_share(self) -> float:
+        """The share of the memory next to the weights that a cache takes whose size the user has not set."""
+        return CACHE_SHARE_OF_GPU if is_accelerator(self.device) else CACHE_SHARE_OF_CPU
 
     @property
     def host_free_bytes(self) -> int:
@@ -180,7 +193,7 @@ def _load(
         if tokens is None and context < (longest := decoder.config.max_positions):
             on_load(
                 f"context: {context:,} of the model's {longest:,} tokens: its KV cache for {slots} requests fits in "
-                f"{CACHE_SHARE[use.device] / parts:.0%} of the free memory (--max-requests, --max-context)"
+                f"{use.cache_share / parts:.0%} of the free memory (--max-requests, --max-context)"
             )
 
     decoder = load_decoder(
@@ -230,7 +243,9 @@ def _precision_of_run(files: ModelFiles, use: Use) -> str | None:
     # The precision of a run on a CPU works on every CPU.
     if trained.precision == "float32" or use.device == trained.device == "cpu":
         return trained.precision
-    is_supported = use.device == "cuda" if trained.precision == "float16" else use.bfloat16
+    is_supported = use.bfloat16
+    if trained.precision == "float16":
+        is_supported = is_accelerator(use.device)
     return trained.precision if is_supported else None
 
 
@@ -305,7 +320,7 @@ def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
     itemsize = decoder.model.embed_tokens.weight.itemsize
     weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     free_bytes = use.free_bytes() - weight_bytes - _working_bytes(decoder, itemsize)
-    max_cache_bytes = free_bytes * CACHE_SHARE[use.device]
+    max_cache_bytes = free_bytes * use.cache_share
 
     def cache_bytes(tokens: int) -> int:
         return slots * _cache_bytes(config, tokens, itemsize)
@@ -340,6 +355,6 @@ def _fix_of_memory(
             quantized_bytes -= weight.nbytes - storage_bytes(tuple(weight.shape), kind, True)
         if layer_weights and quantized_bytes <= free_bytes:
             return f"pass --quantize {kind}, which needs {format_bytes(quantized_bytes)}"
-    if use.device == "cuda" and needed_bytes <= use.host_free_bytes:
+    if is_accelerator(use.device) and needed_bytes <= use.host_free_bytes:
         return "end other processes on this GPU, or pass --devices cpu"
     return "end other processes, or use a smaller model"

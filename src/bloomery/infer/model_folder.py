@@ -329,7 +329,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Trained:
-    """Quantization, precision and device ("cpu", "cuda") of the run that wrote a checkpoint."""
+    """Quantization, precision and device of the run that wrote a checkpoint."""
 
     quantize: Quantize
     precision: str

@@ -14,7 +14,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarStri
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.hardware.sites import CPU, Site
-from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.specs import PRODUCT_LINES, find_gpu
 from bloomery.launch.job_script import (
     TRUST_CODE,
     checked_hosts,
@@ -289,7 +289,7 @@ def _dns_name(name: str) -> str:
 
 def _skypilot_name(gpu: str) -> str:
     """A GPU as `sky show-gpus` lists it: H100, A100-80GB, RTX4090, MI300X."""
-    text = re.sub(r"^(NVIDIA|AMD|GeForce|Instinct|Tesla|Radeon)\s+", "", gpu.strip(), flags=re.I)
+    text = re.sub(rf"^{PRODUCT_LINES}\s+", "", gpu.strip(), flags=re.I)
     text = re.sub(r"\s+(SXM\d?|PCIe)$", "", text, flags=re.I)
     text = re.sub(r"^RTX\s+(?=A\d)", "", text, flags=re.I)
     text = re.sub(r"^RTX\s+(?=\d)", "RTX", text, flags=re.I)

@@ -20,6 +20,7 @@ from bloomery.core.run_folder import RunFolder
 from bloomery.core.signals import STOP_SIGNALS
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
+from bloomery.hardware.vendors import COLLECTIVE_ERROR, DRIVER_ERROR
 from bloomery.launch.exit_codes import STOPPED
 from bloomery.parallel.collective_notes import CollectiveNote, rank_behind
 from bloomery.parallel.environment import without_host
@@ -36,8 +37,7 @@ LOST = re.compile(
 )
 # The words of a device, its driver or its memory: another host may not have this fault.
 DEVICE_FAULT = re.compile(
-    r"(HIP|CUDA|NCCL|RCCL) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|AcceleratorError"
-    r"|out of memory|sees no GPU",
+    rf"{DRIVER_ERROR}|{COLLECTIVE_ERROR}|out of memory|sees no GPU",
     re.IGNORECASE,
 )
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from bloomery.core import Choice
+from bloomery.core.device import can
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
@@ -142,7 +143,7 @@ def choose_attention(
     windows = [window for window in config.sliding_window if window is not None]
     # Both responses of a pair share a sequence in every layout, with document masking.
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
-    kind = "cpu" if profile.accelerator is None else "cuda"
+    kind = profile.device.value
     requested = recipe.train.attention
     absent = _absent_attention(profile, precision)
     if config.transformers_backend is not None:
@@ -160,7 +161,7 @@ def choose_attention(
             torch=torch,
         )
 
-    if kind == "cuda" and "triton" not in absent:
+    if can(kind, "triton") and "triton" not in absent:
         length = recipe.data.sequence_length
         refusal = _triton_refusal(
             config, profile, precision=precision, length=length, is_set=requested != "auto"
@@ -230,7 +231,7 @@ def decodes_with_kernel(
     if refusal is not None:
         absent.setdefault("triton", refusal)
     choice = attention_facts.choose(
-        "cuda",
+        profile.device.value,
         arch_has_fused=profile.attention.value == "fused",
         sequence_length=length,
         packed=False,

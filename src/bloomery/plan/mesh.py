@@ -10,6 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.facts.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.hardware.profile import Profile
+from bloomery.hardware.vendors import ASSUMED_VENDOR, Vendor
 from bloomery.plan import stages
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate.fabric import (
@@ -66,7 +67,7 @@ class MeshWorkload:
     sequences_per_step: int
     fabric: Fabric
     rate: Rate | None
-    vendor: str
+    vendor: Vendor | None  # None: a CPU
     limit: float
 
     @classmethod
@@ -84,7 +85,7 @@ class MeshWorkload:
     ) -> "MeshWorkload":
         """The step over `nodes` nodes of `gpus` devices like that of `profile`.
 
-        Ranks of a CPU share its cores and memory. A GPU of an unknown vendor is planned as AMD's.
+        Ranks of a CPU share its cores and memory. An unlisted GPU is planned as one of ASSUMED_VENDOR.
         `limit`: bytes of the device that a plan may use.
         """
         on_cpu = profile.accelerator is None
@@ -94,7 +95,7 @@ class MeshWorkload:
             sequences_per_step=sequences_per_step,
             fabric=fabric_of(link, per_node=gpus, nodes=nodes, assumed_network=assumed_network),
             rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
-            vendor="cpu" if on_cpu else profile.arch.vendor if profile.arch else "amd",
+            vendor=None if on_cpu else profile.arch.vendor if profile.arch else ASSUMED_VENDOR,
             limit=limit / gpus if on_cpu else limit,
         )
 
@@ -261,7 +262,7 @@ def _pipelines(workload: MeshWorkload, chunks: int) -> Iterator[MeshSplit]:
     follow each other, so that a stage is in one node where stages are as many as nodes, or more.
     """
     fabric = workload.fabric
-    if workload.vendor == "cpu" or workload.step.context > 1:
+    if workload.vendor is None or workload.step.context > 1:
         return
     most_stages = min(
         max(fabric.per_node, fabric.nodes), MOST_STAGES, workload.step.config.num_layers // chunks

@@ -30,6 +30,7 @@ from bloomery.hardware.profile import (
     with_gpu,
 )
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
+from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.advise import energy_kwh, fit_of, span
 from bloomery.plan.checkpoints import interval_text
 from bloomery.plan.estimate.speed import useful_flops
@@ -329,9 +330,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     (unit, size) = unit_of(plan.memory.total)
     digits = 1 if size == GIB else 0
     names = {
-        "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context"
-        if profile.arch
-        else "context",
+        "context": f"{VENDORS[profile.arch.vendor].runtime} context" if profile.arch else "context",
         "half-precision copies": f"{SHORT_NAMES[plan.train.precision]} copies",
         "runtime": "Python, PyTorch",
         "kernels": "CPU kernels",

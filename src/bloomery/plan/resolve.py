@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from bloomery.core import Choice
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB, Duration
 from bloomery.data.prepare.prepare import prepared_folder
@@ -632,7 +633,7 @@ def _number(value: int | str) -> int | None:
 
 def plan_environment(plan: RunPlan) -> dict[str, str]:
     """Environment variables that the plan needs before torch is imported; the user's own are not looked at."""
-    fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
+    fixed = DETERMINISM if plan.train.deterministic and is_accelerator(plan.train.device) else {}
     lazy = {LAZY_CONNECTIONS: "1"} if plan.train.connects_lazily else {}
     return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed, **lazy}
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
+from bloomery.hardware.vendors import Vendor
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_overhead
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.stages import (
@@ -166,7 +167,7 @@ def cut(
     split: MeshSplit,
     rate: Rate | None,
     *,
-    vendor: str,
+    vendor: Vendor | None,
     limit: float,
     micro_batches: int,
 ) -> MeshSplit:

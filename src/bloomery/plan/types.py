@@ -79,7 +79,7 @@ class MemoryEstimate(PlanPart):
 
     @property
     def allocated(self) -> float:
-        """Live tensors alone: what torch.cuda.max_memory_allocated counts."""
+        """Live tensors alone: what the allocator of a GPU counts."""
         return self.total - sum(self.parts.get(part, 0.0) for part in NOT_TENSORS)
 
 

@@ -1,9 +1,9 @@
 """The devices that a run trains on, one process each. No torch."""
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bloomery.core.device import KINDS
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import (
     Accelerator,
@@ -15,6 +15,7 @@ from bloomery.hardware.machine import (
 )
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device, hidden_integrated
+from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.mesh import fewest_devices, sizes_of
 from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
@@ -27,7 +28,8 @@ MOST_CPU_RANKS = 64  # each holds a copy of PyTorch, and they share the cores
 
 
 def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]:
-    """The machine with only the given devices, and their number: "0,1", "cuda:0" (AMD too), "cpu", "cpu,cpu".
+    """The machine with only the given devices, and their number: "0,1", "cuda:0" (AMD too), "xpu:0", "mps",
+    "cpu", "cpu,cpu".
 
     None or "auto": every GPU like the best one, or the CPU as one device. Raises UserError.
     """
@@ -179,18 +181,30 @@ def _hidden_by(machine: Machine, devices: Sequence[Accelerator]) -> tuple[Accele
 
 
 def _named(machine: Machine, name: str) -> Accelerator:
-    number = re.sub(r"^(cuda|hip|rocm):", "", name)
-    named_device = next(
-        (device for device in machine.accelerators if str(device.index) == number), None
+    """The device of a number alone, of a kind and a number, or the first one of a kind: "1", "xpu:0", "mps"."""
+    prefix, colon, number = name.rpartition(":")
+    kind = next((kind for kind in KINDS if (prefix if colon else name) in kind.prefixes), None)
+    if kind is None:
+        matching = [device for device in machine.accelerators if str(device.index) == name]
+    else:
+        matching = [
+            device
+            for device in machine.accelerators
+            if VENDORS[device.vendor].device_type == kind.type
+            and (not colon or str(device.index) == number)
+        ]
+    if matching:
+        return matching[0]
+
+    problem = f"no such device: {name!r}"
+    makers = [vendor for vendor in VENDORS.values() if kind and vendor.device_type == kind.type]
+    if makers and not any(vendor.is_detected for vendor in makers):
+        problem += f": Bloomery does not detect GPUs of {makers[0].name} yet"
+    known_devices = (
+        ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
     )
-    if named_device is None:
-        known_devices = (
-            ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators)
-            or "none"
-        )
-        fix = f"use cpu or one of these GPUs: {known_devices}"
-        raise UserError(f"no such device: {name!r}", where="--devices", fix=fix, code=2)
-    return named_device
+    fix = f"use cpu or one of these GPUs: {known_devices}"
+    raise UserError(problem, where="--devices", fix=fix, code=2)
 
 
 def _only_these(machine: Machine, selected: list[Accelerator]) -> Machine:

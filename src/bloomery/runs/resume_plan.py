@@ -13,6 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
 from bloomery.core.units import counted, format_seconds
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.vendors import DRIVER_ERROR, LIBRARY_ERROR
 from bloomery.launch.exit_codes import (
     DIVERGED,
     FAILED,
@@ -313,9 +314,8 @@ UNASKED_CODES = (OUT_OF_MEMORY, LINK_FAILED, KERNEL_FAILED)
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
 KERNEL = re.compile(
-    r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|no kernel image|"
-    r"\b(CUBLAS|HIPBLAS|ROCBLAS|CUDNN|MIOPEN)_STATUS_(?!ALLOC)|miopenStatus|"
-    r"InductorError|BackendCompilerFailed|triton\.\w*[Cc]ompil\w*|PassManager::run failed|AcceleratorError"
+    rf"{DRIVER_ERROR}|no kernel image|{LIBRARY_ERROR}|"
+    r"InductorError|BackendCompilerFailed|triton\.\w*[Cc]ompil\w*|PassManager::run failed"
 )
 
 

@@ -55,7 +55,7 @@ class Simulated:
 
     @property
     def peak(self) -> float:
-        """As torch.cuda.max_memory_allocated counts it and `MemoryEstimate.allocated` estimates it."""
+        """As the allocator of a GPU counts it and `MemoryEstimate.allocated` estimates it."""
         return sum(self.parts.values())
 
 

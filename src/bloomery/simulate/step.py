@@ -70,7 +70,7 @@ def simulated_step(
     """
     mesh = _fake_mesh(split) if split.shard > 1 else None
     sharers = _fake_sharers(split) if split.context > 1 else SINGLE_RANK
-    device_type = _device_type(plan)
+    device_type = plan.train.device
     with _fake_tensors(plan) as tracker:
         # All that is alive before the step has a kind of its own; what the step makes is told
         # apart by forward and backward.
@@ -159,7 +159,7 @@ def simulated_stage(
             stage=stage_of(plan.model.config, index, split.pipeline, layers),
         )
         objective = build_objective(
-            plan, meta_teacher, operators=score_operators(tracker, _device_type(plan))
+            plan, meta_teacher, operators=score_operators(tracker, plan.train.device)
         )
 
         def step(count: int) -> None:
@@ -218,7 +218,7 @@ def _fake_pipeline(split: MeshSplit, index: int) -> Mesh:
 
 @contextmanager
 def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
-    functions = nullcontext() if _device_type(plan) == "cpu" else GpuFunctions()
+    functions = nullcontext() if plan.train.device == "cpu" else GpuFunctions()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), functions:
             yield MemoryTracker()
@@ -226,11 +226,6 @@ def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
         # Whoever saves a model next would take this process for one of several ranks.
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _device_type(plan: RunPlan) -> str:
-    """The type of the device that the step stands for."""
-    return "cpu" if plan.train.device == "cpu" else "cuda"
 
 
 def _hand_in_norms(model: Decoder, device_type: str) -> None:
@@ -256,7 +251,7 @@ def _two_steps(
         on_progress(f"{prefix}the {number} of two steps")
         tracker.forget_peak()
         traffic = TrafficCounter(mesh)
-        with traffic, tracker, FakeResults(tracker, _device_type(plan)):
+        with traffic, tracker, FakeResults(tracker, plan.train.device):
             step(count)
         sent_by_step.append(traffic.bytes_by_axis)
         tracker.call("optimizer", _states(model_and_optimizer))
@@ -308,7 +303,7 @@ def _model_and_optimizer(
     model.tie()
 
     # Kernels of a GPU stand in for those of the CPU.
-    _hand_in_norms(model, _device_type(plan))
+    _hand_in_norms(model, plan.train.device)
     blocks = [block for block in model.model.layers if isinstance(block, Block)]
     for block in blocks if train.device != "cpu" else ():
         if attention in FLASH_LIKE and fused:
@@ -329,7 +324,7 @@ def _model_and_optimizer(
         apply_fsdp(model, train, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         ranks = Mesh(replicate=mesh.size() // num_shards, shard=num_shards, device_mesh=mesh)
-    optimizer = build_optimizer(model, plan.optimizer, mesh=ranks, device_type=_device_type(plan))
+    optimizer = build_optimizer(model, plan.optimizer, mesh=ranks, device_type=plan.train.device)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
     scale = LossScale() if train.precision == "float16" else None

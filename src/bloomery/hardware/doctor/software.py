@@ -20,10 +20,16 @@ from bloomery.hardware.profile import (
     fitting_builds,
     install,
 )
+from bloomery.hardware.vendors import VENDORS
 from bloomery.hardware.wheels import OLDEST_TORCH, series, wheel_table
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
-BUILDS = {"cpu": ("CPU", "CPUs only"), "cuda": ("CUDA", "NVIDIA"), "rocm": ("ROCm", "AMD")}
+BUILDS = {
+    "cpu": ("CPU", "CPUs only"),
+    "cuda": ("CUDA", "NVIDIA"),
+    "rocm": ("ROCm", "AMD"),
+    "xpu": ("XPU", "Intel"),
+}
 TOGETHER_SECONDS = 120.0  # packages installed within this time belong to one pip command
 SHARED_KERNELS = {
     "gfx1150": "gfx115x",
@@ -63,11 +69,11 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
     device = best_device(machine)
     if device is None or software.build is None:
         return
-    attribute, vendor = ("hip", "AMD") if device.vendor == "amd" else ("cuda", "NVIDIA")
+    vendor = VENDORS[device.vendor]
     build, maker = BUILDS[software.build]
-    if maker == vendor:
+    if software.build == vendor.build:
         return
-    evidence = [f"torch.version.{attribute} is None"]
+    evidence = [f"torch.version.{vendor.version} is None"]
     torch = next((package for package in software.packages if package.name == "torch"), None)
     if torch is not None and torch.installed:
         moment = datetime.fromtimestamp(torch.installed)
@@ -85,7 +91,12 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
                 evidence.append(
                     f"with {package.name} {package.version}, which requires {package.requires_torch}"
                 )
-    fields = {"build": build, "maker": maker, "vendor": vendor, "evidence": "; ".join(evidence)}
+    fields = {
+        "build": build,
+        "maker": maker,
+        "vendor": vendor.name,
+        "evidence": "; ".join(evidence),
+    }
     yield to_install("wrong-build", machine, **fields)
 
 

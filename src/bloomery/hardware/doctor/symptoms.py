@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import best_device, fitting_builds, install
+from bloomery.hardware.vendors import Build, Vendor
 
 Level = Literal["blocks", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]
@@ -102,9 +103,9 @@ def to_install(id: str, machine: Machine, **fields: Any) -> Finding:
 class MachineFacts(Entry):
     """Facts of a machine that a symptom requires; None: any."""
 
-    vendor: Literal["amd", "nvidia"] | None = None
+    vendor: Vendor | None = None
     arch: str | None = None  # a regular expression
-    build: Literal["cpu", "cuda", "rocm"] | None = None
+    build: Build | None = None
     wsl: bool | None = None
     container: bool | None = None
     slurm: bool | None = None

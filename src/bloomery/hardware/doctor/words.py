@@ -6,7 +6,7 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor.symptoms import Finding
 from bloomery.hardware.machine import Machine
 
-BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
+BUILD_NAMES = {"rocm": "ROCm", "cuda": "CUDA", "xpu": "XPU", "cpu": "CPU"}
 
 
 def headline(findings: Sequence[Finding]) -> str:
@@ -74,7 +74,7 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     # A version without a suffix such as +rocm6.4 does not name its build.
     torch = software.torch or "not installed"
     if software.torch and "+" not in software.torch and software.build:
-        torch += f" ({BUILDS[software.build]} build)"
+        torch += f" ({BUILD_NAMES[software.build]} build)"
     text = f"{torch} · Python {software.python} · {software.prefix}".rstrip(" ·")
     yield "torch", text
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bloomery.core.device import synchronize
 from bloomery.core.files import cache_folder, write_json
 from bloomery.model.attention.blockwise import (
     Options,
@@ -59,10 +60,10 @@ class Workload:
 
 def seconds_on_gpu(launch: Launch, tile: TileShape) -> float:
     """The clock of a GPU that is here. The first call with a tile compiles, too."""
-    torch.cuda.synchronize(launch.device)
+    synchronize(launch.device)
     begin_seconds = time.perf_counter()
     launch.run(tile)
-    torch.cuda.synchronize(launch.device)
+    synchronize(launch.device)
     return time.perf_counter() - begin_seconds
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bloomery.core.device import properties_of
 from bloomery.model.attention.blockwise import (
     Options,
     QueryDocuments,
@@ -72,11 +73,7 @@ def _kernels() -> ModuleType:
 @cache
 def arch_of(device: torch.device) -> str:
     """Such as gfx1030 or sm_90; "any" on the CPU, where Triton's interpreter runs."""
-    if device.type == "cpu":
-        return "any"
-    properties = torch.cuda.get_device_properties(device)
-    amd_name: str = getattr(properties, "gcnArchName", "")
-    return amd_name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+    return properties_of(device).arch or "any"
 
 
 def _heads(x_BHTE: Tensor) -> tuple[Tensor, int, int, int]:

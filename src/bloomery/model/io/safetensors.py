@@ -17,6 +17,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import can, current_stream, new_event
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.facts.config import ModelConfig
@@ -43,7 +44,7 @@ class _Stage:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.copied = new_event(device) if can(device, "streams") else None
 
     def memory(self, size: int) -> Tensor:
         """The first `size` bytes, once the last copy out of them is over."""
@@ -58,7 +59,7 @@ class _Stage:
         if self.copied is None:
             return host_tensor
         device_tensor = host_tensor.to(self.device, non_blocking=True)
-        self.copied.record(torch.cuda.current_stream(self.device))
+        self.copied.record(current_stream(self.device))
         return device_tensor
 
 
@@ -123,7 +124,7 @@ class TensorReader:
 
         # Stages are kept, so that a model of many tensors pins memory once.
         if device not in self.stages:
-            num_stages = 2 if device.type == "cuda" else 1
+            num_stages = 2 if can(device, "streams") else 1
             self.stages[device] = [_Stage(device) for _ in range(num_stages)]
         stages = cycle(self.stages[device])
         for start in range(0, rows, rows_per_piece):

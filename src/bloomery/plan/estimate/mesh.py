@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bloomery.core.units import GIB
+from bloomery.hardware.vendors import VENDORS, Vendor
 from bloomery.plan.estimate.memory import estimate_memory, estimate_of
 from bloomery.plan.estimate.sharding import sharded_bytes
 from bloomery.plan.estimate.stages import fullest_stage_bytes
@@ -10,10 +10,6 @@ from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import LayoutPlan, MemoryEstimate
 from bloomery.recipe.schema import PipelineSchedule
 
-# Contexts of the collective library: of the first process group and of each further one. Measured on MI250X (AMD);
-# ml-engineering, two ranks of CUDA (NVIDIA).
-FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}
-NEXT_CONTEXT = {"amd": 0.65 * GIB, "nvidia": 0.3 * GIB}
 GRADIENT_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights are replicated
 
 
@@ -60,7 +56,7 @@ def mesh_memory(
     step: StepShape,
     split: MeshSplit,
     *,
-    vendor: str,
+    vendor: Vendor | None,
     limit: float,
     micro_batches: int | None = None,
 ) -> MemoryEstimate:
@@ -74,7 +70,7 @@ def mesh_memory(
     return estimate_of(parts | mesh_overhead(split, vendor), limit=limit)
 
 
-def mesh_overhead(split: MeshSplit, vendor: str) -> dict[str, float]:
+def mesh_overhead(split: MeshSplit, vendor: Vendor | None) -> dict[str, float]:
     """Bytes by part that a layout needs on each device in addition to one without communication."""
     overhead = {"collectives": _collective_bytes(split, vendor)}
     if split.replicate > 1 and split.shard == 1:
@@ -82,10 +78,11 @@ def mesh_overhead(split: MeshSplit, vendor: str) -> dict[str, float]:
     return overhead
 
 
-def _collective_bytes(split: MeshSplit, vendor: str) -> float:
+def _collective_bytes(split: MeshSplit, vendor: Vendor | None) -> float:
     """Each process group has a context of the collective library, outside PyTorch's allocator."""
     groups = (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
     groups += split.context not in (1, split.replicate * split.shard)
-    if vendor == "cpu" or groups == 0:
+    if vendor is None or groups == 0:
         return 0.0
-    return FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1)
+    facts = VENDORS[vendor]
+    return facts.first_context + facts.next_context * (groups - 1)
