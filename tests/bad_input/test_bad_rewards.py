@@ -20,7 +20,7 @@ from bloomery.plan.reward_code import refuse_missing_function
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import PythonReward
+from bloomery.recipe.rewards import PythonReward
 from bloomery.train.failures import Diverged
 from ranks import fields, ranks, train
 

@@ -21,7 +21,8 @@ from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
-from bloomery.recipe.schema import Lora, Reward
+from bloomery.recipe.objectives import Reward
+from bloomery.recipe.schema import Lora
 
 PAIRS = [
     ("def f(", "x): return x", "y) = 3"),

@@ -7,7 +7,8 @@ from bloomery.core.units import Duration
 from bloomery.plan.choices import reference_of
 from bloomery.plan.unsupported import refuse_recipe, refuse_reward_misfits
 from bloomery.recipe.load import dump_recipe, load_recipe
-from bloomery.recipe.schema import ModelReward, PythonReward, Recipe, VerifierReward
+from bloomery.recipe.rewards import ModelReward, PythonReward, VerifierReward
+from bloomery.recipe.schema import Recipe
 
 HEAD = (
     "model: {preset: go-coder-tiny}\ntokenizer: {train: {vocab_size: 300}}\ndata: {path: a.jsonl}\n"

@@ -12,7 +12,8 @@ from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Grpo, Parallel
+from bloomery.recipe.objectives import Grpo
+from bloomery.recipe.schema import Parallel
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.resume_inputs import find_devices_now
 from bloomery.runs.resume_plan import (

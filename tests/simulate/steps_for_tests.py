@@ -19,7 +19,7 @@ from bloomery.plan.estimate.stages import stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
-from bloomery.recipe.schema import Distill
+from bloomery.recipe.objectives import Distill
 from bloomery.simulate.step import simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state

@@ -8,7 +8,8 @@ from memory_tracker import peak_bytes
 from steps_for_tests import _batch, counted, simulated, small_plan, some
 
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.recipe.schema import Distill, Kto, Lora, OrPo, Preference, Reward, SimPo
+from bloomery.recipe.objectives import Distill, Kto, OrPo, Preference, Reward, SimPo
+from bloomery.recipe.schema import Lora
 from bloomery.simulate.step import weights
 from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.state import build_state

@@ -21,7 +21,8 @@ from bloomery.core.errors import UserError
 from bloomery.export.layouts import export, export_adapter, export_merged
 from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.recipe.schema import Lora, Reward
+from bloomery.recipe.objectives import Reward
+from bloomery.recipe.schema import Lora
 
 TOKENS = torch.arange(24)[None] * 7 % CONFIG.vocab_size
 SETTINGS = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import load_decoder
-from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
+from bloomery.recipe.objectives import Kto, OrPo, Preference, SimPo
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.objectives.losses import LossParts, means
 from bloomery.train.step import compute_loss

@@ -17,7 +17,8 @@ from bloomery.model.decoder import Decoder
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Lora, Sft
+from bloomery.recipe.objectives import Sft
+from bloomery.recipe.schema import Lora
 from ranks import fields, losses, on_ranks, ranks, train
 
 # Four query heads for two key/value heads, of which each of two ranks takes one.

@@ -18,7 +18,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from rollouts_for_tests import plan_of, write_recipe
 from runs_of_the_loop import crossed
 
-from bloomery.recipe.schema import Preference
+from bloomery.recipe.objectives import Preference
 from bloomery.view.facts import diagnosis_facts
 
 LLAMA = tiny_config(vocab_size=300, num_layers=1, family="llama", qk_norm="none")

@@ -13,7 +13,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
-from bloomery.recipe.schema import Distill
+from bloomery.recipe.objectives import Distill
 from bloomery.train.objectives.build import build_objective, distillation
 from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher, teacher_attention
 from bloomery.train.objectives.losses import means

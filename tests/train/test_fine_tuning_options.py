@@ -19,7 +19,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import write_plan
 from bloomery.plan.unsupported import refuse_settings
 from bloomery.recipe.load import load_text
-from bloomery.recipe.schema import Sft
+from bloomery.recipe.objectives import Sft
 from bloomery.train.objectives.losses import dft_loss, next_token_loss
 
 

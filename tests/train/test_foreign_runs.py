@@ -16,7 +16,8 @@ from bloomery.core.errors import UserError
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import build_config, read_config
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distill, Lora, Model, Peft, Quantize
+from bloomery.recipe.objectives import Distill
+from bloomery.recipe.schema import Lora, Model, Peft, Quantize
 from bloomery.train.objectives.build import distillation
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model

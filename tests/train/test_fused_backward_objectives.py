@@ -7,7 +7,8 @@ from runs_of_the_loop import CONFIG, Run
 from safetensors.torch import load_file
 from structured_runs import write_answers
 
-from bloomery.recipe.schema import Kto, Lora, NoAdapter, OrPo, Preference, Reward, Sft
+from bloomery.recipe.objectives import Kto, OrPo, Preference, Reward, Sft
+from bloomery.recipe.schema import Lora, NoAdapter
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 UNTIED = CONFIG.__class__(**vars(PLAIN) | {"tie_embeddings": False})

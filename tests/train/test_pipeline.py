@@ -20,7 +20,8 @@ from test_ranks_features import gradients_in, train_noting_gradients
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.native import find_compiler
-from bloomery.recipe.schema import Kto, Lora, Preference, Quantize, Reward, Sft, SimPo
+from bloomery.recipe.objectives import Kto, Preference, Reward, Sft, SimPo
+from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.diagnostics.stragglers import SLOW_STEPS
 from ranks import fields, losses, on_ranks, ranks, train
 

@@ -22,7 +22,8 @@ from bloomery.monitor.events import (
     to_json,
 )
 from bloomery.plan.choices import reference_of
-from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.objectives import Kto, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.schema import Lora
 from bloomery.train import set_up
 from bloomery.train.batch_source import open_loader
 from bloomery.train.loop import run

@@ -9,7 +9,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from torch.testing import assert_close
 
 from bloomery.data.batch import Batch
-from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
+from bloomery.recipe.objectives import Kto, OrPo, Preference, SimPo
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.objectives.losses import (
     dpo_loss,

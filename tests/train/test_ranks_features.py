@@ -21,20 +21,9 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import read_config
 from bloomery.plan.unsupported import AXES, FEATURES
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import (
-    Distill,
-    Grpo,
-    Kto,
-    Lora,
-    Peft,
-    Ppo,
-    Preference,
-    Quantize,
-    Reward,
-    Sft,
-    SimPo,
-    VerifierReward,
-)
+from bloomery.recipe.objectives import Distill, Grpo, Kto, Ppo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.rewards import VerifierReward
+from bloomery.recipe.schema import Lora, Peft, Quantize
 from foreign_models import saved_model
 from ranks import fields, losses, on_ranks, ranks, seconds_of, train_here
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from test_ranks_features import CASES, CONFIG, FEATURES, folders, plan_of  # noqa: F401  # folders: a fixture
 
-from bloomery.recipe.schema import Kto, Lora, Preference, Sft
+from bloomery.recipe.objectives import Kto, Preference, Sft
+from bloomery.recipe.schema import Lora
 from ranks import fields, losses, on_ranks, train
 
 SIXTEEN = {"micro_batch_size": 4, "accumulation": 4, "tokens_per_step": 512}

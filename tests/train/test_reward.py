@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from bloomery.core.errors import UserError
 from bloomery.model.heads import Values
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.recipe.schema import Reward
+from bloomery.recipe.objectives import Reward
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.objectives.losses import means, reward_loss
 from bloomery.train.state import build_state

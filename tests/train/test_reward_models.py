@@ -13,7 +13,7 @@ from bloomery.hardware.detect import detect
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.plan.gather import gather
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import ModelReward, PythonReward
+from bloomery.recipe.rewards import ModelReward, PythonReward
 from bloomery.train.rl import reward_models
 from bloomery.train.rl.reward_files import changed_rewards
 from bloomery.train.rl.reward_models import RewardModels

@@ -15,7 +15,8 @@ from bloomery.infer.generate import generate
 from bloomery.infer.sampling import Sampling
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Pretrain, Recipe, Sft
+from bloomery.recipe.objectives import Pretrain, Sft
+from bloomery.recipe.schema import Recipe
 from bloomery.train.evaluation.answers import open_prompts, samples
 from bloomery.train.loop import run
 

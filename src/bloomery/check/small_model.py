@@ -23,7 +23,8 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.weights import quantized_weights
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Adapter, Lora, Pretrain, Quantize
+from bloomery.recipe.objectives import Pretrain
+from bloomery.recipe.schema import Adapter, Lora, Quantize
 from bloomery.train.objectives.build import Objective, build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import ModelAndOptimizer

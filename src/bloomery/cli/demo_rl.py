@@ -30,7 +30,7 @@ from bloomery.monitor.events import Phase, RunStarted, Saved, StepDone
 from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Grpo
+from bloomery.recipe.objectives import Grpo
 
 if TYPE_CHECKING:
     from bloomery.evals.rewards import RewardScores

@@ -22,7 +22,8 @@ from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone,
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Recipe, reward_name
+from bloomery.recipe.rewards import reward_name
+from bloomery.recipe.schema import Recipe
 from bloomery.report.page import loss_plot
 from bloomery.view.devices import Devices
 

@@ -1,6 +1,6 @@
 """The facts about each training objective, so that no module compares names of objectives. No torch.
 
-Their keys are sections of `recipe/schema.py`, their losses are in `train/objectives.py`. Sources of the usual rates:
+Their keys are sections of `recipe/objectives.py`, their losses are in `train/objectives/`. Sources of the usual rates:
 the papers of each objective, the defaults of TRL, and the packaged recipes.
 """
 
@@ -39,7 +39,8 @@ class ObjectiveSpec:
     `source`: it trains on the prepared dataset or on generated responses. `values`: the model outputs one value per
     sequence, no text. `value_head`: it trains a value head next to the language model's. `falls`: a loss that does not
     fall means that training fails. `rates`: None where those of fine-tuning are usual. `repeats`: None where no number
-    of epochs is known to be too many.
+    of epochs is known to be too many. `builder`: of an installed package, the "module:function" that builds it from
+    `ObjectiveInputs`; "": that of its kind in `train/objectives/build.py`.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class ObjectiveSpec:
     rates: MethodRates | None = None
     warmup: str = "3%"
     repeats: Repeats | None = None
+    builder: str = ""
 
     @property
     def reads_text(self) -> bool:

@@ -11,11 +11,11 @@ Entry = TypeVar("Entry")
 class Table(dict[str, Entry]):
     """Entries by name, in the order in which pages list them."""
 
-    _names_are_used = False
+    _is_closed = False
 
     def add(self, name: str, entry: Entry) -> None:
-        """Another entry, before `name_literal` is called. Raises UserError for a name that is taken."""
-        assert not self._names_are_used, f"{name} comes too late: the names are in the schema"
+        """Another entry, before it is closed. Raises UserError for a name that is taken."""
+        assert not self._is_closed, f"{name} comes too late: the schema is built"
         if name in self:
             raise UserError(
                 f"the name {name} is taken",
@@ -24,8 +24,12 @@ class Table(dict[str, Entry]):
             )
         self[name] = entry
 
+    def close(self) -> None:
+        """No entry can be added from now on."""
+        self._is_closed = True
+
     def name_literal(self) -> Any:
         """The names as a Literal, for a key of the recipe; no entry can be added from then on."""
-        self._names_are_used = True
+        self.close()
         names = tuple(self)
         return Literal[names]

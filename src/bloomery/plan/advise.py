@@ -50,7 +50,8 @@ from bloomery.plan.types import (
     Verdict,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Checkpoint, Claims, Lora, Recipe, Rollouts
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import Checkpoint, Claims, Lora, Recipe
 from bloomery.recipe.values import ClaimedRange, write_duration
 
 ROUNDING = 0.05  # "10B tokens" is a round figure

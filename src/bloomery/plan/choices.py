@@ -27,18 +27,8 @@ from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.schema import (
-    Adapter,
-    Distill,
-    Grpo,
-    Lora,
-    Objective,
-    Peft,
-    Ppo,
-    Recipe,
-    Rloo,
-    Rollouts,
-)
+from bloomery.recipe.objectives import Distill, Grpo, Ppo, Rloo, Rollouts
+from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe
 
 
 def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
@@ -443,7 +433,7 @@ _BASE_IS_REFERENCE = (
 )
 
 
-def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
+def reference_of(objective: AnyObjective, adapter: Adapter) -> Choice[Reference]:
     """`precomputed`: before the first step. `adapters`: in each step, by the base model without its adapters. `copy`:
     by a frozen copy of the start, for completions that no dataset has.
     """

@@ -66,7 +66,9 @@ from bloomery.plan.unsupported import (
     refuse_untrained,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Distill, Model, ModelReward, Recipe, Rollouts, Source
+from bloomery.recipe.objectives import Distill, Rollouts
+from bloomery.recipe.rewards import ModelReward
+from bloomery.recipe.schema import Model, Recipe, Source
 
 
 @dataclass(frozen=True, kw_only=True)

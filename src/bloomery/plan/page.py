@@ -49,7 +49,7 @@ from bloomery.plan.types import (
 )
 from bloomery.plan.unsupported import untrained
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Rollouts
+from bloomery.recipe.objectives import Rollouts
 
 WIDTH = 100
 LABEL = 10

@@ -65,13 +65,13 @@ from bloomery.plan.types import (
 )
 from bloomery.plan.unsupported import refuse_mesh
 from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import (
     IF_INSTALLED,
+    AnyObjective,
     Command,
-    Objective,
     PipelineTransport,
     Recipe,
-    Rollouts,
     Wsd,
 )
 
@@ -222,7 +222,7 @@ class _Step:
     parallel: ParallelPlan | None
     rollout: RolloutPlan | None
     reference: ReferencePlace
-    objective: Objective
+    objective: AnyObjective
 
     @property
     def memory(self) -> MemoryEstimate:

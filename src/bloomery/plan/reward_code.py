@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.recipe.schema import AnyReward, PythonReward, reward_name
+from bloomery.recipe.rewards import AnyReward, PythonReward, reward_name
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MOST = 2**24  # bytes of a file of Python

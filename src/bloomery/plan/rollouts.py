@@ -15,7 +15,8 @@ from bloomery.plan.estimate.rollouts import (
 )
 from bloomery.plan.gather import Facts
 from bloomery.plan.types import Estimate, LayoutPlan, ParallelPlan, RolloutPlan
-from bloomery.recipe.schema import Ppo, Recipe, Rloo, Rollouts
+from bloomery.recipe.objectives import Ppo, Rloo, Rollouts
+from bloomery.recipe.schema import Recipe
 
 # A forward is so much of a step: forward 1, gradients of inputs 1, and those of weights 1 where these train.
 FORWARD_SHARE = {False: 1 / 3, True: 1 / 2}  # by whether the base is frozen

@@ -9,16 +9,16 @@ from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
+from bloomery.recipe.objectives import Pretrain
+from bloomery.recipe.rewards import AnyReward
 from bloomery.recipe.schema import (
     Adapter,
-    AnyReward,
+    AnyObjective,
     AssumedNetwork,
     NoAdapter,
-    Objective,
     OptimizerKind,
     PipelineSchedule,
     PipelineTransport,
-    Pretrain,
     Quantize,
     Wsd,
 )
@@ -407,7 +407,7 @@ class RunPlan(PlanPart):
     eval: EvalPlan
     sample: SamplePlan
     logging: LoggingPlan
-    objective: Objective = Pretrain()
+    objective: AnyObjective = Pretrain()
     rewards: tuple[AnyReward, ...] = ()  # of grpo, rloo and ppo
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()

@@ -30,16 +30,9 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
-from bloomery.recipe.schema import (
-    Lora,
-    NoAdapter,
-    Peft,
-    PythonReward,
-    Recipe,
-    Rollouts,
-    VerifierReward,
-    reward_name,
-)
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.rewards import PythonReward, VerifierReward, reward_name
+from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
 # So many weights that the average of bits per weight counts scales of scales too.
 WEIGHTS_OF_AVERAGE = 2**24

@@ -1,24 +1,24 @@
 """The recipe's sections, keys and defaults. Sections do not depend on each other. No torch."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    Discriminator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    Tag,
     model_validator,
 )
 
-from bloomery.core.units import GIB, MIB, Duration, Unit
+from bloomery.core.units import Duration, Unit
 from bloomery.facts.attention import BACKENDS
 from bloomery.facts.families import FAMILIES
-from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
+from bloomery.recipe.objectives import ObjectiveSection, Pretrain, any_objective
+from bloomery.recipe.rewards import AnyReward
+from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import (
     Auto,
     Checkpointing,
@@ -30,7 +30,6 @@ from bloomery.recipe.values import (
     FilePath,
     Length,
     LengthOrNothing,
-    Memory,
     OneOrMore,
     PositiveOrNone,
     Precision,
@@ -61,25 +60,14 @@ if TYPE_CHECKING:
     FamilyName = str
     OptimizerKind = str
     AttentionBackend = str
+    AnyObjective = ObjectiveSection
 else:
     FamilyName = FAMILIES.name_literal()
     OptimizerKind = OPTIMIZERS.name_literal()
     AttentionBackend = BACKENDS.name_literal()
+    AnyObjective = any_objective()
 # Between nodes: the usual one, sockets, or GB/s of a node.
 AssumedNetwork = Auto | Literal["tcp"] | PositiveFloat
-
-
-T = TypeVar("T")
-
-
-def key(default: T, description: str, *examples: object) -> T:
-    """A key with a default. `examples`: other values of it, for the reference page and for editors."""
-    field: T = Field(default, description=description, examples=list(examples) or None)
-    return field
-
-
-class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """A recipe section: unknown keys are errors, values never change after loading."""
 
 
 class Claims(Section):
@@ -320,342 +308,6 @@ class Data(Section):
         if not self.packing:
             return "padded"
         return "packed" if self.document_masking else "fixed"
-
-
-def _file_and_function(value: str) -> str:
-    file, _, function = value.rpartition(":")
-    if not file or not function.isidentifier():
-        raise ValueError("must be FILE:FUNCTION, such as my_rewards.py:score")
-    return value
-
-
-class ObjectiveSection(Section):
-    """The loss, by its `kind`."""
-
-    kind: str = Field(description="Training objective.")
-
-    @property
-    def spec(self) -> ObjectiveSpec:
-        return OBJECTIVES[self.kind]
-
-
-class Pretrain(ObjectiveSection):
-    """Trains on every token."""
-
-    kind: Literal["pretrain"] = key("pretrain", "Cross-entropy on every token.")
-
-
-class Sft(ObjectiveSection):
-    """Trains on the responses of conversations, as set by `data.chat.train_on`."""
-
-    kind: Literal["sft"] = Field(
-        description="Supervised fine-tuning (SFT): cross-entropy on the responses."
-    )
-    loss: Literal["cross_entropy", "dft"] = key(
-        "cross_entropy",
-        "dft: dynamic fine-tuning, the gradient of a token weighted by its probability.",
-    )
-
-
-class Preference(ObjectiveSection):
-    """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
-
-    kind: Literal["dpo", "ipo"] = Field(
-        description="DPO or IPO: preference pairs against a reference model."
-    )
-    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
-        0.0, "dpo: assumed share of pairs with swapped labels."
-    )
-
-
-class SimPo(ObjectiveSection):
-    """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
-
-    kind: Literal["simpo"] = Field(description="SimPO: preference pairs without a reference model.")
-    beta: PositiveFloat = key(2.0, "Scale of the rewards.")
-    gamma: NonNegativeFloat = key(1.0, "Target margin between the rewards.")
-
-
-class OrPo(ObjectiveSection):
-    """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
-
-    kind: Literal["orpo"] = Field(
-        description="ORPO: SFT loss plus an odds ratio loss, without a reference model."
-    )
-    beta: PositiveFloat = key(0.1, "Weight of the odds ratio loss.")
-
-
-class Kto(ObjectiveSection):
-    """Single answers, each marked desirable or not (arXiv:2402.01306)."""
-
-    kind: Literal["kto"] = Field(description="KTO: single responses labeled desirable or not.")
-    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
-    desirable_weight: PositiveFloat = key(1.0, "Loss weight of desirable responses.")
-    undesirable_weight: PositiveFloat = key(1.0, "Loss weight of undesirable responses.")
-
-
-class Reward(ObjectiveSection):
-    """One value per text, higher for the chosen response of a pair."""
-
-    kind: Literal["reward"] = Field(description="Reward model: one number per text.")
-
-
-class Distill(ObjectiveSection):
-    """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
-
-    kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
-    teacher: str = Field(
-        description="Teacher model: a folder in Hugging Face format or a Hub id.",
-        examples=["Qwen/Qwen2.5-7B-Instruct"],
-    )
-    temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
-    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
-        0.5,
-        "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
-    )
-
-
-class Rollouts(ObjectiveSection):
-    """Trains on completions that the model generates, by their `rewards`."""
-
-    kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
-    clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
-
-    num_generations: Annotated[int, Field(ge=1)] = key(8, "Completions per prompt.")
-    max_completion_length: PositiveInt = key(
-        512, "Longest completion in tokens; prompts have the rest of data.sequence_length."
-    )
-    temperature: PositiveFloat = key(1.0, "Sampling temperature of the completions.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = key(
-        1.0, "Nucleus sampling: share of the probability to sample from; 1: all of it."
-    )
-    top_k: PositiveInt | None = key(
-        None, "Sample from this many most probable tokens; unset: from all.", 50
-    )
-    min_p: Share = key(
-        0.0, "Sample from tokens with at least this share of the highest probability; 0: from all."
-    )
-    num_iterations: PositiveInt = key(1, "Passes over the completions of a rollout.")
-    steps_per_generation: PositiveInt = key(
-        1, "Optimizer steps in one pass over the completions of a rollout."
-    )
-    reference: Literal["auto", "device", "host", "nf4"] = key(
-        "auto",
-        "Frozen copy of the start, the reference model where training changes the base: on the device, on the host"
-        " (a layer at a time moves), or in 4 bits, which changes the KL divergence a little; auto: device, else host.",
-    )
-
-    @property
-    def kl_weight(self) -> float:
-        """The weight of the KL divergence from the reference model."""
-        weight: float = getattr(self, self.kl_key)
-        return weight
-
-
-class GroupRollouts(Rollouts):
-    """Compares the completions of a prompt with each other."""
-
-    num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
-    epsilon: NonNegativeFloat = key(
-        0.2, "Clip range of the ratio of new to old probability, below 1."
-    )
-    epsilon_high: NonNegativeFloat | None = key(
-        None, "Clip range above 1; unset: as epsilon.", 0.28
-    )
-    beta: NonNegativeFloat = key(
-        0.0, "Weight of the KL divergence from the reference model; 0: no reference model."
-    )
-    mask_truncated_completions: bool = key(
-        False, "Mask completions that reach max_completion_length without an end token."
-    )
-
-
-class Grpo(GroupRollouts):
-    """Compares the completions of a prompt with each other (arXiv:2402.03300)."""
-
-    kind: Literal["grpo"] = Field(
-        description="GRPO: reinforcement learning with rewards relative to a group of completions."
-    )
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = key(
-        "dapo",
-        "Mean over tokens (dapo) or completions (grpo), by a constant (dr_grpo), clipped weights (cispo).",
-    )
-    importance_sampling_level: Literal["token", "sequence"] = key(
-        "token", "One ratio of probabilities per token, or per sequence (GSPO)."
-    )
-    importance_sampling_correction: Auto | bool = key(
-        "auto", "Correct for probabilities that differ between generation and training."
-    )
-    importance_sampling_mode: Literal[
-        "sequence_mask", "token_mask", "sequence_truncate", "token_truncate"
-    ] = key(
-        "sequence_mask",
-        "Correction: mask or truncate ratios above importance_sampling_clip_max, per sequence or token.",
-    )
-    importance_sampling_clip_max: PositiveFloat = key(
-        3.0, "Highest ratio of training to generation probability."
-    )
-    scale_rewards: Literal["group", "batch", "none"] = key(
-        "group",
-        "Divide advantages by the standard deviation of the rewards: of a group or a batch.",
-    )
-
-
-class Rloo(GroupRollouts):
-    """Compares each completion with the mean of the others of its prompt (arXiv:2402.14740)."""
-
-    kind: Literal["rloo"] = Field(
-        description="RLOO: reinforcement learning with a leave-one-out baseline."
-    )
-    num_generations: Annotated[int, Field(ge=2)] = key(2, "Completions per prompt.")
-    beta: NonNegativeFloat = key(
-        0.05, "Weight of the KL divergence from the reference model; 0: no reference model."
-    )
-
-
-class Ppo(Rollouts):
-    """Compares each token with what a value head expected of the completion (arXiv:1707.06347, arXiv:1909.08593)."""
-
-    kl_key: ClassVar[str] = "kl_coef"
-    clip_key: ClassVar[str] = "cliprange"
-
-    kind: Literal["ppo"] = Field(
-        description="PPO: reinforcement learning with a value head, on one completion per prompt."
-    )
-    num_generations: Literal[1] = key(1, "Completions per prompt: PPO compares none with another.")
-    temperature: PositiveFloat = key(0.7, "Sampling temperature of the completions.")
-    num_iterations: PositiveInt = key(
-        4, "Passes over the completions of a rollout (TRL's num_ppo_epochs)."
-    )
-    kl_coef: NonNegativeFloat = key(
-        0.05,
-        "Weight of the KL divergence from the reference model in each token's reward; 0: no reference model.",
-    )
-    kl_estimator: Literal["k1", "k3"] = key(
-        "k1",
-        "Estimate of the KL divergence of a token: its log ratio, or one that is never negative.",
-    )
-    missing_eos_penalty: NonNegativeFloat = key(
-        0.0,
-        "Taken off the score of completions that reach max_completion_length without an end token.",
-    )
-    whiten_rewards: bool = key(
-        False, "Divide the rewards of tokens by their standard deviation over a rollout."
-    )
-    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = key(1.0, "Discount of later rewards.")
-    lam: Annotated[float, Field(ge=0.0, le=1.0)] = key(
-        0.95, "Lambda of generalized advantage estimation (arXiv:1506.02438)."
-    )
-    cliprange: NonNegativeFloat = key(0.2, "Clip range of the ratio of new to old probability.")
-    cliprange_value: NonNegativeFloat = key(0.2, "Clip range of the value around its old value.")
-    vf_coef: NonNegativeFloat = key(0.1, "Weight of the value head's loss.")
-
-
-Objective = Annotated[
-    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Grpo | Rloo | Ppo,
-    Field(discriminator="kind"),
-]
-
-
-class RewardSource(Section):
-    """A number for each completion; the rewards of a completion are added by weight."""
-
-    weight: float = key(1.0, "Weight in the sum of the rewards.")
-    name: str | None = key(
-        None, "Name in metrics and files; unset: that of the function, verifier or model.", "score"
-    )
-
-
-class PythonReward(RewardSource):
-    python: Annotated[str, AfterValidator(_file_and_function)] = Field(
-        description="FILE:FUNCTION of a Python file, relative to the recipe.",
-        examples=["my_rewards.py:score"],
-    )
-    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
-    memory: Memory = key(4 * GIB, "Address space of its process.", "4GiB")
-
-
-class VerifierReward(RewardSource):
-    verifier: Literal["exact_match", "math", "regex", "json_schema", "unit_tests", "length"] = (
-        Field(description="Check of a completion that is part of Bloomery.")
-    )
-    column: str | None = key(
-        None, "Column of the dataset that the completion is checked against.", "answer"
-    )
-    pattern: str | None = key(
-        None,
-        "regex: the pattern to find; its first group is compared with the column.",
-        "<answer>(.*)</answer>",
-    )
-    max_characters: PositiveInt | None = key(
-        None, "length: characters up to which a completion has the whole reward.", 400
-    )
-    json_schema: dict[str, Any] | None = key(
-        None, "json_schema: the schema of every row, in place of a column.", {"type": "object"}
-    )
-    program_timeout: WallTime = key(
-        Duration(5.0, "seconds"),
-        "unit_tests: longest CPU time of one program; after twice as long it is ended.",
-    )
-    program_memory: Memory = key(256 * MIB, "unit_tests: memory of one program.", "256MiB")
-    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
-
-
-class ModelReward(RewardSource):
-    model: str = Field(
-        description="Reward model: a folder in Hugging Face format, a run or a Hub id.",
-        examples=["runs/my-reward"],
-    )
-
-
-class FunctionReward(RewardSource):
-    function: str = Field(
-        description="Name of a Python function that `bloomery.train(recipe, rewards=[...])` is given.",
-        examples=["score"],
-    )
-    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
-    memory: Memory = key(4 * GIB, "Address space beyond that of the calling process.", "4GiB")
-
-
-def _reward_tag(value: Any) -> str | None:
-    """A reward has no `kind`: the key that it must have tells which one it is."""
-    tags = {
-        "python": "PythonReward",
-        "verifier": "VerifierReward",
-        "model": "ModelReward",
-        "function": "FunctionReward",
-    }
-    if isinstance(value, RewardSource):
-        return type(value).__name__
-    keys = value if isinstance(value, dict) else {}
-    return next((tag for name, tag in tags.items() if name in keys), None)
-
-
-AnyReward = Annotated[
-    Annotated[PythonReward, Tag("PythonReward")]
-    | Annotated[VerifierReward, Tag("VerifierReward")]
-    | Annotated[ModelReward, Tag("ModelReward")]
-    | Annotated[FunctionReward, Tag("FunctionReward")],
-    Discriminator(
-        _reward_tag,
-        custom_error_type="reward",
-        custom_error_message="a reward with python, verifier, model or function",
-    ),
-]
-
-
-def reward_name(reward: PythonReward | VerifierReward | ModelReward | FunctionReward) -> str:
-    """The name of a reward in metrics and files."""
-    if reward.name is not None:
-        return reward.name
-    if isinstance(reward, PythonReward):
-        return reward.python.rpartition(":")[2]
-    if isinstance(reward, VerifierReward):
-        return reward.verifier
-    if isinstance(reward, FunctionReward):
-        return reward.function
-    return reward.model.rstrip("/").rpartition("/")[2]
 
 
 class NoAdapter(Section):
@@ -979,7 +631,7 @@ class Recipe(Section):
     model: Model = Field(description="The model: exactly one of from, preset and family.")
     tokenizer: TokenizerSection = key(TokenizerSection(), "The tokenizer: from or train.")
     data: Data = Field(description="The dataset: exactly one of path, builtin and sources.")
-    objective: Objective = key(Pretrain(), "The training objective.")
+    objective: AnyObjective = key(Pretrain(), "The training objective.")
     rewards: list[AnyReward] = key(
         [],
         "grpo, rloo and ppo: what scores the completions.",

@@ -14,7 +14,8 @@ from bloomery.core.files import digest_of, read_input, state_folder
 from bloomery.core.run_folder import run_name
 from bloomery.plan.store import read_identity
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Command, PythonReward, Recipe
+from bloomery.recipe.rewards import PythonReward
+from bloomery.recipe.schema import Command, Recipe
 
 
 def commands_of(recipe: Recipe) -> frozenset[str]:

@@ -35,7 +35,8 @@ from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.load import LoadedRecipe, load_recipe, unset_keys
-from bloomery.recipe.schema import LENGTHS, Rollouts
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import LENGTHS
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.run_clock import fraction_done
 

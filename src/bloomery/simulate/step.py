@@ -32,7 +32,7 @@ from bloomery.parallel.stage import cut
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.pipeline import even_groups, most_in_flight, stage_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distill
+from bloomery.recipe.objectives import Distill
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.tracker import MemoryTracker

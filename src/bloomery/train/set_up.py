@@ -28,7 +28,8 @@ from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import CheckpointPlan, RunPlan
-from bloomery.recipe.schema import Distill, NoAdapter
+from bloomery.recipe.objectives import Distill
+from bloomery.recipe.schema import NoAdapter
 from bloomery.train.batch_source import (
     BatchSource,
     DatasetSource,

@@ -13,7 +13,8 @@ from bloomery.monitor.history import PlanFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Rollouts, VerifierReward
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.rewards import VerifierReward
 
 
 @dataclass(frozen=True)

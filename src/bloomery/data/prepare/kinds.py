@@ -13,7 +13,8 @@ from bloomery.data.shards import ShardKind, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
 from bloomery.data.tokenizer.templates import formats_texts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.recipe.schema import Recipe, Rollouts
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import Recipe
 
 KINDS: dict[str, ShardKind] = {
     "chat": "chat",

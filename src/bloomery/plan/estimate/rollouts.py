@@ -14,7 +14,7 @@ from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate, MemoryEstimate
-from bloomery.recipe.schema import Rollouts
+from bloomery.recipe.objectives import Rollouts
 
 # Of the matmul rate of a CPU, the share that decoding reaches: every completion reads the weights for itself, so that
 # its numbers do not depend on the others. Measured on two cores with AVX2, models of 1.5 to 42 million parameters: 0.07

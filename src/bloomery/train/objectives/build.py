@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
-from bloomery.facts.objectives import LossUnit
+from bloomery.facts.objectives import LossUnit, ObjectiveSpec
 from bloomery.infer.forward import eval_mode, forward, has_dropout, to_device
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
@@ -24,11 +25,11 @@ from bloomery.model.heads import (
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import (
-    Adapter,
+from bloomery.recipe.objectives import (
     Distill,
     Grpo,
     Kto,
+    ObjectiveSection,
     OrPo,
     Ppo,
     Preference,
@@ -37,7 +38,7 @@ from bloomery.recipe.schema import (
     Sft,
     SimPo,
 )
-from bloomery.recipe.schema import Objective as ObjectiveSection
+from bloomery.recipe.schema import Adapter
 from bloomery.train.objectives.distillation import TeacherPlan, divergence_head, load_teacher
 from bloomery.train.objectives.losses import (
     LossParts,
@@ -232,7 +233,7 @@ def build_objective(
         mesh,
         teacher,
     )
-    return BUILDERS[plan.objective.kind](inputs)
+    return _builder_of(plan.objective.spec)(inputs)
 
 
 # Likelihood
@@ -490,6 +491,14 @@ BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyTyp
         "ppo": proximal_policy,
     }
 )
+
+
+def _builder_of(spec: ObjectiveSpec) -> Callable[[ObjectiveInputs], Objective]:
+    if not spec.builder:
+        return BUILDERS[spec.kind]
+    module, _, function = spec.builder.partition(":")
+    builder: Callable[[ObjectiveInputs], Objective] = getattr(import_module(module), function)
+    return builder
 
 
 def _sequences(batch: Batch) -> Tensor:

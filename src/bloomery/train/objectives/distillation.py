@@ -20,7 +20,7 @@ from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import read_config
 from bloomery.plan.types import DataPlan, ModelPlan, TrainPlan
-from bloomery.recipe.schema import Distill
+from bloomery.recipe.objectives import Distill
 
 
 @final

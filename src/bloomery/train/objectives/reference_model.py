@@ -17,7 +17,8 @@ from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Quantize, Rollouts
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import Quantize
 from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
 

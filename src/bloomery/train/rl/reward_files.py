@@ -10,7 +10,7 @@ from bloomery.core.files import read_input, read_whole, write_durably
 from bloomery.hub import cached_model
 from bloomery.infer.model_folder import MANIFEST, model_folder
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import ModelReward, PythonReward, reward_name
+from bloomery.recipe.rewards import ModelReward, PythonReward, reward_name
 
 FILE = "rewards.json"
 

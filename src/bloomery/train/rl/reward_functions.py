@@ -21,7 +21,7 @@ from bloomery.core.child import Channel, die_with_parent, kill_group, requests
 from bloomery.core.device import accelerators_in_use
 from bloomery.core.errors import UserError
 from bloomery.core.sockets import short_path
-from bloomery.recipe.schema import FunctionReward, ModelReward, PythonReward, VerifierReward
+from bloomery.recipe.rewards import FunctionReward, ModelReward, PythonReward, VerifierReward
 from bloomery.train.rl.rewards_worker import Reward, limit_memory, serve
 
 FOLDER = "BLOOMERY_REWARDS"  # the variable with the folder of the sockets

@@ -28,7 +28,7 @@ from bloomery.infer.model_folder import find_model
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import ModelReward, reward_name
+from bloomery.recipe.rewards import ModelReward, reward_name
 from bloomery.train.evaluation.scoring import forward_batches, values_of
 
 

@@ -29,15 +29,11 @@ from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, Phase, Warned, stamped_line
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import (
+from bloomery.recipe.objectives import GroupRollouts, Grpo, Ppo, Rloo, Rollouts
+from bloomery.recipe.rewards import (
     FunctionReward,
-    GroupRollouts,
-    Grpo,
     ModelReward,
-    Ppo,
     PythonReward,
-    Rloo,
-    Rollouts,
     VerifierReward,
     reward_name,
 )

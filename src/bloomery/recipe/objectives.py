@@ -1,0 +1,262 @@
+"""The sections of the training objectives. No torch.
+
+The facts about each are in `facts/objectives.py`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
+from bloomery.facts.table import Table
+from bloomery.recipe.sections import Section, key
+from bloomery.recipe.values import Auto, Share
+
+
+class ObjectiveSection(Section):
+    """The loss, by its `kind`."""
+
+    kind: str = Field(description="Training objective.")
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        return OBJECTIVES[self.kind]
+
+
+class Pretrain(ObjectiveSection):
+    """Trains on every token."""
+
+    kind: Literal["pretrain"] = key("pretrain", "Cross-entropy on every token.")
+
+
+class Sft(ObjectiveSection):
+    """Trains on the responses of conversations, as set by `data.chat.train_on`."""
+
+    kind: Literal["sft"] = Field(
+        description="Supervised fine-tuning (SFT): cross-entropy on the responses."
+    )
+    loss: Literal["cross_entropy", "dft"] = key(
+        "cross_entropy",
+        "dft: dynamic fine-tuning, the gradient of a token weighted by its probability.",
+    )
+
+
+class Preference(ObjectiveSection):
+    """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
+
+    kind: Literal["dpo", "ipo"] = Field(
+        description="DPO or IPO: preference pairs against a reference model."
+    )
+    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
+        0.0, "dpo: assumed share of pairs with swapped labels."
+    )
+
+
+class SimPo(ObjectiveSection):
+    """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
+
+    kind: Literal["simpo"] = Field(description="SimPO: preference pairs without a reference model.")
+    beta: PositiveFloat = key(2.0, "Scale of the rewards.")
+    gamma: NonNegativeFloat = key(1.0, "Target margin between the rewards.")
+
+
+class OrPo(ObjectiveSection):
+    """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
+
+    kind: Literal["orpo"] = Field(
+        description="ORPO: SFT loss plus an odds ratio loss, without a reference model."
+    )
+    beta: PositiveFloat = key(0.1, "Weight of the odds ratio loss.")
+
+
+class Kto(ObjectiveSection):
+    """Single answers, each marked desirable or not (arXiv:2402.01306)."""
+
+    kind: Literal["kto"] = Field(description="KTO: single responses labeled desirable or not.")
+    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
+    desirable_weight: PositiveFloat = key(1.0, "Loss weight of desirable responses.")
+    undesirable_weight: PositiveFloat = key(1.0, "Loss weight of undesirable responses.")
+
+
+class Reward(ObjectiveSection):
+    """One value per text, higher for the chosen response of a pair."""
+
+    kind: Literal["reward"] = Field(description="Reward model: one number per text.")
+
+
+class Distill(ObjectiveSection):
+    """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
+
+    kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
+    teacher: str = Field(
+        description="Teacher model: a folder in Hugging Face format or a Hub id.",
+        examples=["Qwen/Qwen2.5-7B-Instruct"],
+    )
+    temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
+    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
+        0.5,
+        "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
+    )
+
+
+class Rollouts(ObjectiveSection):
+    """Trains on completions that the model generates, by their `rewards`."""
+
+    kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
+    clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
+
+    num_generations: Annotated[int, Field(ge=1)] = key(8, "Completions per prompt.")
+    max_completion_length: PositiveInt = key(
+        512, "Longest completion in tokens; prompts have the rest of data.sequence_length."
+    )
+    temperature: PositiveFloat = key(1.0, "Sampling temperature of the completions.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = key(
+        1.0, "Nucleus sampling: share of the probability to sample from; 1: all of it."
+    )
+    top_k: PositiveInt | None = key(
+        None, "Sample from this many most probable tokens; unset: from all.", 50
+    )
+    min_p: Share = key(
+        0.0, "Sample from tokens with at least this share of the highest probability; 0: from all."
+    )
+    num_iterations: PositiveInt = key(1, "Passes over the completions of a rollout.")
+    steps_per_generation: PositiveInt = key(
+        1, "Optimizer steps in one pass over the completions of a rollout."
+    )
+    reference: Literal["auto", "device", "host", "nf4"] = key(
+        "auto",
+        "Frozen copy of the start, the reference model where training changes the base: on the device, on the host"
+        " (a layer at a time moves), or in 4 bits, which changes the KL divergence a little; auto: device, else host.",
+    )
+
+    @property
+    def kl_weight(self) -> float:
+        """The weight of the KL divergence from the reference model."""
+        weight: float = getattr(self, self.kl_key)
+        return weight
+
+
+class GroupRollouts(Rollouts):
+    """Compares the completions of a prompt with each other."""
+
+    num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
+    epsilon: NonNegativeFloat = key(
+        0.2, "Clip range of the ratio of new to old probability, below 1."
+    )
+    epsilon_high: NonNegativeFloat | None = key(
+        None, "Clip range above 1; unset: as epsilon.", 0.28
+    )
+    beta: NonNegativeFloat = key(
+        0.0, "Weight of the KL divergence from the reference model; 0: no reference model."
+    )
+    mask_truncated_completions: bool = key(
+        False, "Mask completions that reach max_completion_length without an end token."
+    )
+
+
+class Grpo(GroupRollouts):
+    """Compares the completions of a prompt with each other (arXiv:2402.03300)."""
+
+    kind: Literal["grpo"] = Field(
+        description="GRPO: reinforcement learning with rewards relative to a group of completions."
+    )
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = key(
+        "dapo",
+        "Mean over tokens (dapo) or completions (grpo), by a constant (dr_grpo), clipped weights (cispo).",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = key(
+        "token", "One ratio of probabilities per token, or per sequence (GSPO)."
+    )
+    importance_sampling_correction: Auto | bool = key(
+        "auto", "Correct for probabilities that differ between generation and training."
+    )
+    importance_sampling_mode: Literal[
+        "sequence_mask", "token_mask", "sequence_truncate", "token_truncate"
+    ] = key(
+        "sequence_mask",
+        "Correction: mask or truncate ratios above importance_sampling_clip_max, per sequence or token.",
+    )
+    importance_sampling_clip_max: PositiveFloat = key(
+        3.0, "Highest ratio of training to generation probability."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = key(
+        "group",
+        "Divide advantages by the standard deviation of the rewards: of a group or a batch.",
+    )
+
+
+class Rloo(GroupRollouts):
+    """Compares each completion with the mean of the others of its prompt (arXiv:2402.14740)."""
+
+    kind: Literal["rloo"] = Field(
+        description="RLOO: reinforcement learning with a leave-one-out baseline."
+    )
+    num_generations: Annotated[int, Field(ge=2)] = key(2, "Completions per prompt.")
+    beta: NonNegativeFloat = key(
+        0.05, "Weight of the KL divergence from the reference model; 0: no reference model."
+    )
+
+
+class Ppo(Rollouts):
+    """Compares each token with what a value head expected of the completion (arXiv:1707.06347, arXiv:1909.08593)."""
+
+    kl_key: ClassVar[str] = "kl_coef"
+    clip_key: ClassVar[str] = "cliprange"
+
+    kind: Literal["ppo"] = Field(
+        description="PPO: reinforcement learning with a value head, on one completion per prompt."
+    )
+    num_generations: Literal[1] = key(1, "Completions per prompt: PPO compares none with another.")
+    temperature: PositiveFloat = key(0.7, "Sampling temperature of the completions.")
+    num_iterations: PositiveInt = key(
+        4, "Passes over the completions of a rollout (TRL's num_ppo_epochs)."
+    )
+    kl_coef: NonNegativeFloat = key(
+        0.05,
+        "Weight of the KL divergence from the reference model in each token's reward; 0: no reference model.",
+    )
+    kl_estimator: Literal["k1", "k3"] = key(
+        "k1",
+        "Estimate of the KL divergence of a token: its log ratio, or one that is never negative.",
+    )
+    missing_eos_penalty: NonNegativeFloat = key(
+        0.0,
+        "Taken off the score of completions that reach max_completion_length without an end token.",
+    )
+    whiten_rewards: bool = key(
+        False, "Divide the rewards of tokens by their standard deviation over a rollout."
+    )
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = key(1.0, "Discount of later rewards.")
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = key(
+        0.95, "Lambda of generalized advantage estimation (arXiv:1506.02438)."
+    )
+    cliprange: NonNegativeFloat = key(0.2, "Clip range of the ratio of new to old probability.")
+    cliprange_value: NonNegativeFloat = key(0.2, "Clip range of the value around its old value.")
+    vf_coef: NonNegativeFloat = key(0.1, "Weight of the value head's loss.")
+
+
+# By kind. Installed packages add theirs before the schema is built.
+OBJECTIVE_SECTIONS = Table[type[ObjectiveSection]](
+    {
+        "pretrain": Pretrain,
+        "sft": Sft,
+        "dpo": Preference,
+        "ipo": Preference,
+        "simpo": SimPo,
+        "orpo": OrPo,
+        "kto": Kto,
+        "reward": Reward,
+        "distill": Distill,
+        "grpo": Grpo,
+        "rloo": Rloo,
+        "ppo": Ppo,
+    }
+)
+
+
+def any_objective() -> Any:
+    """The type of one of these sections, chosen by its kind; none can be added from then on."""
+    OBJECTIVE_SECTIONS.close()
+    sections = tuple(dict.fromkeys(OBJECTIVE_SECTIONS.values()))
+    return Annotated[Union[sections], Field(discriminator="kind")]  # noqa: UP007 (a tuple)
