@@ -12,8 +12,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch import Tensor, nn
 
-from bloomery.check import examination as examination
-from bloomery.check import parts
+from bloomery.check import examination, parts
 from bloomery.model import heads, norms, rope
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.attention import attend as attention
@@ -51,7 +50,7 @@ class Sides:
     def __init__(self, monkeypatch) -> None:
         self.on_device = True
         self.patch = monkeypatch
-        self._wrap(parts, "on_cpu")
+        self._wrap(parts, "numbers_on_cpu")
         self._wrap(examination, "exact_step")
 
     def _wrap(self, module, name: str) -> None:

@@ -26,12 +26,12 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import RECIPE, Run
 
 from bloomery.check import run_start, step_probes
-from bloomery.check.exact_numbers import exact_optimizer
 from bloomery.check.examination import examine
 from bloomery.check.known_devices import FILE, identity_of, keep_answer, key_of, known_answer
 from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
 from bloomery.check.run_start import WrongNumbers, check_step_of_ranks, judge
 from bloomery.check.small_model import small_plan
+from bloomery.check.updates import exact_optimizer
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec

@@ -1,22 +1,75 @@
-"""The attention kernels of a run, compared with plain attention on the CPU before its first step.
+"""Attention kernels, compared with plain attention on the CPU: a part of a step, and the start of every run.
 
 A build for another GPU, or an override of the GPU's architecture, may compute wrong numbers instead of crashing. It
-takes milliseconds, so that every run does it on every device.
+takes milliseconds, so that every run looks at the kernels of its layers on every device.
+
+B batch, T time, H query heads, K key/value heads, E head width.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
-from bloomery.infer.forward import precision_context
+from bloomery.check.comparison import Numbers, backward_numbers, drawn, on_device, wrong_quantities
+from bloomery.check.rounding import TF32, bound_in, device_roundoff
+from bloomery.infer.forward import matmul_dtype
 from bloomery.model.attention.attend import attend, layout_of
+from bloomery.model.attention.triton_attention import arch_of
 from bloomery.plan.types import ModelPlan, TrainPlan
 from bloomery.train.failures import Unsound
 
 TOKENS = 128
-# The largest rounding error relative to the largest value; float32 may be TF32 on a GPU.
-TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure": 4e-2}
+# To the dtype of matmuls: scores, shares and the values' sum; each again in backward, and the sum over a row.
+ROUNDINGS_OF_ATTENTION = 8
+
+
+@final
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What one layer calls, for heads of any number."""
+
+    backend: str
+    window: int | None
+    scale: float
+    softcap: float | None
+
+
+def attention_numbers(
+    inputs: Mapping[str, Tensor],
+    documents_BT: Tensor | None,
+    kernel: AttentionKernel,
+    *,
+    device: torch.device,
+    precision: str,
+) -> Numbers:
+    """The output and the gradients of q [B, T, H, E], k and v [B, T, K, E]. Without documents a row is one."""
+    documents = None if documents_BT is None else documents_BT.to(device)
+    layout = layout_of(documents, backend=kernel.backend)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q_BHTE, k_BKTE, v_BKTE = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return attend(
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            layout,
+            backend=kernel.backend,
+            window=kernel.window,
+            softcap=kernel.softcap,
+            scale=kernel.scale,
+            dropout=0.0,
+        )
+
+    dtype = matmul_dtype(precision)
+    on_side = {
+        name: on_device(tensor, device, dtype, precision=precision)
+        for name, tensor in inputs.items()
+    }
+    return backward_numbers("attention", attended, on_side, {}, device=device, precision=precision)
 
 
 def check_attention(model: ModelPlan, train: TrainPlan, *, sequence_length: int) -> None:
@@ -28,68 +81,51 @@ def check_attention(model: ModelPlan, train: TrainPlan, *, sequence_length: int)
     if model.attention == "math" or config.transformers_backend is not None:
         return
 
+    # Queries, keys and values of two documents; `sdpa` has one document per sequence.
+    length = min(TOKENS, sequence_length)
+    dtype = matmul_dtype(train.precision)
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    inputs = {
+        name: drawn(
+            f"attention before the first step, {name}", (2, length, n, config.head_dim), dtype
+        )
+        for name, n in heads.items()
+    }
+    documents = None
+    if model.attention != "sdpa":
+        documents = torch.arange(length).ge(length // 3).long().expand(2, length)
+
+    # Every run on every device takes it, so that it allows for TF32, whatever the device does.
+    device = torch.device(train.device)
+    roundoff = device_roundoff(dtype, device, arch=arch_of(device), in_attention=True)
+
+    def bound(numbers: Tensor) -> float:
+        least_roundoff = max(roundoff, TF32)
+        return bound_in(
+            numbers.dtype, least_roundoff, roundings=ROUNDINGS_OF_ATTENTION, terms=length
+        )
+
     # Layers of one window and scale call the same kernel.
-    limit = TOLERANCE[train.precision]
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     windows = {config.window(layer) for layer in range(config.num_layers)}
     for window in sorted(windows, key=str):
-        error = attention_error(
-            model, train, window=window, scale=scale, length=min(TOKENS, sequence_length)
+        kernel = AttentionKernel(model.attention, window, scale, config.attention_softcap)
+        plain = AttentionKernel("math", window, scale, config.attention_softcap)
+        tested = attention_numbers(
+            inputs, documents, kernel, device=device, precision=train.precision
         )
-        if not error <= limit:
+        exact = attention_numbers(
+            inputs, documents, plain, device=torch.device("cpu"), precision="float32"
+        )
+        for difference in wrong_quantities([tested], exact, bound)[:1]:
             problem = "non-finite output"
-            if not math.isnan(error):
-                problem = f"error {error:.2g}, at most {limit:.2g} is rounding"
+            if math.isfinite(difference.error):
+                problem = (
+                    f"error {difference.error:.2g}, at most {difference.bound:.2g} is rounding"
+                )
             raise Unsound(
                 f"wrong results of {model.attention} attention in {train.precision}"
                 f" on this device: {problem}",
                 where=f"the check before the first step, PyTorch {torch.__version__}",
                 fix="run `bloomery doctor --probe`; or set train.attention=blockwise, which needs no such kernel",
             )
-
-
-def attention_error(
-    model: ModelPlan, train: TrainPlan, *, window: int | None, scale: float, length: int
-) -> float:
-    """The largest error of output and gradients, relative to the largest value of each; NaN if any is non-finite."""
-    config = model.config
-    device = torch.device(train.device)
-
-    # Queries, keys, values and the gradient of the output, of two documents; `sdpa` has one document per sequence.
-    generator = torch.Generator().manual_seed(0)
-    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
-    q, k, v, output_gradient = (
-        torch.randn(2, length, n, config.head_dim, generator=generator).transpose(1, 2)
-        for n in heads
-    )
-    documents = torch.arange(length).ge(length // 3).long().expand(2, length)
-    one_document = model.attention == "sdpa"
-
-    def output_and_gradients(backend: str, device: torch.device, precision: str) -> list[Tensor]:
-        dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
-        queries, keys, values = inputs
-        layout = layout_of(None if one_document else documents.to(device), backend=backend)
-        with precision_context(precision, device.type):
-            output = attend(
-                queries,
-                keys,
-                values,
-                layout,
-                backend=backend,
-                window=window,
-                softcap=config.attention_softcap,
-                scale=scale,
-                dropout=0.0,
-            )
-        gradients = torch.autograd.grad(output, inputs, output_gradient.to(device, output.dtype))
-        return [output.detach(), *gradients]
-
-    actual = output_and_gradients(model.attention, device, train.precision)
-    exact = output_and_gradients("math", torch.device("cpu"), "float32")
-    errors = [
-        (actual_tensor.float().cpu() - exact_tensor).abs().max() / exact_tensor.abs().max()
-        for actual_tensor, exact_tensor in zip(actual, exact, strict=True)
-    ]
-    # The maximum is NaN where any error is.
-    return float(torch.stack(errors).max())

@@ -13,21 +13,11 @@ from typing import final
 
 import torch
 
-from bloomery.check.parts import (
-    RESULT,
-    Kind,
-    PartResult,
-    examine_optimizer,
-    examine_part,
-    parts_of,
-)
-from bloomery.check.small_model import Pair, build_pair, small_plan
-from bloomery.check.whole_step import (
-    Difference,
-    differences,
-    exact_step,
-    step_on_device,
-)
+from bloomery.check.comparison import RESULT, Difference, PartResult
+from bloomery.check.parts import Kind, examine_part, parts_of
+from bloomery.check.small_model import ModelPair, build_pair, small_plan
+from bloomery.check.updates import examine_optimizer
+from bloomery.check.whole_step import exact_step, step_differences, step_on_device
 from bloomery.core.device import generators_restored, release_cached_memory, reset_peak_memory
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.train.process import out_of_memory
@@ -101,7 +91,7 @@ def examine(plan: RunPlan) -> Examination:
     return Examination(tuple(faults), tuple(unrepeatable), time.perf_counter() - began)
 
 
-def _examine_pair(pair: Pair, faults: list[Fault], unrepeatable: list[str]) -> None:
+def _examine_pair(pair: ModelPair, faults: list[Fault], unrepeatable: list[str]) -> None:
     """Adds what is wrong, and the parts whose bits differ."""
     for fault, name in _examined_parts(pair):
         if fault is not None:
@@ -116,7 +106,7 @@ def _examine_pair(pair: Pair, faults: list[Fault], unrepeatable: list[str]) -> N
             unrepeatable.append("a whole step")
 
 
-def _examined_parts(pair: Pair) -> Iterator[tuple[Fault | None, str]]:
+def _examined_parts(pair: ModelPair) -> Iterator[tuple[Fault | None, str]]:
     """Of each part, what is wrong with it, and its name where bits differ.
 
     A layer is made of the other parts, so that it is not looked at where one of these is wrong; nor is anything after
@@ -152,17 +142,17 @@ def _examined(name: str, kind: Kind, compute: Callable[[], PartResult]) -> tuple
     return fault, name if result.different_bits else ""
 
 
-def examine_step(pair: Pair) -> tuple[list[Fault], bool]:
+def examine_step(pair: ModelPair) -> tuple[list[Fault], bool]:
     """What is wrong in two equal steps, and whether their bits are the same."""
     exact = exact_step(pair)
     steps = [step_on_device(pair) for _ in range(2)]
     # The first step that differs is enough.
-    step_differences: list[Difference] = []
+    differences: list[Difference] = []
     for numbers in steps:
-        step_differences = step_differences or differences(pair, numbers, exact)
+        differences = differences or step_differences(pair, numbers, exact)
     faults = [
         Fault("a whole step", "step", difference.quantity, difference.error, difference.bound)
-        for difference in step_differences
+        for difference in differences
     ]
     return faults[:1], steps[0].has_bits_of(steps[1])
 

@@ -57,6 +57,11 @@ def bound_of(unit_roundoff: float, *, roundings: int, terms: int = 1) -> float:
     return SAFETY * (unit_roundoff * math.sqrt(roundings) + accumulated)
 
 
+def bound_in(dtype: torch.dtype, roundoff: float, *, roundings: int, terms: int) -> float:
+    """`bound_of` numbers that the device gives in `dtype`, which may round more than its matmuls."""
+    return bound_of(max(roundoff, UNIT_ROUNDOFF.get(dtype, 0.0)), roundings=roundings, terms=terms)
+
+
 def tile_error(result: Tensor, exact: Tensor, *, least_size: float = 0.0) -> float:
     """The largest root mean square error of a tile of 32 x 32 numbers, relative to the tile; infinite for NaN.
 
@@ -74,7 +79,7 @@ def tile_error(result: Tensor, exact: Tensor, *, least_size: float = 0.0) -> flo
     return error if math.isfinite(error) else math.inf
 
 
-def root_mean_square(tensor: Tensor) -> float:
+def typical_size(tensor: Tensor) -> float:
     return float(tensor.detach().float().square().mean().sqrt())
 
 

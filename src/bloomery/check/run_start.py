@@ -10,9 +10,9 @@ from typing import final
 
 from bloomery.check.attention import check_attention
 from bloomery.check.cures import cure_of, fix_of
-from bloomery.check.exact_numbers import has_formula
 from bloomery.check.examination import examine, problem_of
 from bloomery.check.known_devices import identity_of, keep_answer, key_of, known_answer
+from bloomery.check.updates import has_formula
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.model.attention.triton_attention import KernelFailed

@@ -10,17 +10,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from bloomery.check.exact_numbers import exact_weight
+from bloomery.check.comparison import SEED
 from bloomery.check.rounding import device_roundoff
 from bloomery.data.batch import Batch
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers
+from bloomery.facts.limits import SCALES_BLOCK, WEIGHTS_BLOCK
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.adapters.lora import adapted, note_base
 from bloomery.model.adapters.settings import modules_to_save, target_modules
 from bloomery.model.attention.triton_attention import arch_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import put, stream
+from bloomery.model.io.quantized import NF4_LEVELS, Buffers, dynamic_levels
 from bloomery.model.io.weights import quantized_weights
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Pretrain
@@ -29,7 +31,6 @@ from bloomery.train.objectives.build import Objective, build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import ModelAndOptimizer
 
-SEED = 0
 NUM_LAYERS = 2
 # Parameters in the layers; where two have more, one has to do: the CPU computes it in float32.
 LARGEST = 2**28
@@ -216,7 +217,7 @@ class Side:
 
 @final
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """`tested`: as the run computes it, on its device. `exact`: float32 on the CPU, with `math` attention, uncompiled,
     from plain weights. Both have the same numbers as weights, and the same batch.
     """
@@ -230,7 +231,7 @@ class Pair:
 
 
 def exact_plan(plan: RunPlan) -> RunPlan:
-    """The plan of `Pair.exact`."""
+    """The plan of `ModelPair.exact`."""
     train = {
         "device": "cpu",
         "precision": "float32",
@@ -259,14 +260,14 @@ def exact_plan(plan: RunPlan) -> RunPlan:
     )
 
 
-def build_pair(plan: RunPlan) -> Pair:
+def build_pair(plan: RunPlan) -> ModelPair:
     """Builds both models of a `small_plan` with the run's own code. Raises what building a run raises."""
     tested = Side(plan, trained_part(plan))
     disturb_weights(tested.model)
     plan_on_cpu = exact_plan(plan)
     exact = Side(plan_on_cpu, trained_part(plan_on_cpu))
     copy_weights(tested.model, exact.model)
-    return Pair(tested, exact, small_batch(plan))
+    return ModelPair(tested, exact, small_batch(plan))
 
 
 def trained_part(plan: RunPlan) -> ModelAndOptimizer:
@@ -329,3 +330,24 @@ def copy_weights(tested: Decoder, exact: Decoder) -> None:
     for name, weight in quantized_weights(tested):
         exact_tensors[name].copy_(exact_weight(weight.stored))
     note_base(exact)
+
+
+def exact_weight(stored: Buffers) -> Tensor:
+    """Dequantized by its definition, in float64 [O, I]: the level of each code times the scale of its block of 64."""
+    num_values = stored.outputs * stored.inputs
+    codes = stored.codes.cpu()
+    if codes.dtype == torch.uint8:
+        two_codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:num_values]
+        values = torch.tensor(NF4_LEVELS, dtype=torch.float64)[two_codes.long()]
+    else:
+        values = codes.double()
+
+    # Scales may be codes themselves: a level times the scale of 256 of them, plus the mean of all.
+    if stored.outer.numel():
+        outer = stored.outer.cpu().view(torch.float32).double()
+        levels = dynamic_levels(torch.device("cpu")).double()[stored.scales.cpu().long()]
+        scales = levels * outer[:-1].repeat_interleave(SCALES_BLOCK)[: len(levels)] + outer[-1]
+    else:
+        scales = stored.scales.cpu().view(torch.float32).double()
+    values *= scales.repeat_interleave(WEIGHTS_BLOCK)[:num_values]
+    return values.view(stored.outputs, stored.inputs)
