@@ -172,8 +172,8 @@ def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOu
 def make_tiny(folder: Path, seed: int) -> Path:
     """Prompts, rewards, and a model of random weights."""
     from bloomery.data.tokenizer.training import train_tokenizer
+    from bloomery.model.configs import build_config
     from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-    from bloomery.model.presets import build_config
     from bloomery.recipe.schema import Model, TrainTokenizer
 
     prompts = [f"def f{number}(x): return" for number in range(320)]

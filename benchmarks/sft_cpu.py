@@ -90,8 +90,8 @@ def make_real(folder: Path) -> dict:
 
 def make_small(folder: Path, length: int, shape: Mapping[str, int] = SHAPE) -> dict:
     from bloomery.data.tokenizer.training import train_tokenizer
+    from bloomery.model.configs import build_config
     from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-    from bloomery.model.presets import build_config
     from bloomery.recipe.schema import Model, TrainTokenizer
 
     rows = write_rows(folder)

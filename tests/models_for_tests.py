@@ -6,9 +6,9 @@ from pathlib import Path
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.facts.config import ModelConfig
+from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.model.presets import build_config
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint.checkpointed_model import FullWeights, InitialWeights

@@ -10,7 +10,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.model.presets import build_config
+from bloomery.model.configs import build_config
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.activations import layer_bytes_per_token
 from bloomery.plan.estimate.fabric import fabric_of

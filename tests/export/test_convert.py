@@ -14,8 +14,8 @@ from bloomery import api
 from bloomery.cli.models import convert_command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.configs import read_config
 from bloomery.model.io.stored import find_tensors
-from bloomery.model.presets import read_config
 from models_for_tests import make_model, make_run
 
 ADDED = ("<|im_start|>", "<|im_end|>")

@@ -20,8 +20,8 @@ from bloomery.export import layouts as hf
 from bloomery.export.card import Merge, model_card, training_of
 from bloomery.export.layouts import export
 from bloomery.infer.model_folder import find_model
+from bloomery.model.configs import read_config
 from bloomery.model.io.weights import load_decoder, model_state
-from bloomery.model.presets import read_config
 from bloomery.monitor.events import DeviceStats, EventLog
 from models_for_tests import make_model, make_run
 

@@ -32,8 +32,8 @@ from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.ollama import export_ollama
 from bloomery.export.verify import error_bound
 from bloomery.infer.model_folder import find_model
+from bloomery.model.configs import read_config
 from bloomery.model.io.weights import load_decoder, model_state
-from bloomery.model.presets import read_config
 from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others

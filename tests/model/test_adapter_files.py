@@ -16,10 +16,10 @@ from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Values
 from bloomery.model.io.weights import load_decoder, read_model
-from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]

@@ -15,8 +15,8 @@ from bloomery.export.layouts import open_merged
 from bloomery.hub import local_model
 from bloomery.model.adapters import patterns
 from bloomery.model.adapters.many import Adapters
+from bloomery.model.configs import read_config, untied_note
 from bloomery.model.io.weights import load_decoder, quantize_model, write_model_piecewise
-from bloomery.model.presets import read_config, untied_note
 from bloomery.recipe.schema import Quantize
 
 UNTIED = "llama2"

@@ -11,9 +11,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import export
+from bloomery.model.configs import headers_of, read_config
 from bloomery.model.io.stored import INDEX, SINGLE, find_tensors
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.presets import headers_of, read_config
 from models_for_tests import make_tokenizer
 
 LLAMA = "llama2"

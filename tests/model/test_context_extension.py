@@ -7,9 +7,9 @@ from tiny_models import saved_reference
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
+from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, read_model, write_model
-from bloomery.model.presets import build_config
 from bloomery.recipe.schema import Model
 
 LONGER = {

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import flops_per_token, layers, parameter_count, parameter_shapes
 from bloomery.facts.families import config_from_hf
+from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.decoder import Decoder
-from bloomery.model.presets import PRESETS, preset
 
 SHAPES = ["gpt2", "llama-biases-head-dim", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "smollm3"]
 

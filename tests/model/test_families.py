@@ -1,7 +1,7 @@
 """config.json and recipes to facts: what is read, what is refused, and that nothing is lost on the way back."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -10,10 +10,11 @@ from tiny_models import CASES, GPT2, SMALL, tiny_reference
 
 from bloomery.core.errors import UserError
 from bloomery.facts import config as facts
-from bloomery.facts.config import ModelConfig, RopeScaling
+from bloomery.facts.config import RopeScaling
 from bloomery.facts.families import FAMILIES, config_from_hf, config_to_hf
-from bloomery.model.presets import PRESETS, build_config, preset, read_config
-from bloomery.recipe.schema import Model, Preset
+from bloomery.facts.presets import PRESETS, preset
+from bloomery.model.configs import build_config, read_config
+from bloomery.recipe.schema import Model
 from bloomery.recipe.schema import RopeScalingSection as StatedScaling
 
 LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -23,10 +24,6 @@ LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 def test_a_config_survives_both_directions(case: str) -> None:
     config = config_from_hf(tiny_reference(case).config.to_dict())
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
-
-
-def test_recipes_know_the_names_of_presets() -> None:
-    assert get_args(Preset) == tuple(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -264,12 +261,7 @@ def test_no_config_at_all(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_recipes_know_the_same_words() -> None:
-    raw_config = {field.name: field.type for field in fields(ModelConfig)}
-    for name in ("norm", "activation", "qk_norm"):
-        assert set(get_args(get_args(Model.model_fields[name].annotation)[0])) == set(
-            get_args(raw_config[name])
-        )
+def test_recipes_state_scalings_of_positions_that_configs_have() -> None:
     assert set(get_args(StatedScaling.model_fields["kind"].annotation)) < set(
         get_args(facts.RopeKind)
     )

@@ -7,10 +7,10 @@ import torch
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import FAMILIES, fresh_config
+from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, init_weights, model_state
-from bloomery.model.presets import PRESETS, preset
 
 SIZES = {
     "vocab_size": 97,

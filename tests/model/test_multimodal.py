@@ -13,9 +13,9 @@ from torch.testing import assert_close
 from bloomery.core.errors import UserError
 from bloomery.facts.families import config_from_hf
 from bloomery.facts.published import published_config
+from bloomery.model.configs import read_config
 from bloomery.model.io.stored import find_tensors, stored_parameters
 from bloomery.model.io.weights import load_decoder, model_state, write_model
-from bloomery.model.presets import read_config
 from foreign_models import saved_gemma3
 
 TOKENS = tokens()

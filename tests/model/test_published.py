@@ -15,7 +15,7 @@ from bloomery.facts.published import (
     published_models,
     similar_names,
 )
-from bloomery.model.presets import known_config
+from bloomery.model.configs import known_config
 
 # Half of `total_size` in model.safetensors.index.json, where weights are bfloat16, or the count on the model's page.
 COUNTS = {

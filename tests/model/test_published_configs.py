@@ -15,9 +15,9 @@ from bloomery.core.errors import UserError
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.families import config_from_hf
 from bloomery.facts.published import published_config
+from bloomery.model.configs import stated_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.presets import stated_config
 
 CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 # Left out of the table: token ids, factors of longrope, and what has no effect on a plan.

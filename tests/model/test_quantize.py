@@ -14,6 +14,7 @@ from bloomery.model.adapters.lora import (
     adapters_disabled,
     init_adapters,
 )
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import (
     QuantizedLinear,
@@ -23,7 +24,6 @@ from bloomery.model.io.weights import (
     quantized_weights,
     read_model,
 )
-from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.simulate.tracker import MemoryTracker
 

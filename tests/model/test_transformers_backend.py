@@ -13,9 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import parameter_shapes
-from bloomery.model import presets as transformers_config
+from bloomery.model import configs as transformers_config
 from bloomery.model import transformers_backend as transformers_backend
 from bloomery.model.cache import Cache
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import (
@@ -25,7 +26,6 @@ from bloomery.model.io.weights import (
     read_model,
     write_model,
 )
-from bloomery.model.presets import read_config
 from bloomery.model.transformers_checks import check_rows
 from foreign_models import SIZES, saved_model
 

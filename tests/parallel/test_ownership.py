@@ -7,8 +7,8 @@ import pytest
 
 from bloomery.core.units import MIB
 from bloomery.facts.counting import parameter_shapes
+from bloomery.model.configs import build_config
 from bloomery.model.io.stored import tensor_locations
-from bloomery.model.presets import build_config
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.ownership import HeldTensor, OwnedTensor, assign_owners
 from bloomery.plan.pipeline import even_groups

@@ -10,7 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.facts.families import config_to_hf
-from bloomery.model.presets import build_config, known_config
+from bloomery.model.configs import build_config, known_config
 from bloomery.plan.estimate.mode import lora_like
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.unsupported import (

@@ -4,7 +4,8 @@ import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
-from bloomery.model.presets import build_config, preset
+from bloomery.facts.presets import preset
+from bloomery.model.configs import build_config
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts

@@ -6,8 +6,8 @@ import pytest
 from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
+from bloomery.facts.presets import preset
 from bloomery.hardware.profile import build_profile
-from bloomery.model.presets import preset
 from bloomery.plan.estimate.activations import activation_bytes
 from bloomery.plan.estimate.fabric import communication_seconds, fabric_of
 from bloomery.plan.estimate.mesh import MeshSplit

@@ -7,7 +7,7 @@ from plan_help import gpu_machine, planned, reported
 
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
-from bloomery.model.presets import published_config
+from bloomery.model.configs import published_config
 from bloomery.plan.advise import _planned_step
 from bloomery.plan.choices import setting
 from bloomery.plan.estimate.mode import FULL, TrainingMode

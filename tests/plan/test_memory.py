@@ -7,10 +7,11 @@ import torch
 
 from autograd_for_tests import kept_bytes
 from bloomery.core.units import GIB, MIB
+from bloomery.facts.presets import preset
 from bloomery.model.attention.per_document import _padding
+from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
-from bloomery.model.presets import build_config, preset
 from bloomery.plan.estimate.activations import (
     activation_bytes,
     end_bytes,

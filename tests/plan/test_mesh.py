@@ -8,8 +8,8 @@ from plan_help import gpu_machine, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.facts.counting import layers, parameter_count
+from bloomery.facts.presets import preset
 from bloomery.hardware.profile import build_profile
-from bloomery.model.presets import preset
 from bloomery.plan.advise import energy_kwh
 from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes
 from bloomery.plan.estimate.fabric import (

@@ -12,8 +12,8 @@ from bloomery.core.units import GIB
 from bloomery.facts.families import config_to_hf
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.model.cache import Cache
+from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.presets import build_config
 from bloomery.plan.advise import edited
 from bloomery.plan.estimate.rollouts import ROLLOUT_FRAGMENTATION
 from bloomery.plan.page import page

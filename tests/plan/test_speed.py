@@ -7,8 +7,8 @@ from plan_help import gpu_machine, machine, reported
 
 from bloomery.core.units import GIB, MIB
 from bloomery.facts.counting import parameter_count
+from bloomery.facts.presets import preset
 from bloomery.hardware.profile import build_profile
-from bloomery.model.presets import preset
 from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.operators import SECONDS
 from bloomery.plan.estimate.saves import estimate_save

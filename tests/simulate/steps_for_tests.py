@@ -10,7 +10,7 @@ from memory_tracker import peak_bytes
 from plan_help import loaded, machine, planned
 
 from bloomery.data.batch import Batch
-from bloomery.model.presets import known_config
+from bloomery.model.configs import known_config
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.process_group import join
 from bloomery.plan.estimate.memory import tensor_bytes

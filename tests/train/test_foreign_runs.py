@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
+from bloomery.model.configs import build_config, read_config
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.presets import build_config, read_config
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Distill
 from bloomery.recipe.schema import Lora, Model, Peft, Quantize

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM
 
 from bloomery.export.layouts import export
+from bloomery.model.configs import read_config
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.presets import read_config
 from foreign_models import saved_gemma3
 
 TOKENS = torch.arange(60).view(2, 30)

@@ -15,8 +15,8 @@ from bloomery.data.tokenizer.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.facts.config import ModelConfig
 from bloomery.infer.generate import load_model
 from bloomery.model.adapters.settings import refuse_untrained_rows
+from bloomery.model.configs import build_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.model.presets import build_config
 from bloomery.recipe import schema
 from bloomery.recipe.load import load_recipe
 from bloomery.train.state import build_state

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.infer.model_folder import NOT_SAVED, clear_drafts, damage, newest_valid
+from bloomery.model.configs import build_config
 from bloomery.model.io.safetensors import HF_METADATA, TYPE_ORDER, HashedFile, file_order
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.model.presets import build_config
 from bloomery.monitor.events import Saved, StepDone
 from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.types import RunPlan

@@ -17,8 +17,8 @@ from structured_runs import write_answers
 
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.configs import read_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.model.presets import read_config
 from bloomery.plan.unsupported import AXES, FEATURES
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import Distill, Grpo, Kto, Ppo, Preference, Reward, Sft, SimPo

@@ -15,7 +15,7 @@ from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.counting import parameter_count
 from bloomery.hardware.detect import detect
-from bloomery.model.presets import read_config
+from bloomery.model.configs import read_config
 from bloomery.monitor.events import RunEnded, RunStarted, read_events
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan

@@ -39,9 +39,9 @@ from bloomery.export.layouts import (
 from bloomery.facts.config import ModelConfig, checked
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.model.configs import grown
 from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
-from bloomery.model.presets import grown
 
 LENGTH = "model_max_length"  # in tokenizer_config.json
 

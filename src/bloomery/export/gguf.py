@@ -54,10 +54,10 @@ from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, read_settings
+from bloomery.model.configs import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import StoredModel, load_decoder
-from bloomery.model.presets import read_config
 from bloomery.model.rope import table_scale
 
 # Metadata

@@ -44,6 +44,7 @@ from bloomery.model.adapters.settings import (
     refuse_other_base,
     stated_settings,
 )
+from bloomery.model.configs import headers_of, read_config, stated_config, untied_note
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
@@ -60,7 +61,6 @@ from bloomery.model.io.weights import (
     write_model,
     write_model_piecewise,
 )
-from bloomery.model.presets import headers_of, read_config, stated_config, untied_note
 
 ReadParameter = Callable[[str], Tensor]  # a parameter by its name in the decoder
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -21,8 +21,8 @@ from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import Exported, draft_of
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
+from bloomery.model.configs import read_config
 from bloomery.model.io.stored import read_object
-from bloomery.model.presets import read_config
 
 MOST_CONTEXT = 8192  # tokens: Ollama reserves the memory of all of them
 SETTINGS = {

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from bloomery.core import Choice
 from bloomery.core.device import Capability, can, is_accelerator
-from bloomery.facts.table import Table
+from bloomery.facts.table import OpenTable
 
 # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
 SHORT = 512
@@ -31,7 +31,7 @@ class BackendSupport:
         return self.needs is None or can(device, self.needs)
 
 
-BACKENDS = Table(
+BACKENDS = OpenTable(
     {
         "sdpa": BackendSupport(
             packed="a causal flag cannot mask documents",

@@ -5,6 +5,8 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 
+NormKind = Literal["rms", "rms_unit_offset", "layer"]
+QueryNorm = Literal["none", "head", "full"]  # of queries and keys
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -73,11 +75,11 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_positions: int = 4096
-    norm: Literal["rms", "rms_unit_offset", "layer"] = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-5
     norm_bias: bool = True  # layer norms only
     norm_placement: Literal["before", "after", "both"] = "before"
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: QueryNorm = "none"
     activation: Activation = "silu"
     gated_mlp: bool = True
     attention_bias: bool = False

@@ -31,7 +31,7 @@ from bloomery.facts.family_rules import (
     write_smollm3,
 )
 from bloomery.facts.gguf_graphs import GgufGraph
-from bloomery.facts.table import Table
+from bloomery.facts.table import OpenTable
 
 LLAMA_KEYS = MappingProxyType(
     {
@@ -128,7 +128,7 @@ _LLAMA_GRAPH = GgufGraph(
 _GEMMA_GRAPH = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
 _TIED = {"tie_embeddings": True}
 
-FAMILIES: Table[Family] = Table(
+FAMILIES: OpenTable[Family] = OpenTable(
     {
         "llama": Family(
             "LlamaForCausalLM",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.facts.rates import Rates
-from bloomery.facts.table import Table
+from bloomery.facts.table import OpenTable
 
 DataKind = Literal["any", "sft", "pairs", "kto", "prompts"]
 LossUnit = Literal["token", "label", "pair", "answer", "completion"]
@@ -89,7 +89,7 @@ _AGAINST_REFERENCE = MethodRates(Rates(5e-6, 5e-5), Rates(5e-7, 5e-6))
 _GROUPS = MethodRates(Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6))
 _VALUES = MethodRates(Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 3e-6))
 
-OBJECTIVES = Table(
+OBJECTIVES = OpenTable(
     {
         spec.kind: spec
         for spec in (

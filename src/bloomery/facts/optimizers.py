@@ -12,7 +12,7 @@ from typing import Protocol
 from bloomery.facts.counting import Shape
 from bloomery.facts.limits import CPU_PIECE, GPU_PIECE, MUON_STACK
 from bloomery.facts.rates import Rates
-from bloomery.facts.table import Table
+from bloomery.facts.table import OpenTable
 
 
 def is_in_layer(name: str) -> bool:
@@ -176,7 +176,7 @@ def _adafactor_update_bytes(update: Update) -> float:
 
 # The one that a recipe without a choice has; it updates what another one leaves.
 USUAL_OPTIMIZER = "adamw"
-OPTIMIZERS = Table(
+OPTIMIZERS = OpenTable(
     {
         "adamw": OptimizerSpec(
             name="AdamW",

@@ -8,7 +8,7 @@ Entry = TypeVar("Entry")
 
 
 @final
-class Table(dict[str, Entry]):
+class OpenTable(dict[str, Entry]):
     """Entries by name, in the order in which pages list them."""
 
     _is_closed = False

@@ -27,9 +27,9 @@ from bloomery.infer.decoding_kernel import decoding_problem
 from bloomery.infer.forward import autocast_forward, prepare_weights
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
+from bloomery.model.configs import headers_of, untied_note
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
-from bloomery.model.presets import headers_of, untied_note
 from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
 

@@ -246,7 +246,7 @@ def _check_peft_settings(recipe: "Recipe") -> None:
     if recipe.adapter.kind != "peft":
         return
     from bloomery.model.adapters.peft_methods import method_config
-    from bloomery.model.presets import build_config
+    from bloomery.model.configs import build_config
     from bloomery.plan.gather import planned_vocabulary
 
     config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))

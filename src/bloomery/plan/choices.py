@@ -21,7 +21,7 @@ from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import tiles
-from bloomery.model.presets import known_config
+from bloomery.model.configs import known_config
 from bloomery.plan.estimate.kernels import kernel_run
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel

@@ -48,14 +48,14 @@ from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
-from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
-from bloomery.model.presets import (
+from bloomery.model.configs import (
     build_config,
     headers_of,
     known_config,
     read_config,
     stated_config,
 )
+from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan

@@ -24,7 +24,7 @@ from bloomery.facts.published import published_config
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
-from bloomery.model.presets import CONTEXT_KEYS
+from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
-from bloomery.facts.table import Table
+from bloomery.facts.table import OpenTable
 from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import Auto, Share
 
@@ -237,7 +237,7 @@ class Ppo(Rollouts):
 
 
 # By kind. Installed packages add theirs before the schema is built.
-OBJECTIVE_SECTIONS = Table[type[ObjectiveSection]](
+OBJECTIVE_SECTIONS = OpenTable[type[ObjectiveSection]](
     {
         "pretrain": Pretrain,
         "sft": Sft,

@@ -14,8 +14,10 @@ from pydantic import (
 
 from bloomery.core.units import Duration, Unit
 from bloomery.facts.attention import BACKENDS
+from bloomery.facts.config import Activation, NormKind, QueryNorm
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
+from bloomery.facts.presets import PRESETS
 from bloomery.recipe.objectives import ObjectiveSection, Pretrain, any_objective
 from bloomery.recipe.rewards import AnyReward
 from bloomery.recipe.sections import Section, key
@@ -53,16 +55,16 @@ LENGTHS: dict[str, Unit] = {
     "max_time": "seconds",
 }
 IF_INSTALLED = "tensorboard-if-installed"  # the tracker of a plan whose recipe names none
-# The names of bloomery.model, which is a layer above; a test compares them.
-Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
 # Keys whose values are the names in a table of facts. Installed packages add to some of them, which mypy cannot know.
 if TYPE_CHECKING:
     FamilyName = str
+    PresetName = str
     OptimizerKind = str
     AttentionBackend = str
     AnyObjective = ObjectiveSection
 else:
     FamilyName = FAMILIES.name_literal()
+    PresetName = PRESETS.name_literal()
     OptimizerKind = OPTIMIZERS.name_literal()
     AttentionBackend = BACKENDS.name_literal()
     AnyObjective = any_objective()
@@ -130,7 +132,7 @@ class Model(Section):
         "Pretrained model: a folder in Hugging Face format or a Hub id.",
         "Qwen/Qwen2.5-1.5B-Instruct",
     )
-    preset: Preset | None = key(
+    preset: PresetName | None = key(
         None, "Architecture and sizes of a packaged model, with random weights.", "go-coder-tiny"
     )
     family: FamilyName | None = key(
@@ -157,14 +159,10 @@ class Model(Section):
         None, "Width of one attention head; unset: hidden_size / num_heads.", 64
     )
     max_positions: PositiveInt | None = key(None, "Context length in tokens.", 1024)
-    norm: Literal["rms", "rms_unit_offset", "layer"] | None = key(
-        None, "Normalization layer.", "rms"
-    )
+    norm: NormKind | None = key(None, "Normalization layer.", "rms")
     norm_eps: PositiveFloat | None = key(None, "Epsilon of the normalization layers.", 1e-05)
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = key(
-        None, "Activation function of the MLP.", "silu"
-    )
-    qk_norm: Literal["none", "head", "full"] | None = key(
+    activation: Activation | None = key(None, "Activation function of the MLP.", "silu")
+    qk_norm: QueryNorm | None = key(
         None, "Normalization of queries and keys: per head or over the full width.", "none"
     )
     rope_theta: PositiveFloat | None = key(None, "Base of the rotary position embedding.", 10000)

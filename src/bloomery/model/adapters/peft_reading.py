@@ -42,6 +42,7 @@ from bloomery.model.adapters.settings import (
     shares_head,
     stored_modules,
 )
+from bloomery.model.configs import grown
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     WEIGHTS,
@@ -50,7 +51,6 @@ from bloomery.model.io.stored import (
     stored_in,
     tensor_locations,
 )
-from bloomery.model.presets import grown
 
 MAGNITUDE = "lora_magnitude_vector"
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.

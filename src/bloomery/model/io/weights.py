@@ -25,6 +25,7 @@ from bloomery.model.adapters.settings import (
     read_settings,
     refuse_other_base,
 )
+from bloomery.model.configs import grown, read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import first_row, full, local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
@@ -42,7 +43,6 @@ from bloomery.model.io.stored import (
     stored_parameters,
     tensor_locations,
 )
-from bloomery.model.presets import grown, read_config
 from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.recipe.schema import Quantize

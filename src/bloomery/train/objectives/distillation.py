@@ -15,10 +15,10 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.hub import local_model
 from bloomery.infer.forward import matmul_dtype
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.presets import read_config
 from bloomery.plan.types import DataPlan, ModelPlan, TrainPlan
 from bloomery.recipe.objectives import Distill
 
