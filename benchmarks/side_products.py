@@ -73,7 +73,10 @@ class Products:
         self.inputs = {width: torch.randn(most, width) for width in widths}
         self.outputs = {width: torch.empty(most, width) for width in widths}
         self.logits = torch.randn(CHUNK, config.vocab_size)
-        self.layers, heads, width = config.num_layers, config.num_heads, config.head_dim
+        self.layers = config.num_layers
+        first_layer = layers(config)[0]  # the plan's layers are alike
+        heads = first_layer.num_heads
+        width = first_layer.head_dim
         self.queries, self.keys = torch.randn(heads, most, width), torch.randn(heads, most, width)
         self.heads_out, self.scores = (
             torch.empty_like(self.queries),

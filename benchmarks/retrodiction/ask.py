@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.units import GIB
+from bloomery.facts.counting import Layer, layers
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
@@ -218,7 +219,11 @@ def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
         # of the layer that is computed again
         inside = load.tokens_per_micro_batch * layer_bytes_per_token(load, load.model.layers[0])
         activations = (
-            config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
+            sum(
+                load.tokens_per_micro_batch * operator_bytes(load, layer)
+                for layer in layers(config)
+            )
+            + inside
         )
     if one.loss != "fused" and scores:
         chunks = CHUNKS if one.loss == "chunked" else 1
@@ -226,15 +231,12 @@ def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     return replace(moment, logits=scores, activations=activations)
 
 
-def operator_bytes(load: StepShape) -> float:
-    """Per token and layer: the layer's input, attention's output, and every other product's."""
-    config = load.config
-    products = config.query_width + 2 * config.key_width + 2 * config.hidden_size
-    products += (2 if config.gated_mlp else 1) * config.intermediate_size
-    return (
-        load.element_bytes * (config.hidden_size + config.query_width + products / 2)
-        + 4 * config.num_heads
-    )
+def operator_bytes(load: StepShape, layer: Layer) -> float:
+    """Per token: the layer's input, attention's output, and every other product's."""
+    width = load.config.hidden_size
+    products = layer.query_width + 2 * layer.key_width + 2 * width
+    products += (2 if layer.gated_mlp else 1) * layer.intermediate_size
+    return load.element_bytes * (width + layer.query_width + products / 2) + 4 * layer.num_heads
 
 
 def _host() -> Machine:

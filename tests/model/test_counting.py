@@ -78,4 +78,4 @@ def test_presets_on_meta_equal_the_counter() -> None:
 def test_attention_grows_with_the_length() -> None:
     config = config_of("llama2")
     longer = flops_per_token(config, 200) - flops_per_token(config, 100)
-    assert math.isclose(longer, 3 * 4 * 100 * config.query_width * config.num_layers)
+    assert math.isclose(longer, 3 * 4 * 100 * sum(layer.query_width for layer in layers(config)))

@@ -11,6 +11,7 @@ from tiny_models import tokens
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
+from bloomery.facts.counting import layers
 from bloomery.facts.families import config_from_hf
 from bloomery.facts.published import published_config
 from bloomery.model.configs import read_config
@@ -169,8 +170,8 @@ def test_the_published_config_is_the_shape_of_the_table(tmp_path):
         theirs.vocab_size,
     )
     kinds = [
-        "full_attention" if config.window(n) is None else "sliding_attention"
-        for n in range(config.num_layers)
+        "full_attention" if layer.window is None else "sliding_attention"
+        for layer in layers(config)
     ]
     assert kinds == theirs.layer_types
 

@@ -3,6 +3,7 @@
 import pytest
 from steps_for_tests import counted, measured_ranks, simulated, small_plan, some
 
+from bloomery.facts.counting import layers
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.simulate.step import simulated_step
 from ranks import on_ranks
@@ -25,7 +26,8 @@ def test_shapes_fake_tensors_and_real_ranks_agree(case):
     # gloo's threads let go of what they have sent a moment later: some exchanges of queries, keys and values.
     config = plan.model.config
     element_bytes = 2 if plan.train.precision == "bfloat16" else 4
-    exchanged = element_bytes * 8 * 128 * (config.query_width + 2 * config.key_width)
+    layer = layers(config)[0]
+    exchanged = element_bytes * 8 * 128 * (layer.query_width + 2 * layer.key_width)
     for real in measured_ranks(plan):
         assert 0.99 * fake < real < 1.02 * fake + 4 * exchanged
 
@@ -35,5 +37,5 @@ def test_what_a_device_exchanges_is_counted():
     plan = on_ranks(small_plan(), replicate=2, context=2)
     sent = simulated_step(plan, fused=True, split=MeshSplit(replicate=2, context=2)).sent
     config = plan.model.config
-    numbers = 2 * (config.query_width + config.key_width) * 4 * 128 * config.num_layers
+    numbers = 2 * 4 * 128 * sum(layer.query_width + layer.key_width for layer in layers(config))
     assert sent == {"context": pytest.approx(4 * numbers * 2 / 2)}

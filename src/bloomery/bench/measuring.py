@@ -21,7 +21,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.facts.attention import SHORT, supports
-from bloomery.facts.counting import parameter_count
+from bloomery.facts.counting import parameter_count, smallest_window
 from bloomery.hardware.calibration import Calibration, Point, calibrations, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
@@ -404,6 +404,7 @@ def other_attention(plan: RunPlan) -> str | None:
         return "blockwise"
 
     # The first backend in the order of preference that supports what the plan needs.
+    window = smallest_window(config)
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
         if backend == plan.model.attention:
             continue
@@ -413,7 +414,7 @@ def other_attention(plan: RunPlan) -> str | None:
             backend,
             device_type=plan.train.device,
             packed=plan.data.layout == "packed",
-            window=any(window is not None and window < length for window in config.sliding_window),
+            window=window is not None and window < length,
             softcap=config.attention_softcap is not None,
             dropout=config.attention_dropout > 0,
             float32=plan.train.precision == "float32",

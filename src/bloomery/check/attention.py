@@ -8,7 +8,7 @@ B batch, T time, H query heads, K key/value heads, E head width.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bloomery.check.comparison import Numbers, backward_numbers, drawn, on_device, wrong_quantities
 from bloomery.check.rounding import TF32, bound_in, device_roundoff
+from bloomery.facts.counting import layers_by_attention
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.attention.triton_attention import arch_of
@@ -81,16 +82,9 @@ def check_attention(model: ModelPlan, train: TrainPlan, *, sequence_length: int)
     if model.attention == "math" or config.transformers_backend is not None:
         return
 
-    # Queries, keys and values of two documents; `sdpa` has one document per sequence.
+    # Two documents; `sdpa` has one per sequence.
     length = min(TOKENS, sequence_length)
     dtype = matmul_dtype(train.precision)
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    inputs = {
-        name: drawn(
-            f"attention before the first step, {name}", (2, length, n, config.head_dim), dtype
-        )
-        for name, n in heads.items()
-    }
     documents = None
     if model.attention != "sdpa":
         documents = torch.arange(length).ge(length // 3).long().expand(2, length)
@@ -105,12 +99,21 @@ def check_attention(model: ModelPlan, train: TrainPlan, *, sequence_length: int)
             numbers.dtype, least_roundoff, roundings=ROUNDINGS_OF_ATTENTION, terms=length
         )
 
-    # Layers of one window and scale call the same kernel.
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    windows = {config.window(layer) for layer in range(config.num_layers)}
-    for window in sorted(windows, key=str):
-        kernel = AttentionKernel(model.attention, window, scale, config.attention_softcap)
-        plain = AttentionKernel("math", window, scale, config.attention_softcap)
+    # Layers of the same heads, window and scale call the same kernel.
+    for layer in sorted(layers_by_attention(config), key=lambda layer: str(layer.window)):
+        heads = {"q": layer.num_heads, "k": layer.num_kv_heads, "v": layer.num_kv_heads}
+        inputs = {
+            name: drawn(
+                f"attention before the first step, {name}",
+                (2, length, count, layer.head_dim),
+                dtype,
+            )
+            for name, count in heads.items()
+        }
+        kernel = AttentionKernel(
+            model.attention, layer.window, layer.attention_scale, config.attention_softcap
+        )
+        plain = replace(kernel, backend="math")
         tested = attention_numbers(
             inputs, documents, kernel, device=device, precision=train.precision
         )

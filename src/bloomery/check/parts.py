@@ -28,6 +28,7 @@ from bloomery.check.rounding import UNIT_ROUNDOFF, bound_in, typical_size
 from bloomery.check.small_model import MASKED_SHARE, ModelPair, Side
 from bloomery.check.whole_step import ROUNDINGS_OF_LAYER
 from bloomery.data.batch import Batch
+from bloomery.facts.counting import Layer, layers, layers_by_attention
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
 from bloomery.model.attention.attend import layout_of
@@ -145,10 +146,9 @@ def parts_of(pair: ModelPair) -> Iterator[Part]:
         # Angles are products of positions and frequencies: float32 keeps so much of them.
         extra = 8 * UNIT_ROUNDOFF[torch.float32] * pair.batch.tokens.shape[1]
         yield Part("rotary positions", "rotary", rotated, 1, extra=extra)
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    for window in dict.fromkeys(windows):
-        compute = _attention_numbers(windows.index(window), pair)
-        name = "attention" if window is None else "attention with a window"
+    for layer in layers_by_attention(config):
+        compute = _attention_numbers(layer, pair)
+        name = "attention" if layer.window is None else "attention with a window"
         yield Part(name, "attention", compute, pair.batch.tokens.shape[1])
     yield Part("MLP activation", "activation", _activation_numbers(pair), 1)
     yield Part("embedding", "embedding", embedded_rows, num_tokens)
@@ -157,7 +157,8 @@ def parts_of(pair: ModelPair) -> Iterator[Part]:
     )
 
     # A layer of them all; compiled it is another program.
-    layer_terms = max(config.intermediate_size, config.hidden_size, num_tokens)
+    widest_inner = max(layer.intermediate_size for layer in layers(config))
+    layer_terms = max(widest_inner, config.hidden_size, num_tokens)
     yield Part("layer", "layer", _layer_numbers(pair, compiled=False), layer_terms)
     if pair.tested.plan.train.compile:
         yield Part(
@@ -283,10 +284,10 @@ def rotated(side: Side) -> Numbers:
     length = side.plan.data.sequence_length
     positions = torch.arange(length, device=side.device)[None]
     assert isinstance(model.model, Backbone)
-    rotary = next((table for table in model.model.rotary(positions) if table is not None), None)
-    assert rotary is not None
+    tables = zip(layers(config), model.model.rotary(positions), strict=True)
+    layer, rotary = next((layer, table) for layer, table in tables if table is not None)
     dtype = matmul_dtype(side.plan.train.precision)
-    shape = (1, length, config.num_heads, config.head_dim)
+    shape = (1, length, layer.num_heads, layer.head_dim)
     x = drawn("rotary, input", shape, torch.bfloat16)
     return _computed(
         side,
@@ -297,20 +298,20 @@ def rotated(side: Side) -> Numbers:
     )
 
 
-def _attention_numbers(layer: int, pair: ModelPair) -> Callable[[Side], Numbers]:
+def _attention_numbers(layer: Layer, pair: ModelPair) -> Callable[[Side], Numbers]:
     """Of the layer's heads, window and scale on the documents of the batch."""
     config = pair.tested.plan.model.config
     dtype = matmul_dtype(pair.tested.plan.train.precision)
     sequences, length = pair.batch.tokens.shape
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    heads = {"q": layer.num_heads, "k": layer.num_kv_heads, "v": layer.num_kv_heads}
     drawn_inputs = {
-        name: drawn(f"attention, {name}", (sequences, length, count, config.head_dim), dtype)
+        name: drawn(f"attention, {name}", (sequences, length, count, layer.head_dim), dtype)
         for name, count in heads.items()
     }
     is_masked = pair.tested.plan.model.attention != "sdpa"
 
     def numbers(side: Side) -> Numbers:
-        attention = block_of(side, layer).self_attn
+        attention = block_of(side, layer.number).self_attn
         return attention_numbers(
             drawn_inputs,
             pair.batch.documents if is_masked else None,
@@ -331,7 +332,7 @@ def _activation_numbers(pair: ModelPair) -> Callable[[Side], Numbers]:
     """What the MLP does between its matmuls."""
     config = pair.tested.plan.model.config
     dtype = matmul_dtype(pair.tested.plan.train.precision)
-    shape = (*pair.batch.tokens.shape, config.intermediate_size)
+    shape = (*pair.batch.tokens.shape, layers(config)[0].intermediate_size)
     names = ("gate", "up") if config.gated_mlp else ("up",)
     drawn_inputs = {name: drawn(f"activation, {name}", shape, dtype) for name in names}
 

@@ -104,18 +104,16 @@ def small_plan(plan: RunPlan) -> RunPlan:
 
 
 def small_config(config: ModelConfig, sequence_length: int) -> ModelConfig:
-    """The first layer of each kind: with and without a window, rotated and not."""
-    kinds = [
-        (config.window(layer), not config.rotary_layers or config.rotary_layers[layer])
-        for layer in range(config.num_layers)
-    ]
+    """The first layer of each kind: with and without a window, rotated and not, of each of its sizes."""
+    kinds = [layer.kind for layer in layers(config)]
     first_of_kinds = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     chosen_layers = sorted([*first_of_kinds, *range(config.num_layers)][:NUM_LAYERS])
-    if NUM_LAYERS * layers(config)[0].total_parameters > LARGEST:
+    largest_layer = max(layer.total_parameters for layer in layers(config))
+    if NUM_LAYERS * largest_layer > LARGEST:
         chosen_layers = chosen_layers[:1]
 
-    def window(layer: int) -> int | None:
-        size = config.window(layer)
+    def window(number: int) -> int | None:
+        size = layers(config)[number].window
         return WINDOW if size is not None and size < sequence_length else size
 
     vocab_size = config.vocab_size
@@ -128,6 +126,9 @@ def small_config(config: ModelConfig, sequence_length: int) -> ModelConfig:
         sliding_window=tuple(map(window, chosen_layers)) if config.sliding_window else (),
         rotary_layers=tuple(config.rotary_layers[layer] for layer in chosen_layers)
         if config.rotary_layers
+        else (),
+        layer_sizes=tuple(config.layer_sizes[layer] for layer in chosen_layers)
+        if config.layer_sizes
         else (),
         head="tokens",
         embedding_dropout=0.0,

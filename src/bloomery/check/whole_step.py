@@ -14,6 +14,7 @@ from bloomery.check.comparison import Difference, natural_size
 from bloomery.check.rounding import bound_in, tile_error
 from bloomery.check.small_model import ModelPair, Side
 from bloomery.check.updates import update_differences
+from bloomery.facts.counting import layers
 from bloomery.model.io.weights import LOGIT_DEVIATION
 from bloomery.train.step import (
     StepPasses,
@@ -158,7 +159,8 @@ def step_bound(side: Side, dtype: torch.dtype = torch.float32) -> float:
     per_layer = ROUNDINGS_OF_LAYER
     if precision == "bfloat16-pure":
         per_layer += 8  # the residual stream and its gradient are rounded, too
-    longest_sum = max(config.intermediate_size, config.vocab_size, side.plan.train.tokens_per_step)
+    widest_inner = max(layer.intermediate_size for layer in layers(config))
+    longest_sum = max(widest_inner, config.vocab_size, side.plan.train.tokens_per_step)
     return bound_in(
         dtype,
         side.roundoff(in_attention=True),

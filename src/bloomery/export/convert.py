@@ -36,7 +36,7 @@ from bloomery.export.layouts import (
     probe_tokens,
     write_other_files,
 )
-from bloomery.facts.config import ModelConfig, checked
+from bloomery.facts.config import ModelConfig, checked_config
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.configs import grown
@@ -213,7 +213,7 @@ def _changed_config(config: ModelConfig, changes: Changes, vocab_size: int) -> M
     if config.positions != "rotary" or config.transformers_backend is not None:
         problem = f"the context of this model is fixed: {config.max_positions:,} tokens"
         raise UserError(problem, where="--max-length", fix="leave out --max-length", code=2)
-    return checked(replace(changed, max_positions=changes.context), where="--max-length")
+    return checked_config(replace(changed, max_positions=changes.context), where="--max-length")
 
 
 @torch.no_grad()

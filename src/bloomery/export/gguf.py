@@ -48,7 +48,7 @@ from bloomery.export.gguf_format import (
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.counting import layers, parameter_shapes, smallest_window
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
@@ -68,11 +68,12 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    first_layer = layers(config)[0]  # a graph of llama.cpp has layers of one size
+    writer.add_feed_forward_length(first_layer.intermediate_size)
+    writer.add_head_count(first_layer.num_heads)
+    writer.add_head_count_kv(first_layer.num_kv_heads)
+    writer.add_key_length(first_layer.head_dim)
+    writer.add_value_length(first_layer.head_dim)
     writer.add_vocab_size(config.vocab_size)
     if config.norm == "layer":
         writer.add_layer_norm_eps(config.norm_eps)
@@ -82,7 +83,7 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
-    window = next((width for width in config.sliding_window if width is not None), None)
+    window = smallest_window(config)
     graph = supported_graph(config)
     if graph.window_period and window is not None:
         writer.add_sliding_window(window)
@@ -92,7 +93,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     # Rotary positions and their scaling.
     if config.positions != "rotary":
         return
-    writer.add_rope_dimension_count(config.rotary_width)
+    rotation = next(layer.rotation for layer in layers(config) if layer.rotation is not None)
+    writer.add_rope_dimension_count(rotation.width)
     writer.add_rope_freq_base(config.rope_theta)
     if config.local_rope_theta is not None:
         writer.add_float32(f"{writer.arch}.rope.freq_base_swa", config.local_rope_theta)

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.counting import layers, parameter_shapes, smallest_window
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.gguf_graphs import LAYER_TENSORS, OUTER_TENSORS, PLAIN_GRAPH, GgufGraph
 from bloomery.model.rope import frequencies
@@ -70,31 +70,36 @@ def unsupported(config: ModelConfig) -> str | None:
         value = getattr(config, fact)
         if fact not in architecture.free and value != graph_value:
             return f"{graph} computes {fact} {graph_value!r}, and the model has {value!r}"
-    heads_width = config.num_heads * config.head_dim
-    if architecture.full_width and heads_width != config.hidden_size:
+    if config.layer_sizes:
+        return f"{graph} has layers of one size, and the model's differ"
+    first_layer = layers(config)[0]
+    if architecture.full_width and first_layer.query_width != config.hidden_size:
         return (
             f"{graph} needs heads of {config.hidden_size} numbers together, and the model has "
-            f"{heads_width}"
+            f"{first_layer.query_width}"
         )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
 
     # Windows, and the scale of attention in graphs that have them.
-    layers = range(config.num_layers)
+    numbers = range(config.num_layers)
     if period := architecture.window_period:
-        window = next((width for width in config.sliding_window if width is not None), None)
-        graph_windows = tuple(window if layer % period < period - 1 else None for layer in layers)
+        window = smallest_window(config)
+        graph_windows = tuple(window if layer % period < period - 1 else None for layer in numbers)
         needs_windows = architecture.default_window is not None or window is not None
-        if needs_windows and config.sliding_window != graph_windows:
+        windows = tuple(layer.window for layer in layers(config))
+        if needs_windows and (window is None or windows != graph_windows):
             return (
                 f"{graph} has a window in every layer but each {period}th, and the model has "
                 "another pattern"
             )
         is_largest = config.num_layers == architecture.full_scale_layers
-        scale_width = config.hidden_size // config.num_heads if is_largest else config.head_dim
+        scale_width = first_layer.head_dim
+        if is_largest:
+            scale_width = config.hidden_size // first_layer.num_heads
         graph_scale = scale_width**-0.5
-        scale = config.attention_scale or config.head_dim**-0.5
+        scale = first_layer.attention_scale
         if not math.isclose(scale, graph_scale, rel_tol=1e-6):
             return f"{graph} scales attention by {graph_scale:.4g}, and the model by {scale:.4g}"
     softcaps = (config.attention_softcap, config.final_softcap)
@@ -103,8 +108,8 @@ def unsupported(config: ModelConfig) -> str | None:
 
     # A graph may leave out the rotation in each n-th layer.
     if period := architecture.unrotated_period:
-        graph_rotary_layers = tuple((layer + 1) % period != 0 for layer in layers)
-        rotary_layers = config.rotary_layers or (True,) * config.num_layers
+        graph_rotary_layers = tuple((layer + 1) % period != 0 for layer in numbers)
+        rotary_layers = tuple(layer.rotation is not None for layer in layers(config))
         if rotary_layers != graph_rotary_layers:
             return f"{graph} rotates in all layers but each {period}th, and the model in others"
     return None
@@ -114,15 +119,10 @@ def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[st
     """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
     graph = supported_graph(config)
     sentences = []
-    windows = [
-        width
-        for width in config.sliding_window
-        if width is not None and width < config.max_positions
-    ]
-    if windows and not graph.window_period:
+    window = smallest_window(config)
+    if window and window < config.max_positions and not graph.window_period:
         sentences.append(
-            f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read "
-            "whole"
+            f"llama.cpp ignores the sliding window: texts above {window:,} tokens are read whole"
         )
     if graph.takes_exact_gelu and config.activation == "gelu":
         sentences.append(
@@ -202,8 +202,8 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
             modules: tuple[str, ...] = (module,)
         else:
             # A module of a layer, alone or fused with others.
-            _, _, layer, inner_module = module.split(".", 3)
-            prefix = f"blk.{layer}."
+            _, _, number, inner_module = module.split(".", 3)
+            prefix = f"blk.{number}."
             inner_modules: tuple[str, ...] = (inner_module,)
             target = LAYER_TENSORS.get(inner_module, "")
             if inner_module == "post_attention_layernorm":
@@ -212,7 +212,7 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
                 if inner_module in fused_modules:
                     inner_modules = fused_modules
                     target = fused_target
-            modules = tuple(f"model.layers.{layer}.{inner}" for inner in inner_modules)
+            modules = tuple(f"model.layers.{number}.{inner}" for inner in inner_modules)
             assert target, f"{module} has no name in a GGUF file"
         parts = tuple(f"{part}.{kind}" for part in modules)
         num_rows = sum(shapes[part][0] for part in parts)
@@ -220,7 +220,8 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
         # q and k of graphs that rotate neighbors, and Gemma's norms, whose graph multiplies without adding 1.
         heads = 0
         if graph.interleaved and target in ("attn_q", "attn_k"):
-            heads = config.num_heads if target == "attn_q" else config.num_kv_heads
+            layer = layers(config)[int(number)]
+            heads = layer.num_heads if target == "attn_q" else layer.num_kv_heads
         shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
         tensor = f"{prefix}{target}.{kind}"
         piece = Piece(tensor, parts, (num_rows, *shape[1:]), heads, shift)
@@ -241,8 +242,9 @@ def computed_tensors(config: ModelConfig) -> dict[str, Array]:
             f"rope_factors_{kind}.weight": np.array(factors, dtype=np.float32)
             for kind, factors in (("long", scaling.long_factor), ("short", scaling.short_factor))
         }
-    plain = frequencies(config, config.rope_theta, None, 0)
-    scaled = frequencies(config, config.rope_theta, scaling, 0)
+    rotation = next(layer.rotation for layer in layers(config) if layer.rotation is not None)
+    plain = frequencies(config, replace(rotation, scaling=None), 0)
+    scaled = frequencies(config, rotation, 0)
     return {"rope_freqs.weight": (plain / scaled).numpy()}
 
 

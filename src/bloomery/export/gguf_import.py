@@ -10,7 +10,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -38,7 +38,7 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.counting import Rotation, parameter_shapes
 from bloomery.facts.families import FAMILIES, config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
@@ -427,9 +427,9 @@ def _llama3(factors: list[float], theta: float, context: int) -> Json:
             "max_position_embeddings": context,
         }
         config = config_from_hf({"model_type": "llama", **sizes, "rope_scaling": stated})
-        plain, stretched = (
-            frequencies(config, theta, each, 0) for each in (None, config.rope_scaling)
-        )
+        rotation = Rotation(width=2 * len(factors), theta=theta, scaling=config.rope_scaling)
+        plain = frequencies(config, replace(rotation, scaling=None), 0)
+        stretched = frequencies(config, rotation, 0)
         if np.allclose((plain / stretched).numpy(), factors, rtol=1e-4):
             return stated
     return {

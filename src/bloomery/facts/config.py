@@ -63,8 +63,23 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """The sizes of one layer, in a model whose layers differ in them. The fields mean what a ModelConfig's do."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rotary_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`family` (a key of `families.FAMILIES`) sets the names in a saved checkpoint; the decoder never reads it."""
+    """Facts of the whole model, and those in which layers differ, as a config.json states them.
+
+    What one layer is, `counting.layers` answers: it alone reads the fields that hold for some layers.
+    `family` (a key of `families.FAMILIES`) sets the names in a saved checkpoint; the decoder never reads it.
+    """
 
     family: str = "llama"
     vocab_size: int
@@ -92,6 +107,7 @@ class ModelConfig:
     local_rope_theta: float | None = None  # layers with a sliding window, where it differs
     rotary_layers: tuple[bool, ...] = ()  # layers that rotate at all; empty: every one
     sliding_window: tuple[int | None, ...] = ()  # per layer; empty: none
+    layer_sizes: tuple[LayerSizes, ...] = ()  # per layer; empty: the sizes above hold for every one
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -111,23 +127,6 @@ class ModelConfig:
     transformers_backend: TransformersBackend | None = (
         None  # then the facts above are those that a plan needs, and the layers transformers'
     )
-
-    def window(self, layer: int) -> int | None:
-        """How many keys, itself included, a query of this layer sees; None: all of them."""
-        return self.sliding_window[layer] if self.sliding_window else None
-
-    @property
-    def query_width(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def rotary_width(self) -> int:
-        """How many numbers of each head rotate."""
-        return int(self.head_dim * self.rotary_share)
 
     @property
     def block_norms(self) -> tuple[str, ...]:
@@ -187,19 +186,31 @@ def refuse_values(config: ModelConfig, *, where: str) -> None:
         )
 
 
-def checked(config: ModelConfig, *, where: str) -> ModelConfig:
+def checked_config(config: ModelConfig, *, where: str) -> ModelConfig:
     """The same config. Raises UserError where facts contradict each other."""
     problem = None
-    if config.num_heads % config.num_kv_heads:
-        problem = f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads"
-    elif config.positions == "rotary" and (config.rotary_width < 2 or config.rotary_width % 2):
-        problem = f"head_dim {config.head_dim}: the part that rotates ({config.rotary_width}) must be even"
-    elif config.sliding_window and len(config.sliding_window) != config.num_layers:
-        problem = f"sliding_window has {len(config.sliding_window)} entries for {config.num_layers} layers"
-    elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
-        problem = (
-            f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
-        )
+    common_sizes = LayerSizes(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rotary_share=config.rotary_share,
+    )
+    for sizes in dict.fromkeys((common_sizes, *config.layer_sizes)):
+        problem = problem or _size_problem(config, sizes)
+    for name in ("sliding_window", "rotary_layers", "layer_sizes"):
+        entries = getattr(config, name)
+        if problem is None and entries and len(entries) != config.num_layers:
+            problem = f"{name} has {len(entries)} entries for {config.num_layers} layers"
     if problem:
         raise UserError(problem, where=where, fix="change one of the two values")
     return config
+
+
+def _size_problem(config: ModelConfig, sizes: LayerSizes) -> str | None:
+    if sizes.num_heads % sizes.num_kv_heads:
+        return f"{sizes.num_heads} query heads do not divide among {sizes.num_kv_heads} key/value heads"
+    rotary_width = int(sizes.head_dim * sizes.rotary_share)
+    if config.positions == "rotary" and (rotary_width < 2 or rotary_width % 2):
+        return f"head_dim {sizes.head_dim}: the part that rotates ({rotary_width}) must be even"
+    return None

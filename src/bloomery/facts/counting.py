@@ -1,13 +1,29 @@
-"""Shapes, parameters, FLOPs and cache bytes of a decoder, layer by layer, from its config alone."""
+"""What each layer of a decoder is: its sizes, parameters, FLOPs and cached numbers, from the config alone.
+
+`layers` is the one description of a model's layers, which may differ in all of it: the decoder is built from it, and
+planner, adapters, caches, kernels and exports read it. A layer that does something else than attention is another
+mixer: a name in `Mixer`, its matrices here, its module in `model.decoder`.
+"""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
-from bloomery.facts.config import Experts, ModelConfig
+from bloomery.facts.config import Experts, LayerSizes, ModelConfig, RopeScaling
 
 Shape = tuple[int, ...]
+Mixer = Literal["attention"]  # what mixes the tokens of a sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """How heads turn with their positions: the first `width` numbers of each, by frequencies of base `theta`."""
+
+    width: int
+    theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -29,15 +45,19 @@ class Layer:
     """One layer of a model. No code that reads it may assume that all layers are alike.
 
     `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`. `intermediate_size`:
-    the width of its MLP, or of the experts that one token meets. `window`: the keys that a query sees; None: all.
+    the width of its MLP, or of the experts that one token meets. `window`: how many keys, itself included, a query
+    sees; None: all of them. `rotation`: None where positions do not turn its heads.
     """
 
-    name: str  # model.layers.3
+    number: int
+    mixer: Mixer
     matrices: tuple[Matrix, ...]
     shapes: tuple[tuple[str, Shape], ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_scale: float
+    rotation: Rotation | None
     intermediate_size: int
     gated_mlp: bool
     window: int | None = None
@@ -46,12 +66,26 @@ class Layer:
     expert_products: int = 0  # multiply-adds of a token in its experts and their router
 
     @property
+    def name(self) -> str:
+        return f"model.layers.{self.number}"
+
+    @property
+    def kind(self) -> "Layer":
+        """The same for all layers that differ in their number alone."""
+        return replace(self, number=0)
+
+    @property
     def query_width(self) -> int:
         return self.num_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def cached_values(self, tokens: int) -> int:
+        """The numbers that its keys and values of a text of so many tokens are."""
+        seen_tokens = tokens if self.window is None else min(tokens, self.window)
+        return 2 * self.key_width * seen_tokens
 
     @property
     def total_parameters(self) -> int:
@@ -75,40 +109,89 @@ def layers(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _layer(config: ModelConfig, index: int) -> Layer:
-    name = f"model.layers.{index}"
+    sizes = _sizes_of_layer(config, index)
+    window = config.sliding_window[index] if config.sliding_window else None
     idle_parameters = 0
     expert_share = 1.0
     expert_products = 0
     if config.transformers_backend is not None:
         # The class of transformers was asked for its linear maps and for all its parameters.
         matrices = tuple(Matrix(*fields) for fields in config.transformers_backend.matrices)
-        prefix = f"{name}."
+        prefix = f"model.layers.{index}."
         shapes = tuple(
             (parameter.removeprefix(prefix), shape)
             for parameter, _, shape in config.transformers_backend.parameters
             if parameter.startswith(prefix)
         )
     else:
-        matrices = tuple(_matrices(config))
-        shapes = tuple(_block_shapes(config, matrices))
+        matrices = tuple(_matrices(config, sizes))
+        shapes = tuple(_block_shapes(config, sizes, matrices))
         if config.experts is not None:
-            shapes += tuple(_expert_shapes(config, config.experts))
+            shapes += tuple(_expert_shapes(config, sizes, config.experts))
             idle_parameters, expert_products = _expert_work(config, config.experts)
             expert_share = config.experts.per_token / config.experts.count
+    scale = config.attention_scale
     return Layer(
-        name=name,
+        number=index,
+        mixer="attention",
         matrices=matrices,
         shapes=shapes,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        attention_scale=sizes.head_dim**-0.5 if scale is None else scale,
+        rotation=_rotation(config, sizes, index, window),
+        intermediate_size=sizes.intermediate_size,
         gated_mlp=config.gated_mlp,
-        window=config.window(index),
+        window=window,
         idle_parameters=idle_parameters,
         expert_share=expert_share,
         expert_products=expert_products,
     )
+
+
+def _sizes_of_layer(config: ModelConfig, index: int) -> LayerSizes:
+    if config.layer_sizes:
+        return config.layer_sizes[index]
+    return LayerSizes(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rotary_share=config.rotary_share,
+    )
+
+
+def _rotation(
+    config: ModelConfig, sizes: LayerSizes, index: int, window: int | None
+) -> Rotation | None:
+    if config.positions == "learned" or (config.rotary_layers and not config.rotary_layers[index]):
+        return None
+    width = int(sizes.head_dim * sizes.rotary_share)
+    # Layers with a window may rotate by a frequency of their own (Gemma 3).
+    if window is not None and config.local_rope_theta is not None:
+        return Rotation(width=width, theta=config.local_rope_theta)
+    return Rotation(width=width, theta=config.rope_theta, scaling=config.rope_scaling)
+
+
+def head_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Every width that heads of the model have, the widest first: a kernel is compiled for each."""
+    return tuple(sorted({layer.head_dim for layer in layers(config)}, reverse=True))
+
+
+def layers_by_attention(config: ModelConfig) -> tuple[Layer, ...]:
+    """The first layer of each kind of attention: those alike in heads, window and scale call the same kernel."""
+    first_layers: dict[tuple[float | None, ...], Layer] = {}
+    for layer in layers(config):
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        first_layers.setdefault((*heads, layer.attention_scale, layer.window), layer)
+    return tuple(first_layers.values())
+
+
+def smallest_window(config: ModelConfig) -> int | None:
+    """Of the layers that have a window; None: none has."""
+    windows = (layer.window for layer in layers(config) if layer.window is not None)
+    return min(windows, default=None)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -134,7 +217,9 @@ def _named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     return tuple(shapes.items())
 
 
-def _block_shapes(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[str, Shape]]:
+def _block_shapes(
+    config: ModelConfig, sizes: LayerSizes, matrices: tuple[Matrix, ...]
+) -> Iterator[tuple[str, Shape]]:
     for name in config.block_norms:
         yield from _norm_shapes(config, name, config.hidden_size)
     for matrix in matrices:
@@ -143,10 +228,10 @@ def _block_shapes(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator
             yield f"{matrix.name}.bias", (matrix.outputs,)
         if matrix.name == "self_attn.o_proj" and config.qk_norm != "none":
             over_all_heads = config.qk_norm == "full"
-            query_width = config.query_width if over_all_heads else config.head_dim
-            key_width = config.key_width if over_all_heads else config.head_dim
-            yield from _norm_shapes(config, "self_attn.q_norm", query_width)
-            yield from _norm_shapes(config, "self_attn.k_norm", key_width)
+            query_heads = sizes.num_heads if over_all_heads else 1
+            key_heads = sizes.num_kv_heads if over_all_heads else 1
+            yield from _norm_shapes(config, "self_attn.q_norm", query_heads * sizes.head_dim)
+            yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
 
 
 def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
@@ -155,7 +240,9 @@ def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[s
         yield f"{name}.bias", (width,)
 
 
-def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+def _expert_shapes(
+    config: ModelConfig, sizes: LayerSizes, experts: Experts
+) -> Iterator[tuple[str, Shape]]:
     """The router, and all experts with their matrices stacked: a plan quantizes and counts them as matrices."""
     width = config.hidden_size
     count = experts.count
@@ -167,7 +254,7 @@ def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str,
         yield "mlp.router.bias", (count,)
         yield "mlp.experts.biases", (count * (2 * experts.width + width),)
     if experts.sinks:
-        yield "self_attn.sinks", (config.num_heads,)
+        yield "self_attn.sinks", (sizes.num_heads,)
 
 
 def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
@@ -182,14 +269,16 @@ def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
     )
 
 
-def _matrices(config: ModelConfig) -> Iterator[Matrix]:
+def _matrices(config: ModelConfig, sizes: LayerSizes) -> Iterator[Matrix]:
     """The linear maps of a layer of the native decoder."""
     width = config.hidden_size
-    inner = config.intermediate_size
-    yield Matrix("self_attn.q_proj", config.query_width, width, config.attention_bias)
-    yield Matrix("self_attn.k_proj", config.key_width, width, config.attention_bias)
-    yield Matrix("self_attn.v_proj", config.key_width, width, config.attention_bias)
-    yield Matrix("self_attn.o_proj", width, config.query_width, config.output_bias)
+    inner = sizes.intermediate_size
+    query_width = sizes.num_heads * sizes.head_dim
+    key_width = sizes.num_kv_heads * sizes.head_dim
+    yield Matrix("self_attn.q_proj", query_width, width, config.attention_bias)
+    yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)
+    yield Matrix("self_attn.v_proj", key_width, width, config.attention_bias)
+    yield Matrix("self_attn.o_proj", width, query_width, config.output_bias)
     if config.experts is not None:
         return
     if config.gated_mlp:

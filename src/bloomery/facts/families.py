@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import Activation, ModelConfig, checked
+from bloomery.facts.config import Activation, ModelConfig, checked_config
 from bloomery.facts.config_fields import LARGEST, ConfigFields, Fields, rope_facts, rope_keys
 from bloomery.facts.family_rules import (
     gemma3_scale,
@@ -521,7 +521,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
         key: fields.token(key, facts["vocab_size"])
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    return checked(ModelConfig(**facts), where=where)
+    return checked_config(ModelConfig(**facts), where=where)
 
 
 def _gives_values(hf: Mapping[str, Any], where: str) -> bool:

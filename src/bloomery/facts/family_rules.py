@@ -11,8 +11,8 @@ from bloomery.facts.config_fields import ConfigFields, Fields
 
 def layer_types(config: ModelConfig) -> ConfigFields:
     kinds = [
-        "full_attention" if config.window(n) is None else "sliding_attention"
-        for n in range(config.num_layers)
+        "full_attention" if window is None else "sliding_attention"
+        for window in config.sliding_window or (None,) * config.num_layers
     ]
     return {"sliding_window": first_window(config), "layer_types": kinds}
 

@@ -18,6 +18,7 @@ from bloomery.core.device import (
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import layers
 from bloomery.facts.limits import PIECE_BYTES, Dequantizer, storage_bytes
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import memory_bytes
@@ -302,10 +303,7 @@ def _refuse_full(
 
 def _cache_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """Keys and values of one text of so many tokens; a layer with a window keeps no more."""
-    cached_tokens = sum(
-        min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers)
-    )
-    return 2 * config.num_kv_heads * config.head_dim * itemsize * cached_tokens
+    return itemsize * sum(layer.cached_values(tokens) for layer in layers(config))
 
 
 def _working_bytes(decoder: Decoder, itemsize: int) -> int:

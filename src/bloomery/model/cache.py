@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import layers
 
 FEW = 32  # tokens that a compiled step takes at most; PyTorch reads more of them faster
 
@@ -119,7 +120,7 @@ class Cache:
         self.slots = slots
         self.lengths = [0] * slots
         self.rows = range(1)
-        self.layers = [LayerCache(self, config.window(layer)) for layer in range(config.num_layers)]
+        self.layers = [LayerCache(self, layer.window) for layer in layers(config)]
         self.pasts: list[Any] = [None] * slots  # the caches of transformers' layers
         self._shared = dict[tuple[str, int], Any]()  # of one forward: what layers share
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import Layer, layers
 from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.cache import FEW, Cache
@@ -144,23 +146,25 @@ class CompiledStep:
         self._max_tokens = 8 * FEW if quantized else FEW
 
         # The model as the structures of step.cpp, in the order of their fields.
-        layers: Any = body.layers
-        self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in layers))
+        blocks: Any = body.layers
+        first_layer = layers(config)[0]
+        rotated_widths = _rotated_widths(config)
+        self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in blocks))
         self._model = _Model(
             self._layers,
             self._norm(body.norm),
             self._matrix(decoder.lm_head, int8=quantized),
             config.num_layers,
             config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rotary_width // 2,
+            first_layer.intermediate_size,
+            first_layer.num_heads,
+            first_layer.num_kv_heads,
+            first_layer.head_dim,
+            next(iter(rotated_widths), 0) // 2,
             ACTIVATIONS.index(config.activation),
             0,
             config.qk_norm == "full",
-            layers[0].self_attn.scale,
+            first_layer.attention_scale,
             config.attention_softcap or 0.0,
         )
 
@@ -221,13 +225,17 @@ class CompiledStep:
 
     def _point_to(self, cache: Cache) -> None:
         """Points the structures to the cache's tensors, and to rotations of as many positions as it has."""
-        config = self.config
         if self._table_length < cache.capacity:
             self._tables = self._body.rotary(torch.arange(cache.capacity))
             self._table_length = cache.capacity
         embeddings = self._body.embed_tokens.weight
-        for layer, layer_cache, table in zip(self._layers, cache.layers, self._tables, strict=True):
-            keys, values = layer_cache.memory(config.num_kv_heads, config.head_dim, embeddings)
+        described_layers = layers(self.config)
+        for layer, described, layer_cache, table in zip(
+            self._layers, described_layers, cache.layers, self._tables, strict=True
+        ):
+            keys, values = layer_cache.memory(
+                described.num_kv_heads, described.head_dim, embeddings
+            )
             layer.keys = keys.data_ptr()
             layer.values = values.data_ptr()
             layer.capacity = layer_cache.capacity
@@ -370,9 +378,13 @@ def _unsupported(decoder: Decoder) -> str | None:
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
     # The code reads a matrix in full cache lines, and a head in full vectors.
-    widths = config.hidden_size, config.intermediate_size, config.query_width
-    if config.head_dim % LANES or any(width % LINE for width in widths):
+    first_layer = layers(config)[0]
+    widths = config.hidden_size, first_layer.intermediate_size, first_layer.query_width
+    if first_layer.head_dim % LANES or any(width % LINE for width in widths):
         return f"its widths are not multiples of {LINE}"
+    # One structure of the model holds the sizes of all layers.
+    if len({_sizes(layer) for layer in layers(config)}) > 1 or len(_rotated_widths(config)) > 1:
+        return "its layers differ in their sizes"
     # Every module must be one that the code computes, with weights that it reads.
     for name, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
@@ -388,6 +400,17 @@ def _unsupported(decoder: Decoder) -> str | None:
         if not is_supported:
             return f"{name} is stored or computed in another way"
     return None
+
+
+def _sizes(layer: Layer) -> tuple[float, ...]:
+    """What the structure of a model holds of each of its layers."""
+    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.attention_scale)
+    return (*heads, layer.intermediate_size)
+
+
+def _rotated_widths(config: ModelConfig) -> set[int]:
+    """How many numbers of a head turn, in the layers that rotate."""
+    return {layer.rotation.width for layer in layers(config) if layer.rotation is not None}
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
-from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked
+from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked_config
 from bloomery.facts.config_fields import LARGEST, Fields
 from bloomery.facts.families import (
     ACTIVATIONS,
@@ -169,7 +169,7 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
             **facts,
         ),
     )
-    return checked(config, where=where)
+    return checked_config(config, where=where)
 
 
 def _fields(config_json: dict[str, Any], where: str) -> Fields:
@@ -390,7 +390,7 @@ def build_config(
             where="model.vocab_size",
             fix=f"set model.vocab_size to at least {vocab_size}, or leave it out",
         )
-    config_to_hf(checked(config, where="model"))
+    config_to_hf(checked_config(config, where="model"))
     return config
 
 
@@ -451,7 +451,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
         extension["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
     if extension:
         config = replace(config, **extension)
-        config_to_hf(checked(config, where="model"))
+        config_to_hf(checked_config(config, where="model"))
 
     # The recipe can have transformers load what Bloomery could load itself.
     if config.transformers_backend is not None and model.load_with == "transformers":

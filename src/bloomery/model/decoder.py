@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig, Stage, whole_model
+from bloomery.facts.counting import Layer, layers
 from bloomery.model.attention.attend import Backend, DocumentLayout, attend, decode, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.compiled_scores import RowsOf
@@ -64,27 +65,26 @@ def plain_backend(config: ModelConfig) -> str:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+    def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
         super().__init__()
         self.config = config
-        self.window = config.window(layer)
+        self.head_dim = layer.head_dim
+        self.window = layer.window
         self.backend: str | Backend = backend
         # One new token of each text goes to Triton's kernel for decoding.
         self.decodes_with_kernel = backend == "triton"
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
-        self.scale = (
-            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        )
+        self.scale = layer.attention_scale
         width = config.hidden_size
-        query_width = config.query_width
-        key_width = config.key_width
+        query_width = layer.query_width
+        key_width = layer.key_width
         self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, width, bias=config.output_bias)
         if config.qk_norm == "head":
-            self.q_norm = build_norm(config, config.head_dim)
-            self.k_norm = build_norm(config, config.head_dim)
+            self.q_norm = build_norm(config, layer.head_dim)
+            self.k_norm = build_norm(config, layer.head_dim)
         elif config.qk_norm == "full":
             self.q_norm = build_norm(config, query_width)
             self.k_norm = build_norm(config, key_width)
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         if config.qk_norm == "full":
             q = self.q_norm(q, norm_dtype)
             k = self.k_norm(k, norm_dtype)
-        q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if config.qk_norm == "head":
             q = self.q_norm(q, norm_dtype)
             k = self.k_norm(k, norm_dtype)
@@ -149,18 +149,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
         self.activate = ACTIVATIONS[config.activation]
+        width = config.hidden_size
+        inner_width = layer.intermediate_size
         self.gate_proj = (
-            nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-            if config.gated_mlp
-            else None
+            nn.Linear(width, inner_width, bias=config.mlp_bias) if layer.gated_mlp else None
         )
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        self.up_proj = nn.Linear(width, inner_width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner_width, width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D]: with a gate as in arXiv:2002.05202, without one a plain two-layer MLP."""
@@ -186,14 +184,14 @@ class Block(nn.Module):
     pre_feedforward_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
 
-    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+    def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
         super().__init__()
         self.placement = config.norm_placement
         self.dropout = config.residual_dropout
         for name in config.block_norms:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.self_attn = Attention(config, layer, backend)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer)
 
     def forward(
         self,
@@ -277,9 +275,7 @@ class Backbone(nn.Module):
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(config, layer, backend) for layer in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(Block(config, layer, backend) for layer in layers(config))
         self.norm = build_norm(config, config.hidden_size)
 
     def forward(
@@ -365,26 +361,14 @@ class Backbone(nn.Module):
         return F.dropout(x_BTD, rate) if rate and self.training else x_BTD
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
-        """The table of every layer of the whole decoder; layers share at most two of them."""
-        config = self.config
-        if config.positions == "learned":
-            return [None] * config.num_layers
-
-        # Layers with a window may rotate by a frequency of their own (Gemma 3).
-        global_table = rotary_tables(positions, config, config.rope_theta, config.rope_scaling)
-        local_table = global_table
-        if config.local_rope_theta is not None:
-            local_table = rotary_tables(positions, config, config.local_rope_theta, None)
-        tables = [
-            global_table if config.window(layer) is None else local_table
-            for layer in range(config.num_layers)
-        ]
-
-        # Some layers do not rotate at all (SmolLM3).
-        rotary_layers = config.rotary_layers or (True,) * config.num_layers
-        return [
-            table if rotates else None for table, rotates in zip(tables, rotary_layers, strict=True)
-        ]
+        """The table of every layer of the whole decoder; layers that rotate alike share theirs."""
+        rotations = [layer.rotation for layer in layers(self.config)]
+        tables = {
+            rotation: rotary_tables(positions, self.config, rotation)
+            for rotation in dict.fromkeys(rotations)
+            if rotation is not None
+        }
+        return [None if rotation is None else tables[rotation] for rotation in rotations]
 
 
 class DecodingStep(Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bloomery.facts.config import ModelConfig, RopeScaling
+from bloomery.facts.counting import Rotation
 from bloomery.model.norms import widened
 
 
@@ -20,15 +21,15 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
-def frequencies(
-    config: ModelConfig, theta: float, scaling: RopeScaling | None, length: Tensor | int
-) -> Tensor:
+def frequencies(config: ModelConfig, rotation: Rotation, length: Tensor | int) -> Tensor:
     """Radians per position, float32 [R], for a sequence of `length` positions (`dynamic` and `longrope` depend on it).
 
     Formulas: su et al. 2021 (RoPE); linear and NTK-aware (dynamic) interpolation; Peng et al. 2023 (YaRN);
     Llama 3.1; Ding et al. 2024 (LongRoPE); parametrized as transformers does.
     """
-    width = config.rotary_width
+    width = rotation.width
+    theta = rotation.theta
+    scaling = rotation.scaling
     device = length.device if isinstance(length, Tensor) else None
     powers = torch.arange(0, width, 2, device=device).float() / width
     if scaling is None:
@@ -101,14 +102,13 @@ def table_scale(config: ModelConfig, scaling: RopeScaling | None) -> float:
     return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(config, scaling)))
 
 
-def rotary_tables(
-    positions: Tensor, config: ModelConfig, theta: float, scaling: RopeScaling | None
-) -> Rotary:
+def rotary_tables(positions: Tensor, config: ModelConfig, rotation: Rotation) -> Rotary:
     """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16."""
+    scaling = rotation.scaling
     length: Tensor | int = 0
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         length = positions.max() + 1
-    plain = frequencies(config, theta, scaling, length).to(positions.device)
+    plain = frequencies(config, rotation, length).to(positions.device)
     angles = (positions[..., None].float() * plain).unsqueeze(-2)
     angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
     scale = table_scale(config, scaling)

@@ -4,6 +4,7 @@ Also for the transformers implementation, with the settings that it does not sup
 objective: teacher, reference model, share of loss tokens.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -15,14 +16,14 @@ from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.facts import attention as attention_facts
 from bloomery.facts.config import ModelConfig, TransformersBackend
-from bloomery.facts.counting import parameter_count
+from bloomery.facts.counting import parameter_count, smallest_window
 from bloomery.facts.families import architecture_of
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import tiles
 from bloomery.model.configs import known_config
-from bloomery.plan.estimate.kernels import kernel_run
+from bloomery.plan.estimate.kernels import kernel_runs
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace
@@ -38,9 +39,7 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     key = "model.implementation=transformers"
     problem = None
     fix = None
-    window = min(
-        (window for window in config.sliding_window if window is not None), default=float("inf")
-    )
+    window = smallest_window(config) or math.inf
     names = (
         stored_name
         for native_name, stored_name, _ in config.transformers_backend.parameters
@@ -130,7 +129,6 @@ def choose_attention(
     recipe: Recipe, config: ModelConfig, profile: Profile, *, precision: str, torch: str | None
 ) -> Choice[str]:
     """A backend of model.attention that supports the recipe. Raises UserError when the recipe's own does not."""
-    windows = [window for window in config.sliding_window if window is not None]
     # Both responses of a pair share a sequence in every layout, with document masking.
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = profile.device.value
@@ -139,12 +137,14 @@ def choose_attention(
     if config.transformers_backend is not None:
         return transformers_attention(requested, config.transformers_backend, packed=packed)
 
+    window = smallest_window(config)
+
     def unfit_for(backend: str) -> str | None:
         return attention_facts.supports(
             backend,
             device_type=kind,
             packed=packed,
-            window=any(window < recipe.data.sequence_length for window in windows),
+            window=window is not None and window < recipe.data.sequence_length,
             softcap=config.attention_softcap is not None,
             dropout=config.attention_dropout > 0,
             float32=precision == "float32",
@@ -165,7 +165,7 @@ def choose_attention(
             arch_has_fused=profile.attention.value == "fused",
             sequence_length=recipe.data.sequence_length,
             packed=packed,
-            window=min(windows, default=None),
+            window=smallest_window(config),
             softcap=config.attention_softcap,
             dropout=config.attention_dropout,
             float32=precision == "float32",
@@ -214,7 +214,6 @@ def decodes_with_kernel(
     """
     if profile.accelerator is None or config.transformers_backend is not None:
         return False
-    windows = [window for window in config.sliding_window if window is not None]
     absent = _absent_attention(profile, precision)
     length = config.max_positions
     refusal = _triton_refusal(config, profile, precision=precision, length=length, is_set=False)
@@ -225,7 +224,7 @@ def decodes_with_kernel(
         arch_has_fused=profile.attention.value == "fused",
         sequence_length=length,
         packed=False,
-        window=min(windows, default=None),
+        window=smallest_window(config),
         softcap=config.attention_softcap,
         dropout=0.0,
         float32=precision == "float32",
@@ -239,11 +238,13 @@ def _triton_refusal(
     config: ModelConfig, profile: Profile, *, precision: str, length: int, is_set: bool
 ) -> str | None:
     """What the compiled kernels say against the Triton backend. `is_set`: by the recipe."""
-    run = kernel_run(config, profile, precision=precision, length=length)
-    if run is None:
-        return None
-    refusal = tiles.refusal(run)
-    return refusal if refusal is not None or is_set else tiles.reason_against(run)
+    for run in kernel_runs(config, profile, precision=precision, length=length):
+        refusal = tiles.refusal(run)
+        if refusal is None and not is_set:
+            refusal = tiles.reason_against(run)
+        if refusal is not None:
+            return refusal
+    return None
 
 
 def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:

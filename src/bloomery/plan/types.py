@@ -1,9 +1,16 @@
 """The plan of a run, without "auto". Stored as `plan.json`, replayed by `resume`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+)
 
 from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
@@ -134,6 +141,16 @@ class ModelPlan(PlanPart):
     scores: Literal["torch", "compiled"] = "torch"  # who computes log-probabilities from logits
     # The ids of added tokens, whose embeddings start as the mean of the others.
     new_ids: tuple[int, ...] = ()
+
+    @field_serializer("config", mode="wrap")
+    def _stored_config(
+        self, config: ModelConfig, dumped: SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        """A plan of layers of one size is stored without the field, as it was before there was one."""
+        facts: dict[str, Any] = dumped(config)
+        if not config.layer_sizes:
+            facts.pop("layer_sizes", None)
+        return facts
 
 
 class DataPlan(PlanPart):

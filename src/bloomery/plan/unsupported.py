@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import parameter_count
+from bloomery.facts.counting import layers, parameter_count
 from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
@@ -680,7 +680,8 @@ def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
     if size == 1:
         return
     length = recipe.data.sequence_length
-    key_heads = config.num_kv_heads
+    # Each device takes as many heads of every layer.
+    key_heads = math.gcd(*(layer.num_kv_heads for layer in layers(config)))
     problem = ""
     fix = "set parallel.context=1"
     if recipe.parallel.pipeline not in (1, "auto"):

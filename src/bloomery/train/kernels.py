@@ -13,6 +13,7 @@ import torch
 
 from bloomery.core.device import properties_of
 from bloomery.core.errors import UserError
+from bloomery.facts.counting import layers
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model import compiled_scores
 from bloomery.model.attention import compiled
@@ -52,12 +53,16 @@ def build_kernels(model: ModelPlan) -> float:
 
 
 def tile_workload(model: ModelPlan, train: TrainPlan, data: DataPlan) -> Workload:
-    """The attention of the plan's layers on one rank."""
+    """The attention of the plan's layers on one rank.
+
+    Where heads differ in width it is that of the widest: the kernels of others take the first of the table.
+    """
     config = model.config
+    widest = max(layers(config), key=lambda layer: layer.head_dim)
     return Workload(
-        heads=train.micro_batch_size * config.num_heads // train.context,
-        heads_per_key=config.num_heads // config.num_kv_heads,
-        width=config.head_dim,
+        heads=train.micro_batch_size * widest.num_heads // train.context,
+        heads_per_key=widest.num_heads // widest.num_kv_heads,
+        width=widest.head_dim,
         length=data.sequence_length,
         dtype=matmul_dtype(train.precision),
         packed=data.layout == "packed",

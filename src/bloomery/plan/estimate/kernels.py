@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import head_widths, smallest_window
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.wheels import torch_with_triton, triton_of
 from bloomery.model.attention.tiles import KernelFigures, KernelRun, kernel_figures
@@ -35,28 +36,33 @@ class TiledScores:
     backward_queries: float
 
 
-def kernel_run(
+def kernel_runs(
     config: ModelConfig, profile: Profile, *, precision: str, length: int
-) -> KernelRun | None:
-    """The Triton kernels of a run on the profile's GPU, with sequences of `length` tokens; None without a Triton.
+) -> tuple[KernelRun, ...]:
+    """The Triton kernels of a run on the profile's GPU, with sequences of `length` tokens: those of each width of its
+    heads, the widest first. Empty without a Triton.
 
     Where that of a GPU that is only planned for cannot compile, the kernels of one that can.
     """
     triton = profile.triton
     arch = profile.arch
     if profile.accelerator is None or arch is None or triton is None:
-        return None
+        return ()
     if profile.triton_compiles.value == "another":
         torch = torch_with_triton(since=arch.triton_from, before=arch.triton_before)
         triton = triton_of(torch) or triton
-    return KernelRun(
-        triton,
-        arch=profile.accelerator.arch,
-        width=config.head_dim,
-        precision=precision,
-        dropout=config.attention_dropout > 0,
-        window=any(window is not None and window < length for window in config.sliding_window),
-        softcap=config.attention_softcap is not None,
+    window = smallest_window(config)
+    return tuple(
+        KernelRun(
+            triton,
+            arch=profile.accelerator.arch,
+            width=width,
+            precision=precision,
+            dropout=config.attention_dropout > 0,
+            window=window is not None and window < length,
+            softcap=config.attention_softcap is not None,
+        )
+        for width in head_widths(config)
     )
 
 

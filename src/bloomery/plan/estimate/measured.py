@@ -13,7 +13,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.plan.estimate.kernels import kernel_run, score_seconds
+from bloomery.plan.estimate.kernels import kernel_runs, score_seconds
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mode import FULL
 from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
@@ -285,10 +285,11 @@ class StepEstimator:
         )
         if rate is None or step.attention != "triton":
             return rate
-        run = kernel_run(
+        # Where heads differ in width, the slowest kernels stand for all.
+        runs = kernel_runs(
             step.config, self.profile, precision=step.precision, length=step.sequence_length
         )
-        return replace(rate, kernels=None if run is None else score_seconds(self.profile, run))
+        return replace(rate, kernels=score_seconds(self.profile, runs[0]) if runs else None)
 
     def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
         """Seconds of a step over so many tokens, by operation; None where the device is unknown."""

@@ -139,11 +139,9 @@ def sampling_parts(shape: RolloutShape) -> dict[str, float]:
     step = shape.step
     # Keys and values have the dtype of the embeddings on a CPU, whose compiled code widens them, of matmuls elsewhere.
     value_bytes = step.residual_bytes if not step.on_gpu else step.element_bytes
-    cache_bytes = 0.0
-    for number in range(config.num_layers):
-        window = config.window(number)
-        tokens = shape.slot_tokens if window is None else min(shape.slot_tokens, window)
-        cache_bytes += 2.0 * value_bytes * config.num_kv_heads * config.head_dim * tokens
+    cache_bytes = float(
+        value_bytes * sum(layer.cached_values(shape.slot_tokens) for layer in layers(config))
+    )
     logit_bytes = SAMPLED_LOGIT + (FILTERED_LOGIT if shape.filters else 0)
     if step.on_gpu:  # the CPU samples
         logit_bytes = 4 + step.element_bytes

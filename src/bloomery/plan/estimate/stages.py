@@ -87,9 +87,7 @@ def distinct_stages(model: TrainedModel, split: Stages) -> list[int]:
     """The first of all stages that have alike layers and the same ends: it holds the most micro-batches of them."""
     first_of_kind = dict[object, int]()
     for index, stage in enumerate(stage_models(model, split)):
-        layers = tuple(
-            (replace(layer.layer, name=""), layer.trainable_names) for layer in stage.model.layers
-        )
+        layers = tuple((layer.layer.kind, layer.trainable_names) for layer in stage.model.layers)
         first_of_kind.setdefault((layers, stage.model.embeds, stage.model.has_head), index)
     return list(first_of_kind.values())
 

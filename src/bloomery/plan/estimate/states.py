@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -172,7 +172,7 @@ class TrainedModel:
             layer_trained = trained.get(layer.name, {})
             layer_adapter = adapter.get(layer.name, {})
             facts = (
-                replace(layer, name=""),
+                layer.kind,
                 tuple(layer_trained.items()),
                 tuple(layer_adapter.items()),
             )

@@ -12,6 +12,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.attention import supports
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import smallest_window
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.hub import local_model
 from bloomery.infer.forward import matmul_dtype
@@ -92,12 +93,12 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
     """
     length = plan.sequence_length
     refuse_teacher_length(config, length, where=str(plan.folder))
-    windows = [config.window(layer) for layer in range(config.num_layers)]
+    window = smallest_window(config)
     problem = supports(
         plan.attention,
         device_type=plan.device,
         packed=plan.is_packed,
-        window=any(window is not None and window < length for window in windows),
+        window=window is not None and window < length,
         softcap=config.attention_softcap is not None,
         dropout=False,
     )
