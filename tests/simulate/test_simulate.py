@@ -16,7 +16,7 @@ from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
-from bloomery.simulate.run import notes_of, simulate
+from bloomery.simulate.run import simulate, simulation_notes
 from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tracker import MemoryTracker
 
@@ -42,17 +42,17 @@ def _parameters(plan):
 
 
 def test_nothing_stands_in_on_a_cpu():
-    assert notes_of(small_plan(), fused=False, split=ONE_DEVICE) == []
+    assert simulation_notes(small_plan(), fused=False, split=ONE_DEVICE) == []
 
 
 def test_several_devices_say_how_they_were_cut():
     assert (
         "in 2 copies"
-        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
+        in simulation_notes(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
     )
     assert (
         "one of 8 whole copies"
-        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=8))[0]
+        in simulation_notes(small_plan(), fused=False, split=MeshSplit(replicate=8))[0]
     )
 
 

@@ -16,9 +16,9 @@ from bloomery.recipe.load import load_recipe
 from bloomery.simulate.run import (
     MeshSplit,
     SimulationResult,
-    notes_of,
     passes_in_flight,
     simulate,
+    simulation_notes,
     stages_of_kinds,
 )
 from bloomery.simulate.step import simulated_micro_batches, simulated_stage
@@ -227,11 +227,11 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
 
 
 def test_notes_say_that_stages_stand_alone():
-    (note,) = notes_of(small_plan(), fused=False, split=MeshSplit(pipeline=4))
+    (note,) = simulation_notes(small_plan(), fused=False, split=MeshSplit(pipeline=4))
     assert "one by one" in note
     assert (
         "one of 2 copies"
-        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
+        in simulation_notes(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
     )
 
 

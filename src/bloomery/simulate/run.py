@@ -25,7 +25,7 @@ CHILD = "bloomery.simulate.child"
 
 
 @dataclass(frozen=True)
-class Stage:
+class SimulatedStage:
     """One stage of a pipeline; `number` counts from 1."""
 
     number: int
@@ -51,7 +51,7 @@ class Simulated:
     sent: dict[str, float] = field(
         default_factory=dict
     )  # bytes that a device sends in a step, by axis
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[SimulatedStage, ...] = ()
 
     @property
     def peak(self) -> float:
@@ -112,13 +112,13 @@ def simulate(
 
     # A plan has to fit on the device with the fullest stage.
     stages = tuple(
-        Stage(number, passes_in_flight(plan, split, number - 1), parts, sent)
+        SimulatedStage(number, passes_in_flight(plan, split, number - 1), parts, sent)
         for number, (parts, sent) in reply["stages"]
     )
     fullest_stage = max(stages, key=lambda stage: stage.peak)
     return Simulated(
         parts=fullest_stage.parts,
-        notes=tuple(notes_of(plan, fused=fused, split=split)),
+        notes=tuple(simulation_notes(plan, fused=fused, split=split)),
         seconds=time.monotonic() - start,
         sent=fullest_stage.sent,
         stages=stages if split.pipeline > 1 else (),
@@ -142,7 +142,7 @@ def passes_in_flight(plan: RunPlan, split: MeshSplit, index: int) -> int:
     )
 
 
-def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
+def simulation_notes(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     """Parts of the simulation that differ from the real run."""
     notes = []
     is_gpu = plan.train.device != "cpu"
