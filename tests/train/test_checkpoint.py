@@ -45,25 +45,25 @@ def save(
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    told: list[str] = []
-    return newest_valid(folder, on_damage=told.append), told
+    damages: list[str] = []
+    return newest_valid(folder, on_damage=damages.append), damages
 
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_what_is_saved_is_read_back(tmp_path: Path, async_save: bool) -> None:
     events = save(tmp_path / "checkpoints", 10, 20, async_save=async_save)
-    folder, told = newest(tmp_path / "checkpoints")
+    folder, damages = newest(tmp_path / "checkpoints")
     assert folder == tmp_path / "checkpoints/step-00000020"
-    assert told == []
+    assert damages == []
     assert read_state(folder) == {"consumed": 160, "step": 20}
     for part, tensors in parts(20).items():
-        read = read_part(folder, part)
-        assert read.keys() == tensors.keys()
-        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-        assert all(read[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    saved = [event for event in events if isinstance(event, Saved)]
-    assert [event.step for event in saved] == [10, 20]
-    assert saved[1].bytes == sum(path.stat().st_size for path in folder.iterdir())
+        read_tensors = read_part(folder, part)
+        assert read_tensors.keys() == tensors.keys()
+        assert all(torch.equal(read_tensors[name], tensor) for name, tensor in tensors.items())
+        assert all(read_tensors[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    saves = [event for event in events if isinstance(event, Saved)]
+    assert [event.step for event in saves] == [10, 20]
+    assert saves[1].bytes == sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_asynchronous_save_takes_the_values_of_its_moment(tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_a_damaged_newest_checkpoint_is_noticed_and_the_one_before_used(
 ) -> None:
     save(tmp_path, 1, 2)
     DAMAGE[kind](tmp_path / "step-00000002" / file)
-    folder, told = newest(tmp_path)
+    folder, damages = newest(tmp_path)
     assert folder == tmp_path / "step-00000001"
-    assert len(told) == 1
-    assert "step-00000002" in told[0]
-    assert file in told[0]
+    assert len(damages) == 1
+    assert "step-00000002" in damages[0]
+    assert file in damages[0]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) 
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
     problem = model_folder.damage(tmp_path / "step-00000002")
     assert problem is not None and "step 1" in problem
-    folder, told = newest(tmp_path)
-    assert folder == tmp_path / "step-00000001" and len(told) == 1
+    folder, damages = newest(tmp_path)
+    assert folder == tmp_path / "step-00000001" and len(damages) == 1
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "best-00000003")
     assert model_folder.damage(tmp_path / "best-00000003") is not None
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "mine")
@@ -132,18 +132,18 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) 
 
 
 def test_every_one_of_300_random_corruptions_is_noticed(tmp_path: Path) -> None:
-    draw = random.Random(5)
+    generator = random.Random(5)
     save(tmp_path, 1)
     folder = tmp_path / "step-00000001"
     files = sorted(folder.iterdir())
     for _ in range(300):
-        path = draw.choice(files)
-        good = path.read_bytes()
-        bad = bytearray(good)
-        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        path.write_bytes(bad)
+        path = generator.choice(files)
+        content = path.read_bytes()
+        corrupted = bytearray(content)
+        corrupted[generator.randrange(len(corrupted))] ^= 1 << generator.randrange(8)
+        path.write_bytes(corrupted)
         assert model_folder.damage(folder) is not None, path
-        path.write_bytes(good)
+        path.write_bytes(content)
     assert model_folder.damage(folder) is None
 
 
@@ -159,8 +159,8 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
 def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = tmp_path / "step-00000001/MANIFEST.json"
-    said = unstamped(manifest)
-    manifest.write_text(stamped({"format": 99, "files": said["files"]}))
+    content = unstamped(manifest)
+    manifest.write_text(stamped({"format": 99, "files": content["files"]}))
     assert "newer Bloomery" in (model_folder.damage(manifest.parent) or "")
 
 
@@ -212,9 +212,9 @@ def test_a_checkpoint_that_reads_back_damaged_is_not_saved(
 
 def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    before = (tmp_path / "step-00000001").stat().st_ino
+    inode = (tmp_path / "step-00000001").stat().st_ino
     save(tmp_path, 1)
-    assert (tmp_path / "step-00000001").stat().st_ino == before
+    assert (tmp_path / "step-00000001").stat().st_ino == inode
 
 
 def test_a_checkpoint_saved_again_follows_the_one_before_it(tmp_path: Path) -> None:
@@ -237,16 +237,16 @@ def test_a_checkpoint_saved_again_follows_the_one_before_it(tmp_path: Path) -> N
 def test_a_kill_while_the_old_checkpoint_of_a_step_is_deleted_leaves_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(path: Path) -> None:
+    def kill(path: Path) -> None:
         raise KeyboardInterrupt(path)
 
     save(tmp_path, 10, keep=1)
-    monkeypatch.setattr(model_folder, "remove", killed)
+    monkeypatch.setattr(model_folder, "remove", kill)
     saver = Saver(tmp_path, 1, False)
     with pytest.raises(KeyboardInterrupt):
         saver.save(10, parts(10), {"consumed": 80, "evaluated": True})
-    found, told = newest(tmp_path)
-    assert found is not None and read_state(found)["evaluated"] and told == []
+    folder, damages = newest(tmp_path)
+    assert folder is not None and read_state(folder)["evaluated"] and damages == []
 
 
 def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
@@ -290,11 +290,11 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(
 
 
 def test_all_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+    usual_umask = os.umask(0o027)
     try:
         save(tmp_path, 1)
     finally:
-        os.umask(before)
+        os.umask(usual_umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-00000001").iterdir()} == {
         0o640
     }
@@ -332,17 +332,17 @@ def test_no_event_is_lost_when_the_loop_polls_while_it_is_made(
     """The sizes of the files are read for `Saved`, which takes a while: the loop polls meanwhile."""
     events: list[object] = []
     saver = Saver(tmp_path, 3, True, emit=events.append)
-    begins = threading.Event()
+    event_begins = threading.Event()
     has_polled = threading.Event()
 
     def slow_event(**fields: Any) -> Saved:
-        begins.set()
+        event_begins.set()
         assert has_polled.wait(timeout=60)
         return Saved(**fields)
 
     monkeypatch.setattr(checkpoint, "Saved", slow_event)
     saver.save(1, parts(1), {})
-    assert begins.wait(timeout=60)
+    assert event_begins.wait(timeout=60)
     saver.poll()
     has_polled.set()
     saver.wait()
@@ -354,12 +354,12 @@ def file_size_limit(size: int = 8192) -> Iterator[None]:
     """Larger files cannot be written: the errors of a full disk, without filling one. Only for as long as needed, since
     pytest writes files too.
     """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    usual_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual_limits)
 
 
 def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def save_without_end(folder: Path) -> None:
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    draw = random.Random(3)
+    generator = random.Random(3)
     for _ in range(2):
         child = multiprocessing.get_context("fork").Process(
             target=save_without_end, args=(tmp_path,), daemon=True
@@ -450,11 +450,11 @@ def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: 
         while not any(tmp_path.glob("step-*")):
             assert child.is_alive()
             time.sleep(0.01)
-        time.sleep(draw.random() * 0.2)
+        time.sleep(generator.random() * 0.2)
         child.kill()
         child.join()
-        folder, told = newest(tmp_path)
-        assert told == []
+        folder, damages = newest(tmp_path)
+        assert damages == []
         assert folder is not None
         assert (read_part(folder, "optimizer")["a"] == read_state(folder)["step"]).all()
         shutil.rmtree(tmp_path)
@@ -464,19 +464,21 @@ def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: 
 def test_a_kill_between_the_renames_of_a_step_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(draft: Path, target: Path) -> Path:
+    def kill(draft: Path, target: Path) -> Path:
         if draft.name.startswith(".tmp-"):
             raise KeyboardInterrupt(target)
         return rename(draft, target)
 
     save(tmp_path, 10, keep=1)
     rename = Path.rename
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Path, "rename", killed)
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(Path, "rename", kill)
         Saver(tmp_path, 1, False).save(10, parts(10), {"consumed": 80, "evaluated": True})
     assert newest(tmp_path)[0] is None
     model_folder.clear_drafts(tmp_path)
-    found, told = newest(tmp_path)
+    folder, damages = newest(tmp_path)
     assert (
-        found == tmp_path / "step-00000010" and "evaluated" not in read_state(found) and told == []
+        folder == tmp_path / "step-00000010"
+        and "evaluated" not in read_state(folder)
+        and damages == []
     )

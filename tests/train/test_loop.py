@@ -64,12 +64,15 @@ def test_checkpoints_are_kept_and_the_best_is_marked(undisturbed):
 
 def test_an_evaluation_leaves_no_trace(plan, undisturbed, tmp_path):
     sections = {"eval": {"every_steps": 100}, "sample": {"prompts": ()}}
-    seldom = plan.model_copy(
-        update={name: getattr(plan, name).model_copy(update=new) for name, new in sections.items()}
+    plan_with_one_evaluation = plan.model_copy(
+        update={
+            name: getattr(plan, name).model_copy(update=changes)
+            for name, changes in sections.items()
+        }
     )
-    other = Run(seldom, tmp_path / "run")
-    assert other.losses() == undisturbed.losses()
-    assert_same_tensors(other.tensors(8), undisturbed.tensors(8))
+    run = Run(plan_with_one_evaluation, tmp_path / "run")
+    assert run.losses() == undisturbed.losses()
+    assert_same_tensors(run.tensors(8), undisturbed.tensors(8))
 
 
 @pytest.mark.parametrize(
@@ -85,28 +88,28 @@ def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared, tmp_path, ki
     plan = tiny_plan(
         prepared, config=CONFIG, train=train, optimizer={"kind": kind}, eval={"every_steps": 4}
     )
-    whole = Run(plan, tmp_path / "whole")
-    first = Run(plan, tmp_path / "halves", stop_after=4)
-    assert first.outcome == "stopped"
+    undisturbed = Run(plan, tmp_path / "whole")
+    stopped = Run(plan, tmp_path / "halves", stop_after=4)
+    assert stopped.outcome == "stopped"
     torch.manual_seed(99)
-    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(4))
-    assert second.of(Resumed)[0].step == 4
-    assert first.losses() | second.losses() == whole.losses()
-    assert list(second.losses()) == [5, 6]
-    assert second.of(EvalDone)[-1].loss == whole.of(EvalDone)[-1].loss
-    assert_same_tensors(second.tensors(6), whole.tensors(6))
+    resumed = Run(plan, tmp_path / "halves", resume_from=stopped.checkpoint(4))
+    assert resumed.of(Resumed)[0].step == 4
+    assert stopped.losses() | resumed.losses() == undisturbed.losses()
+    assert list(resumed.losses()) == [5, 6]
+    assert resumed.of(EvalDone)[-1].loss == undisturbed.of(EvalDone)[-1].loss
+    assert_same_tensors(resumed.tensors(6), undisturbed.tensors(6))
 
 
 @pytest.mark.soak  # a minute of compilation
 def test_a_resumed_compiled_run_equals_the_undisturbed_one_bitwise(plan, tmp_path):
-    changed = plan.train.model_copy(update={"compile": True, "precision": "bfloat16"})
-    compiled = plan.model_copy(update={"train": changed})
-    whole = Run(compiled, tmp_path / "whole")
-    first = Run(compiled, tmp_path / "halves", stop_after=4)
+    train_plan = plan.train.model_copy(update={"compile": True, "precision": "bfloat16"})
+    compiled_plan = plan.model_copy(update={"train": train_plan})
+    undisturbed = Run(compiled_plan, tmp_path / "whole")
+    stopped = Run(compiled_plan, tmp_path / "halves", stop_after=4)
     torch._dynamo.reset()
-    second = Run(compiled, tmp_path / "halves", resume_from=first.checkpoint(4))
-    assert first.losses() | second.losses() == whole.losses()
-    assert_same_tensors(second.tensors(8), whole.tensors(8))
+    resumed = Run(compiled_plan, tmp_path / "halves", resume_from=stopped.checkpoint(4))
+    assert stopped.losses() | resumed.losses() == undisturbed.losses()
+    assert_same_tensors(resumed.tensors(8), undisturbed.tensors(8))
 
 
 def test_a_stop_before_the_first_step_saves_nothing(plan, tmp_path):
@@ -116,9 +119,9 @@ def test_a_stop_before_the_first_step_saves_nothing(plan, tmp_path):
 
 
 def test_a_finished_run_resumes_to_nothing_more(plan, undisturbed, tmp_path):
-    again = Run(plan, tmp_path / "run", resume_from=undisturbed.checkpoint(8))
-    assert again.outcome == "done"
-    assert again.of(StepDone) == []
+    resumed = Run(plan, tmp_path / "run", resume_from=undisturbed.checkpoint(8))
+    assert resumed.outcome == "done"
+    assert resumed.of(StepDone) == []
 
 
 def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
@@ -129,16 +132,17 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
         optimizer={"learning_rate": 1e-9, "warmup_steps": 0},
         eval={"every_steps": 1, "early_stopping_patience": 2},
     )
-    stuck = Run(plan, tmp_path / "run")
-    assert stuck.outcome == "done"
-    assert stuck.steps_done() < 50
+    run = Run(plan, tmp_path / "run")
+    assert run.outcome == "done"
+    assert run.steps_done() < 50
 
 
 class Clock:
     """Seconds by what a run tells: a tenth for a step, one and a half for an evaluation; `slower` times as many."""
 
     def __init__(self, slower: float = 1.0) -> None:
-        self.now, self.slower = 0.0, slower
+        self.now = 0.0
+        self.slower = slower
 
     def hears(self, event) -> None:
         if isinstance(event, StepDone | EvalDone):
@@ -146,7 +150,7 @@ class Clock:
 
 
 @pytest.fixture(scope="session")
-def timed(prepared):
+def timed_plan(prepared):
     plan = tiny_plan(
         prepared,
         config=CONFIG,
@@ -158,9 +162,9 @@ def timed(prepared):
     return plan.model_copy(update={"lengths": plan.lengths.model_copy(update=lengths)})
 
 
-def test_a_wall_time_run_takes_the_steps_of_its_time_and_no_rate_jumps(timed, tmp_path):
+def test_a_wall_time_run_takes_the_steps_of_its_time_and_no_rate_jumps(timed_plan, tmp_path):
     clock = Clock()
-    run = Run(timed, tmp_path / "run", clock=clock)
+    run = Run(timed_plan, tmp_path / "run", clock=clock)
     assert run.outcome == "done"
     assert clock.now == pytest.approx(15 + 1.5, abs=0.15), (
         "the last evaluation comes after the limit"
@@ -172,32 +176,32 @@ def test_a_wall_time_run_takes_the_steps_of_its_time_and_no_rate_jumps(timed, tm
     assert lengths[-1].total == run.steps_done()
     rates = [event.learning_rate / 0.01 for event in run.of(StepDone)]
     assert rates[0] == 0 and rates[1] == pytest.approx(0.1 / 1.5)
-    assert max(abs(b - a) for a, b in itertools.pairwise(rates)) <= 0.12
+    assert max(abs(next_rate - rate) for rate, next_rate in itertools.pairwise(rates)) <= 0.12
     assert max(rates) > 0.95 and rates[-1] < 0.02
-    evaluated = [event.step for event in run.of(EvalDone)]
-    assert evaluated == [75, run.steps_done()], "half of the time, and the end"
+    evaluated_steps = [event.step for event in run.of(EvalDone)]
+    assert evaluated_steps == [75, run.steps_done()], "half of the time, and the end"
 
 
-def test_a_resumed_wall_time_run_continues_from_the_stored_progress(timed, tmp_path):
+def test_a_resumed_wall_time_run_continues_from_the_stored_progress(timed_plan, tmp_path):
     """The data is repeated exactly; the rates follow the clock of a machine that is three times slower now."""
-    first = Run(timed, tmp_path / "run", clock=Clock(), stop_after=52)
-    steps = saved_steps(tmp_path / "run" / "checkpoints")
-    assert steps[-1] == 52, "a stop saves; a kill would not have"
-    checkpoint = first.checkpoint(steps[-2])
+    stopped = Run(timed_plan, tmp_path / "run", clock=Clock(), stop_after=52)
+    checkpoint_steps = saved_steps(tmp_path / "run" / "checkpoints")
+    assert checkpoint_steps[-1] == 52, "a stop saves; a kill would not have"
+    checkpoint = stopped.checkpoint(checkpoint_steps[-2])
     seconds = json.loads((checkpoint / "state.json").read_text())["progress"]["seconds"]
-    assert seconds == pytest.approx(steps[-2] * 0.1)
+    assert seconds == pytest.approx(checkpoint_steps[-2] * 0.1)
     clock = Clock(slower=3.0)
-    again = Run(timed, tmp_path / "run", clock=clock, resume_from=checkpoint)
-    repeated = [step for step in again.losses() if step in first.losses()]
-    assert repeated == list(range(steps[-2] + 1, 53))
+    resumed = Run(timed_plan, tmp_path / "run", clock=clock, resume_from=checkpoint)
+    repeated_steps = [step for step in resumed.losses() if step in stopped.losses()]
+    assert repeated_steps == list(range(checkpoint_steps[-2] + 1, 53))
     # The first repeated step has the same weights, data and rate; later rates are ahead of those before.
-    assert again.losses()[repeated[0]] == first.losses()[repeated[0]]
+    assert resumed.losses()[repeated_steps[0]] == stopped.losses()[repeated_steps[0]]
     rates = {
-        event.step: event.learning_rate for run in (first, again) for event in run.of(StepDone)
+        event.step: event.learning_rate for run in (stopped, resumed) for event in run.of(StepDone)
     }
     assert max(abs(rates[step + 1] - rates[step]) for step in list(rates)[:-1]) < 0.004
     assert seconds + clock.now == pytest.approx(15 + 3 * 1.5, abs=0.5)
-    assert again.steps_done() < 97, "a machine that got slower takes fewer steps"
+    assert resumed.steps_done() < 97, "a machine that got slower takes fewer steps"
 
 
 def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
@@ -206,25 +210,27 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
         (tmp_path / "text" / f"{number}.py").write_text(f"print({number})\n" * 200)
     (tmp_path / "tiny.yaml").write_text(RECIPE.replace("5%", "0%"))
     prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
-    looks = {"every_steps": 1}
+    evaluations = {"every_steps": 1}
     plan = tiny_plan(
         tmp_path / "prepared",
         config=CONFIG,
         train={"steps": 2},
-        eval=looks,
+        eval=evaluations,
         sample={"prompts": ("def f",)},
     )
-    blind = Run(plan, tmp_path / "run")
-    assert blind.outcome == "done"
-    assert blind.of(EvalDone) == []
-    assert [event.step for event in blind.of(Sampled)] == [1, 2], (
+    run = Run(plan, tmp_path / "run")
+    assert run.outcome == "done"
+    assert run.of(EvalDone) == []
+    assert [event.step for event in run.of(Sampled)] == [1, 2], (
         "samples are drawn once a step all the same"
     )
-    assert list(itertools.chain.from_iterable(e.path for e in blind.of(Saved)))
+    assert list(itertools.chain.from_iterable(event.path for event in run.of(Saved)))
 
 
 def test_evaluation_can_be_turned_off(plan, undisturbed, tmp_path):
-    off = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": None})})
-    run = Run(off, tmp_path / "run")
+    plan_without_evaluation = plan.model_copy(
+        update={"eval": plan.eval.model_copy(update={"every_steps": None})}
+    )
+    run = Run(plan_without_evaluation, tmp_path / "run")
     assert run.outcome == "done" and run.losses() == undisturbed.losses()
     assert run.of(EvalDone) == [] and run.of(Sampled) == []

@@ -36,12 +36,18 @@ def test_a_checkpoint_brings_everything_back(precision, tmp_path):
     plan = tiny_plan(train={"precision": precision}, optimizer={"kind": "muon"})
     state = worked_on(plan)
     folder = saved(state, tmp_path)
-    again = build_state(plan, resume_from=folder)
-    assert again.scalars() == state.scalars()
+    restored = build_state(plan, resume_from=folder)
+    assert restored.scalars() == state.scalars()
     for part in ("model", "optimizer"):
-        ours, theirs = again.parts()[part], state.parts()[part]
-        assert ours.keys() == theirs.keys()
-        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+        restored_tensors = restored.parts()[part]
+        saved_tensors = state.parts()[part]
+        assert restored_tensors.keys() == saved_tensors.keys()
+        differing_names = [
+            name
+            for name, tensor in saved_tensors.items()
+            if not torch.equal(restored_tensors[name], tensor)
+        ]
+        assert differing_names == []
 
 
 def test_going_back_without_a_checkpoint_is_how_the_run_began():
@@ -56,7 +62,7 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
         fresh.model_and_optimizer.model.parameters(),
         strict=True,
     )
-    assert all(torch.equal(p, q) for p, q in pairs)
+    assert all(torch.equal(parameter, fresh_parameter) for parameter, fresh_parameter in pairs)
 
 
 def test_nothing_is_left_on_the_meta_device_and_tied_weights_stay_tied():
@@ -69,9 +75,12 @@ def test_training_starts_from_pretrained_weights(tmp_path):
     config = tiny_config()
     model = build_state(tiny_plan(train={"seed": 5})).model_and_optimizer.model
     write_model(dict(model.named_parameters()), config, tmp_path)
-    started = build_state(tiny_plan(model={"source": tmp_path})).model_and_optimizer.model
+    started_model = build_state(tiny_plan(model={"source": tmp_path})).model_and_optimizer.model
     assert all(
-        torch.equal(p, q) for p, q in zip(started.parameters(), model.parameters(), strict=True)
+        torch.equal(started_parameter, parameter)
+        for started_parameter, parameter in zip(
+            started_model.parameters(), model.parameters(), strict=True
+        )
     )
 
 
@@ -84,9 +93,10 @@ def test_seeds_decide_the_weights():
 
 
 def test_the_best_is_the_lowest_finite_loss():
-    progress, marked = RunProgress(), []
+    progress = RunProgress()
+    is_best = []
     for step, loss in enumerate((3.0, float("nan"), 2.0, 2.0, 2.5), start=1):
         progress.step = step
-        marked.append(progress.note_evaluation(loss))
-    assert marked == [True, False, True, False, False], "the first of equals"
+        is_best.append(progress.note_evaluation(loss))
+    assert is_best == [True, False, True, False, False], "the first of equals"
     assert (progress.best_step, progress.best_loss, progress.evaluations_since_best) == (3, 2.0, 2)
