@@ -6,10 +6,9 @@ import torch
 from bloomery.facts.config import ModelConfig
 from bloomery.infer.completions import Completion, sample_completions
 from bloomery.infer.sampling import (
-    GroupSampling,
     NotFinite,
     Sampling,
-    filtered,
+    filtered_rows,
     next_distribution,
     sample_rows,
 )
@@ -17,7 +16,7 @@ from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.io.weights import fresh_decoder
 
 PROMPTS = ([5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6])
-SAMPLING = GroupSampling(max_new_tokens=12, temperature=0.8, stop_ids=(0, 11))
+SAMPLING = Sampling(max_new_tokens=12, temperature=0.8, stop_ids=(0, 11))
 
 
 def decoder_of(**changes):
@@ -97,13 +96,13 @@ def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads):
 def test_the_draw_has_the_shares_of_the_distribution():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(4000, -1)
     numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    ids, logps = sample_rows(logits, numbers, GroupSampling(max_new_tokens=1))
+    ids, logps = sample_rows(logits, numbers, Sampling(max_new_tokens=1, temperature=1.0))
     shares = logits[0].softmax(-1)
     counts = torch.tensor(ids).bincount(minlength=4)
     torch.testing.assert_close(counts / 4000, shares, atol=1e-3, rtol=0)
     torch.testing.assert_close(torch.tensor(logps), shares.log()[ids])
     ends = sample_rows(
-        logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), GroupSampling(max_new_tokens=1)
+        logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), Sampling(max_new_tokens=1, temperature=1.0)
     )
     assert ends[0] == [0, 3]
 
@@ -113,7 +112,7 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(33, 5003, generator=generator) * 3
     numbers = torch.rand(33, generator=generator, dtype=torch.float64)
-    sampling = GroupSampling(max_new_tokens=1, temperature=0.9)
+    sampling = Sampling(max_new_tokens=1, temperature=0.9)
     ids, logps = sample_rows(logits, numbers, sampling)
     logprobs = (logits.double() / 0.9).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1)
@@ -153,8 +152,8 @@ def test_prompts_that_are_read_together_begin_as_if_each_were_alone():
 )
 def test_filters_leave_what_one_text_would_be_drawn_from(filters):
     logits = torch.randn(20, 61, generator=torch.Generator().manual_seed(3)) * 2
-    sampling = GroupSampling(max_new_tokens=1, temperature=0.7, **filters)
-    shares = filtered((logits / 0.7).log_softmax(-1), sampling).exp()
+    sampling = Sampling(max_new_tokens=1, temperature=0.7, **filters)
+    shares = filtered_rows((logits / 0.7).log_softmax(-1), sampling).exp()
     one_text = Sampling(max_new_tokens=1, temperature=0.7, seed=0, **filters)
     for row in range(20):
         torch.testing.assert_close(shares[row], next_distribution(logits[row], one_text))
@@ -162,4 +161,8 @@ def test_filters_leave_what_one_text_would_be_drawn_from(filters):
 
 def test_numbers_that_are_not_finite_are_refused():
     with pytest.raises(NotFinite):
-        sample_rows(torch.tensor([[0.0, float("nan")]]), torch.zeros(1), GroupSampling(1))
+        sample_rows(
+            torch.tensor([[0.0, float("nan")]]),
+            torch.zeros(1),
+            Sampling(max_new_tokens=1, temperature=1.0),
+        )

@@ -9,19 +9,17 @@ Legend: N completions, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from bloomery.infer.sampling import GroupSampling, sample_rows
+from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
+from bloomery.infer.past import Past
+from bloomery.infer.sampling import Sampling, sample_rows
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import LastLogits, PositionLogits
-
-LAST = LastLogits()
-
+from bloomery.model.heads import PositionLogits
 
 PROMPT_TOKENS = 1024  # of prompts that are read at once
 
@@ -31,7 +29,7 @@ PROMPT_TOKENS = 1024  # of prompts that are read at once
 class Completion:
     """A completion of a prompt: completion `number` of the prompt at index `prompt`.
 
-    `ids`: the drawn tokens, with the stop id that ended it. `logps`: the log-probability of each when it was drawn,
+    `ids`: the sampled tokens, with the stop id that ended it. `logps`: the log-probability of each when it was sampled,
     after temperature and filters. `truncated`: it had no stop id after `max_new_tokens`.
     """
 
@@ -42,7 +40,7 @@ class Completion:
     truncated: bool = False
 
 
-# The numbers in [0, 1) that the next tokens of completions are drawn with: float64 [N], on any device.
+# The numbers in [0, 1) that the next tokens of completions are sampled with: float64 [N], on any device.
 Uniforms = Callable[[Sequence[Completion]], Tensor]
 
 
@@ -55,38 +53,19 @@ class _Prefixes:
     cache: Cache
     logits_NV: Tensor
 
-    def copy_to(self, cache: Cache, first: int, completions: Sequence[Completion]) -> None:
-        """Makes the slots from `first` on the beginnings of these completions."""
-        for prompt, group in groupby(completions, lambda completion: completion.prompt):
-            place = prompt - self.prompts.start
-            length = self.cache.lengths[place]
-            end = first + len(list(group))
-            for source, target in zip(self.cache.layers, cache.layers, strict=True):
-                assert source.keys is not None and source.values is not None
-                keys, values = target.memory(
-                    source.keys.shape[1], source.keys.shape[3], source.keys
-                )
-                num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
-                keys[first:end, :, :num_keys] = source.keys[place, :, :num_keys]
-                values[first:end, :, :num_keys] = source.values[place, :, :num_keys]
-            for slot in range(first, end):
-                cache.cut(0, slot)
-            cache.append(first, [length] * (end - first))
-            first = end
-
 
 @torch.no_grad()
 def sample_completions(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     num_generations: int,
-    sampling: GroupSampling,
+    sampling: Sampling,
     uniforms: Uniforms,
     *,
     slots: int,
     on_step: Callable[[int], None] = lambda _done: None,
 ) -> list[Completion]:
-    """Draws `num_generations` completions of each prompt. The list has those of the first prompt first.
+    """Samples `num_generations` completions of each prompt. The list has those of the first prompt first.
 
     At most `slots` of them are decoded at once; one that ends makes room for the next. `on_step` gets the number of
     completions that have ended, before each forward; it may raise. The decoder must be in evaluation mode. Raises
@@ -98,62 +77,55 @@ def sample_completions(
         for prompt in range(len(prompts))
         for number in range(num_generations)
     ]
-    slots = min(slots, len(completions))
-    cache = Cache(decoder.config, capacity, slots)
-    running: list[Completion] = []  # `running[i]` is in slot i of the cache
-    num_begun = 0
-    num_done = 0
-    prefixes: _Prefixes | None = None
+    completion_of = dict[RunningText, Completion]()  # of those that are running
 
-    def sample_token(drawn_completions: Sequence[Completion], logits_NV: Tensor) -> None:
-        ids, logps = sample_rows(logits_NV, uniforms(drawn_completions), sampling)
-        for completion, token, logp in zip(drawn_completions, ids, logps, strict=True):
+    def sample(texts: Sequence[RunningText], logits_NV: Tensor) -> list[TextUpdate]:
+        sampled_completions = [completion_of[text] for text in texts]
+        ids, logps = sample_rows(logits_NV, uniforms(sampled_completions), sampling)
+        updates = []
+        for text, completion, token, logp in zip(
+            texts, sampled_completions, ids, logps, strict=True
+        ):
             completion.ids.append(token)
             completion.logps.append(logp)
-            is_full = len(completion.ids) == sampling.max_new_tokens
-            completion.truncated = is_full and token not in sampling.stop_ids
+            text.new.append(token)
+            text.unread = [token]
+            is_stopped = token in sampling.stop_ids
+            completion.truncated = not is_stopped and len(text.new) == text.max_new_tokens
+            ended: Literal["stop", "length"] | None = None
+            if is_stopped or completion.truncated:
+                ended = "stop" if is_stopped else "length"
+                del completion_of[text]
+            updates.append(TextUpdate(text, token, ended, logp))
+        return updates
 
-    def is_over(completion: Completion) -> bool:
-        return completion.truncated or completion.ids[-1] in sampling.stop_ids
-
-    while num_done < len(completions):
+    past = Past(decoder, min(slots, len(completions)), capacity)
+    batch = RunningBatch(past, sample_rows=sample)
+    num_begun = 0
+    prefixes: _Prefixes | None = None
+    while num_begun < len(completions) or batch.texts:
         # 1. Fill the free slots: the first token of a completion comes from the logits of its prompt.
-        while len(running) < slots and num_begun < len(completions):
+        while not batch.full and num_begun < len(completions):
             next_prompt = completions[num_begun].prompt
             if prefixes is None or next_prompt not in prefixes.prompts:
-                on_step(num_done)
+                on_step(num_begun - len(batch.texts))
                 prefixes = _read(decoder, prompts, next_prompt)
             num_ready = prefixes.prompts.stop * num_generations
-            new_completions = completions[
-                num_begun : min(num_begun + slots - len(running), num_ready)
+            num_free = past.slots - len(batch.texts)
+            new_completions = completions[num_begun : min(num_begun + num_free, num_ready)]
+            new_texts = [
+                RunningText(list(prompts[completion.prompt]), sampling, sampling.max_new_tokens, [])
+                for completion in new_completions
             ]
+            completion_of.update(zip(new_texts, new_completions, strict=True))
             places = [completion.prompt - prefixes.prompts.start for completion in new_completions]
-            sample_token(new_completions, prefixes.logits_NV[places])
-            staying = [completion for completion in new_completions if not is_over(completion)]
-            prefixes.copy_to(cache, len(running), staying)
-            running += staying
+            batch.begin(new_texts, prefixes.logits_NV[places], prefixes.cache, places)
             num_begun += len(new_completions)
-            num_done += len(new_completions) - len(staying)
-        if not running:
-            continue
 
-        # 2. One forward and one draw for all of them.
-        on_step(num_done)
-        sample_token(
-            running, _next_logits(decoder, cache, [completion.ids[-1] for completion in running])
-        )
-
-        # 3. Completions that are over leave; the last ones move into their slots.
-        slot = 0
-        while slot < len(running):
-            if not is_over(running[slot]):
-                slot += 1
-                continue
-            num_done += 1
-            last = running.pop()
-            if slot < len(running):
-                cache.swap(slot, len(running))
-                running[slot] = last
+        # 2. One forward and one sampling for all of them; those that end leave.
+        if batch.texts:
+            on_step(num_begun - len(batch.texts))
+            batch.step()
     return completions
 
 
@@ -189,16 +161,3 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
     for place, ids in enumerate(read_prompts):
         cache.cut(len(ids), place)
     return _Prefixes(range(first, end), cache, output.head.float())
-
-
-def _next_logits(decoder: Decoder, cache: Cache, ids: Sequence[int]) -> Tensor:
-    """float32 [N, V], after one more token in each of the first N slots."""
-    tokens = [[token] for token in ids]
-    step = decoder.step
-    if step is not None and step.takes(tokens, 0, cache):
-        return step(tokens, 0, cache)
-    cache.rows = range(len(tokens))
-    device = next(decoder.parameters()).device
-    output = decoder(torch.tensor(tokens, device=device), head=LAST, cache=cache)
-    logits: Tensor = output.head.float()
-    return logits

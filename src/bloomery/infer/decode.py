@@ -1,6 +1,9 @@
-"""Decoding: several texts at once, each in a slot of one KV cache. Chat, generate, samples and serve all come here.
+"""Decoding: several texts at once, each in a slot of one KV cache. Chat, generate, serve, rollouts all come here.
 
-A step reads a piece of one prompt, then gives every running text one token, in one forward for all of them.
+A step reads a piece of one prompt, then gives every running text one token, in one forward for all of them. A single
+text is a batch of one; the completions of one prompt begin with keys and values that were read once.
+
+Legend: N texts, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.infer.past import Adapter, Past, in_one_forward
 from bloomery.infer.sampling import NotFinite, Sampling, sample_token
-from bloomery.model.cache import FEW
+from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import Decoder
 
 
@@ -34,15 +37,16 @@ class RunningText:
     """A text that is being decoded. `new`: its new tokens; `unread`: tokens that the cache lacks.
 
     `max_new_tokens`: those of the sampling settings, or fewer where the cache or the model's positions end.
+    `logprobs`: how many of the likeliest tokens are reported, too. `random`: the text's own stream.
     """
 
     prompt: list[int]
     sampling: Sampling
     max_new_tokens: int
     unread: list[int]
-    adapter: Adapter
-    logprobs: int | None
-    random: torch.Generator
+    adapter: Adapter = None
+    logprobs: int | None = None
+    random: torch.Generator = field(default_factory=torch.Generator)
     constraint: Constraint | None = None
     new: list[int] = field(default_factory=list)
 
@@ -62,6 +66,10 @@ class TextUpdate:
     ended: Literal["stop", "length"] | UserError | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+# The next tokens of all texts from their logits [N, V], on any device. It appends them to the texts.
+SampleRows = Callable[[Sequence[RunningText], Tensor], list[TextUpdate]]
 
 
 @final
@@ -84,7 +92,8 @@ class Speculation:
 class RunningBatch:
     """Texts that are decoded together: `texts[i]` is in slot i of `past`. The decoder is in evaluation mode.
 
-    Random streams are the texts' own and live on the CPU, so that the same logits give the same text on every device.
+    Random streams are the texts' own and live on the CPU, so that the same logits give the same text on every device;
+    with `sample_rows`, one call samples the tokens of all texts instead, on the decoder's device.
     `piece`: tokens of a prompt that one step reads at most. `agree`: of several ranks, returns the first one's token.
     """
 
@@ -95,8 +104,11 @@ class RunningBatch:
         piece: int | None = None,
         agree: Callable[[float], float] | None = None,
         speculation: Speculation | None = None,
+        sample_rows: SampleRows | None = None,
     ) -> None:
+        assert speculation is None or sample_rows is None
         self.past = past
+        self.sample_rows = sample_rows
         self.agree = agree
         self.speculation = speculation
         # Where rotations depend on the length, the result for a token depends on the piece in which it is read.
@@ -152,6 +164,29 @@ class RunningBatch:
         self.texts.append(text)
         return text
 
+    def begin(
+        self,
+        texts: Sequence[RunningText],
+        logits: Tensor,
+        cache: Cache,
+        places: Sequence[int],
+    ) -> list[TextUpdate]:
+        """Begins texts whose prompts were read once for several of them, with their first tokens.
+
+        Their prompts are in the slots `places` of `cache`; `logits` [N, V] are those after them. A text that ends here
+        takes no slot.
+        """
+        assert self.sample_rows is not None and len(texts) <= self.past.slots - len(self.texts)
+        updates = self.sample_rows(texts, logits)
+        running_texts = [update.text for update in updates if update.ended is None]
+        running_places = [
+            place for update, place in zip(updates, places, strict=True) if update.ended is None
+        ]
+        prompts = [text.prompt for text in running_texts]
+        self.past.take(prompts, cache, running_places, first=len(self.texts))
+        self.texts += running_texts
+        return updates
+
     def remove(self, text: RunningText) -> None:
         """Ends a text; its slot is free, and keeps the tokens for a text that begins alike."""
         slot = self.texts.index(text)
@@ -163,17 +198,17 @@ class RunningBatch:
     def step(self) -> list[TextUpdate]:
         """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
         # A text that may have no new token ends before anything is computed for it.
-        drawn = []
+        updates = []
         for text in [text for text in self.texts if text.max_new_tokens == 0]:
             self.remove(text)
-            drawn.append(TextUpdate(text, None, "length"))
+            updates.append(TextUpdate(text, None, "length"))
         waiting = next((text for text in self.texts if not text.new), None)
 
         # Short prompts are read together with the tokens of the running texts, in one forward.
         if waiting is not None and (slot_tokens := self._short_prompts()):
             texts = [text for text, ids in zip(self.texts, slot_tokens, strict=True) if ids]
             logits = self.past.read(slot_tokens)
-            return drawn + self._draw(texts, [[]] * len(texts), logits)
+            return updates + self._sample(texts, [[]] * len(texts), logits)
 
         # A long prompt is read a piece at each step, so that the running texts do not wait for all
         # of it.
@@ -183,23 +218,24 @@ class RunningBatch:
             waiting.unread = waiting.unread[len(piece_tokens) :]
             logits = self.past.read([piece_tokens], slot)
             if not waiting.unread:
-                drawn += self._draw([waiting], [[]], logits)
+                updates += self._sample([waiting], [[]], logits)
 
         # Running texts, which have one unread token, are moved to the first slots, so that they are
         # the rows of one forward.
         running_texts = [text for text in self.texts if text.new and text is not waiting]
-        for slot, text in enumerate(running_texts):
-            old_slot = self.texts.index(text)
-            self.past.swap(slot, old_slot)
-            self.texts[slot], self.texts[old_slot] = self.texts[old_slot], self.texts[slot]
+        if len(running_texts) < len(self.texts):
+            for slot, text in enumerate(running_texts):
+                old_slot = self.texts.index(text)
+                self.past.swap(slot, old_slot)
+                self.texts[slot], self.texts[old_slot] = self.texts[old_slot], self.texts[slot]
         if running_texts:
             guesses = [self._guess(text, len(running_texts)) for text in running_texts]
             tokens = [
                 [*text.unread, *guess] for text, guess in zip(running_texts, guesses, strict=True)
             ]
             logits = self.past.read(tokens, every=any(guesses))
-            drawn += self._draw(running_texts, guesses, logits)
-        return drawn
+            updates += self._sample(running_texts, guesses, logits)
+        return updates
 
     def _short_prompts(self) -> list[list[int]]:
         """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
@@ -225,26 +261,48 @@ class RunningBatch:
         """The text's next tokens as speculation guesses them, where one forward can check any."""
         if self.speculation is None:
             return []
-        # The forward draws one token more than it checks.
+        # The forward gives one token more than it checks.
         num_missing = text.max_new_tokens - len(text.new)
         limit = min(self.past.max_guesses(num_texts), num_missing - 1)
         return self.speculation.guess(text, limit) if limit > 0 else []
 
-    def _draw(
+    def _sample(
         self, texts: Sequence[RunningText], guesses: Sequence[Sequence[int]], logits: Tensor
     ) -> list[TextUpdate]:
         """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
-        drawn = list[TextUpdate]()
+        if self.sample_rows is not None:
+            updates = self.sample_rows(texts, logits)
+        else:
+            updates = self._sample_each(texts, guesses, logits.cpu())
+
+        # Texts that have ended leave, the one in the lowest slot first: the last text moves into its slot.
+        ends = {update.text: update.ended for update in updates if update.ended is not None}
+        slot = 0
+        while ends and slot < len(self.texts):
+            text = self.texts[slot]
+            if text not in ends:
+                slot += 1
+                continue
+            if isinstance(ends.pop(text), UserError):
+                self.past.forget(slot)
+            self.remove(text)
+        return updates
+
+    def _sample_each(
+        self, texts: Sequence[RunningText], guesses: Sequence[Sequence[int]], logits: Tensor
+    ) -> list[TextUpdate]:
+        """Each text samples by itself, from its own random numbers."""
+        updates = list[TextUpdate]()
         row = 0
         for text, guess in zip(texts, guesses, strict=True):
-            # The logits after a guess hold only while every guess before it was drawn.
+            # The logits after a guess hold only while every guess before it was sampled.
             num_right = 0
             while True:
-                drawn_token = self._next(text, logits[row + num_right])
-                drawn.append(drawn_token)
-                if drawn_token.ended is not None or num_right == len(guess):
+                update = self._next(text, logits[row + num_right])
+                updates.append(update)
+                if update.ended is not None or num_right == len(guess):
                     break
-                if drawn_token.token != guess[num_right]:
+                if update.token != guess[num_right]:
                     break
                 num_right += 1
             row += len(guess) + 1
@@ -252,17 +310,10 @@ class RunningBatch:
                 self.speculation.guessed += len(guess)
                 self.speculation.accepted += num_right
                 self.past.drop(self.texts.index(text), len(guess) - num_right)
-
-        # Texts are removed last: removing one moves another to its slot.
-        for drawn_token in drawn:
-            if drawn_token.ended is not None:
-                if isinstance(drawn_token.ended, UserError):
-                    self.past.forget(self.texts.index(drawn_token.text))
-                self.remove(drawn_token.text)
-        return drawn
+        return updates
 
     def _next(self, text: RunningText, logits: Tensor) -> TextUpdate:
-        """Draws a text's next token from logits [V], and appends it unless it ends the text."""
+        """Samples a text's next token from logits [V], and appends it unless it ends the text."""
         if not bool(logits.isfinite().all()):
             return TextUpdate(text, None, NotFinite())
         try:
@@ -307,8 +358,8 @@ def sample_tokens(
     batch = RunningBatch(past or Past(decoder), agree=agree, speculation=speculation)
     batch.add(prompt_ids, sampling, constraint=constraint)
     while batch.texts:
-        for drawn in batch.step():
-            if drawn.token is not None:
-                yield drawn.token
-            if isinstance(drawn.ended, UserError):
-                raise drawn.ended
+        for update in batch.step():
+            if update.token is not None:
+                yield update.token
+            if isinstance(update.ended, UserError):
+                raise update.ended

@@ -1,6 +1,7 @@
 """The past of texts: their tokens, and the slots of the KV cache that hold them."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import final
 
 import torch
@@ -79,10 +80,39 @@ class Past:
         self.adapters[slot] = adapter
         return list(ids[common:])
 
+    def take(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: Cache,
+        places: Sequence[int],
+        *,
+        first: int,
+    ) -> None:
+        """Makes the slots from `first` on those prompts, which are in the slots `places` of another cache."""
+        slot = first
+        for place, equal_places in groupby(places):
+            length = cache.lengths[place]
+            end = slot + len(list(equal_places))
+            for source, target in zip(cache.layers, self.cache.layers, strict=True):
+                assert source.keys is not None and source.values is not None
+                keys, values = target.memory(
+                    source.keys.shape[1], source.keys.shape[3], source.keys
+                )
+                num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
+                keys[slot:end, :, :num_keys] = source.keys[place, :, :num_keys]
+                values[slot:end, :, :num_keys] = source.values[place, :, :num_keys]
+            for filled_slot in range(slot, end):
+                self.cache.cut(0, filled_slot)
+            self.cache.append(slot, [length] * (end - slot))
+            slot = end
+        for slot, prompt in enumerate(prompts, first):
+            self.ids[slot] = list(prompt)
+            self.adapters[slot] = None
+
     def read(
         self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False
     ) -> Tensor:
-        """Appends tokens to the slots from `first` on, and returns logits, float32 on the CPU.
+        """Appends tokens to the slots from `first` on, and returns logits, float32 on the decoder's device.
 
         They are [slots, V], after the last token of each slot, or with `every` [N, V], after each token, of as many as
         `max_guesses` allows. An interruption leaves nothing of the slots' past.
@@ -92,10 +122,10 @@ class Past:
         rows = range(first, first + len(tokens))
         step = self.decoder.step
         if step is not None and step.takes(tokens, first, self.cache):
-            logits = step(tokens, first, self.cache, every=every)
+            step_logits = step(tokens, first, self.cache, every=every)
             for row, new_ids in zip(rows, tokens, strict=True):
                 self.ids[row].extend(new_ids)
-            return logits
+            return step_logits
         if len(rows) > 1 and not in_one_forward(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
 
@@ -120,7 +150,8 @@ class Past:
         for row, ids, new_ids in zip(rows, old_ids, tokens, strict=True):
             ids.extend(new_ids)
             self.ids[row] = ids
-        return output.head.flatten(0, -2).float().cpu()
+        logits: Tensor = output.head.flatten(0, -2).float()
+        return logits
 
     def max_guesses(self, slots: int) -> int:
         """How many guessed tokens of each of the first slots one forward can check, and drop again.

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 
+IMPOSSIBLE = float("-inf")
 COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
 
 
+LEAST_TOP_P = 1e-30  # of a top_p: the likeliest token stays
 # The likeliest tokens, which nearly always reach top_p: sorting a full vocabulary takes milliseconds.
 HEAD = 1024
 
@@ -34,7 +36,7 @@ class Sampling:
     generated, `presence_penalty` once, as by OpenAI; no sequence of `no_repeat_ngram_size` tokens occurs twice;
     `stop_ids` end the text and are not part of it, and are not drawn before `min_new_tokens`. `top_k` keeps the k
     likeliest; `top_p` the fewest whose probabilities add up to p; `min_p` those at least p times as likely as the
-    likeliest.
+    likeliest. Completions that are sampled in rows have no penalties, and their stop id is part of them.
     """
 
     max_new_tokens: int = 200
@@ -57,6 +59,18 @@ class Sampling:
             and self.repetition_penalty > 0
             and 0 < self.top_p <= 1
             and 0 <= self.min_p <= 1
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on the text before it, or on a bias."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.no_repeat_ngram_size
+            or self.min_new_tokens
         )
 
 
@@ -132,50 +146,67 @@ def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [V] after temperature, top-k, top-p and min-p; at least one token stays."""
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+        logits = logits.masked_fill(below_top_k(logits, sampling.top_k), IMPOSSIBLE)
     if sampling.top_p < 1.0:
         # Sorting the largest probabilities is enough unless they do not reach p together.
-        top_p = max(sampling.top_p, 1e-30)
         shares = logits.softmax(-1)
         head, order = shares.topk(min(HEAD, len(shares)))
-        if len(head) < len(shares) and head.sum() < top_p:
+        if len(head) < len(shares) and head.sum() < max(sampling.top_p, LEAST_TOP_P):
             head, order = shares.sort(descending=True)
-        # A token stays when those likelier than it do not reach p yet.
-        likelier_mass = head.cumsum(-1) - head
-        top_ids = order[likelier_mass < top_p]
-        logits = torch.full_like(logits, float("-inf")).index_copy(0, top_ids, logits[top_ids])
+        top_ids = order[~beyond_top_p(head, sampling.top_p)]
+        logits = torch.full_like(logits, IMPOSSIBLE).index_copy(0, top_ids, logits[top_ids])
     shares = logits.softmax(-1)
     if sampling.min_p > 0.0:
         shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
     return shares / shares.sum()
 
 
-@dataclass(frozen=True)
-class GroupSampling:
-    """`stop_ids` end a completion and are part of it. None and 1.0 switch a filter off."""
+def filtered_rows(logprobs_NV: Tensor, sampling: Sampling) -> Tensor:
+    """The log-probabilities of what top-k, top-p and min-p leave, over the tokens that they leave.
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
+    As `next_distribution` for each row; but training reads these logarithms, and a row must not depend on the others: a
+    stable sort takes tokens of one probability in one order for any number of rows.
+    """
+    if sampling.top_k is not None and sampling.top_k < logprobs_NV.shape[1]:
+        is_dropped_NV = below_top_k(logprobs_NV, sampling.top_k)
+        logprobs_NV = logprobs_NV.masked_fill(is_dropped_NV, IMPOSSIBLE).log_softmax(-1)
+    if sampling.top_p < 1.0:
+        shares_NV, order_NV = logprobs_NV.exp().sort(descending=True, stable=True)
+        is_dropped_NV = beyond_top_p(shares_NV, sampling.top_p)
+        is_dropped_NV = torch.zeros_like(is_dropped_NV).scatter(1, order_NV, is_dropped_NV)
+        logprobs_NV = logprobs_NV.masked_fill(is_dropped_NV, IMPOSSIBLE).log_softmax(-1)
+    if sampling.min_p > 0.0:
+        largest_N1 = logprobs_NV.max(-1, keepdim=True).values
+        is_dropped_NV = logprobs_NV.exp() < sampling.min_p * largest_N1.exp()
+        logprobs_NV = logprobs_NV.masked_fill(is_dropped_NV, IMPOSSIBLE).log_softmax(-1)
+    return logprobs_NV
+
+
+def below_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Whether a token of the last dimension is less likely than the k-th likeliest."""
+    return logits < logits.topk(top_k).values[..., -1:]
+
+
+def beyond_top_p(sorted_shares: Tensor, top_p: float) -> Tensor:
+    """Of falling probabilities, those whose token goes: the likelier ones reach p without it."""
+    return sorted_shares.cumsum(-1) - sorted_shares >= max(top_p, LEAST_TOP_P)
 
 
 def sample_rows(
-    logits_NV: Tensor, uniforms_N: Tensor, sampling: GroupSampling
+    logits_NV: Tensor, uniforms_N: Tensor, sampling: Sampling
 ) -> tuple[list[int], list[float]]:
     """A token of each row, and its log-probability.
 
     The token is where the cumulative distribution passes the row's uniform number. The host waits for the device once.
     Raises NotFinite.
     """
+    assert not sampling.has_penalties
     # 1. Probabilities, up to a factor of each row: a pass over all logits for the logarithm of their sum is saved.
     if sampling.temperature != 1.0:
         logits_NV = logits_NV / sampling.temperature
     least_N, most_N = logits_NV.aminmax(dim=-1)
     if sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        logits_NV = filtered(logits_NV.log_softmax(-1), sampling)
+        logits_NV = filtered_rows(logits_NV.log_softmax(-1), sampling)
         most_N = logits_NV.amax(-1)
     weights_NV = (logits_NV - most_N[:, None]).exp_()
 
@@ -208,26 +239,3 @@ def _passing(sums_NC: Tensor, numbers_N1: Tensor) -> Tensor:
     last_N1 = torch.searchsorted(sums_NC, sums_NC[:, -1:].contiguous())
     # NaN passes nothing, and has no place.
     return torch.minimum(passing_N1, last_N1).clamp(max=sums_NC.shape[1] - 1)
-
-
-def filtered(logprobs_NV: Tensor, sampling: GroupSampling) -> Tensor:
-    """The log-probabilities of what top-k, top-p and min-p leave, over the tokens that they leave.
-
-    As `next_distribution` for each row.
-    """
-    impossible = float("-inf")
-    if sampling.top_k is not None and sampling.top_k < logprobs_NV.shape[1]:
-        least_N1 = logprobs_NV.topk(sampling.top_k).values[:, -1:]
-        logprobs_NV = logprobs_NV.masked_fill(logprobs_NV < least_N1, impossible)
-        logprobs_NV = logprobs_NV.log_softmax(-1)
-    if sampling.top_p < 1.0:
-        # A token stays when those likelier than it do not reach p yet.
-        shares_NV, order_NV = logprobs_NV.exp().sort(descending=True, stable=True)
-        is_dropped_NV = shares_NV.cumsum(-1) - shares_NV >= max(sampling.top_p, 1e-30)
-        dropped_NV = torch.zeros_like(is_dropped_NV).scatter(1, order_NV, is_dropped_NV)
-        logprobs_NV = logprobs_NV.masked_fill(dropped_NV, impossible).log_softmax(-1)
-    if sampling.min_p > 0.0:
-        largest_N1 = logprobs_NV.max(-1, keepdim=True).values
-        is_rare_NV = logprobs_NV.exp() < sampling.min_p * largest_N1.exp()
-        logprobs_NV = logprobs_NV.masked_fill(is_rare_NV, impossible).log_softmax(-1)
-    return logprobs_NV

@@ -111,7 +111,7 @@ class DraftModel:
         random = torch.Generator()
         random.set_state(text.random.get_state())
         for _ in range(num_guesses):
-            [logits] = past.read([unread])
+            [logits] = past.read([unread]).cpu()
             if not bool(logits.isfinite().all()):
                 break
             token = sample_token(logits, text.prompt, new, text.sampling, random)

@@ -24,7 +24,7 @@ from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.forward import eval_mode, forward, to_device
-from bloomery.infer.sampling import GroupSampling, known_ids
+from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit, Phase, Warned, stamped_line
 from bloomery.parallel.mesh import Mesh
@@ -78,7 +78,7 @@ class RolloutSettings:
     """How completions are sampled and scored."""
 
     num_generations: int
-    sampling: GroupSampling
+    sampling: Sampling
     advantages: Scale | TokenRewarding = "group"
     num_iterations: int = 1
     steps_per_generation: int = 1
@@ -601,7 +601,7 @@ def settings_of(plan: RunPlan, stop_ids: tuple[int, ...]) -> RolloutSettings:
     """`stop_ids` end a completion."""
     objective = plan.objective
     assert isinstance(objective, Rollouts)
-    sampling = GroupSampling(
+    sampling = Sampling(
         max_new_tokens=objective.max_completion_length,
         temperature=objective.temperature,
         top_k=objective.top_k,

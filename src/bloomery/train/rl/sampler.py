@@ -23,7 +23,7 @@ from bloomery.data.prompts import Prompt
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.infer.completions import Completion, Uniforms, sample_completions
 from bloomery.infer.forward import eval_mode, precision_context
-from bloomery.infer.sampling import GroupSampling, NotFinite
+from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import full
@@ -144,7 +144,7 @@ class Sampler:
     def __init__(
         self,
         state: TrainState,
-        sampling: GroupSampling,
+        sampling: Sampling,
         *,
         emit: Emit,
         stop: Callable[[], bool],
