@@ -506,7 +506,7 @@ class TestBadInput:
         self, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as broken:  # after the text left the batch
-            broken.setattr("bloomery.serve.engine.TextStream.flush", lambda _: 1 / 0)
+            broken.setattr("bloomery.infer.text.TextStream.flush", lambda _: 1 / 0)
             status, body = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 3})
             assert status == 500 and "ZeroDivisionError" in body["error"]["message"]
         assert idle(server) and server.engine.alive

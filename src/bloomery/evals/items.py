@@ -1,10 +1,9 @@
 """Task files: multiple choice and exact match, asked and scored."""
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -21,11 +20,9 @@ from bloomery.data.sources.readers import read_values
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.statistics import CorpusScores, Scores, shares
-from bloomery.infer.decode import RunningBatch, RunningText
 from bloomery.infer.forward import eval_mode
-from bloomery.infer.past import Past
-from bloomery.infer.sampling import NotFinite, Sampling, known_ids
-from bloomery.infer.text import Stops, TextStream
+from bloomery.infer.generate import CompletionRequest, complete_requests
+from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
 
@@ -329,7 +326,7 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     )
     prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], new_tokens)
     completions = complete(
-        decoder, asker.tokenizer, [Request(ids, sampling, asker.stops) for ids in prompts]
+        decoder, asker.tokenizer, [CompletionRequest(ids, sampling, asker.stops) for ids in prompts]
     )
     outputs = []
     for item, completion in zip(items, completions, strict=True):
@@ -401,69 +398,26 @@ def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[
     )
 
 
-@dataclass(frozen=True)
-class Request:
-    """A prompt to complete, up to an EOS token, one of `sampling.stop_ids` or one of the texts in `stops`."""
-
-    ids: Sequence[int]
-    sampling: Sampling
-    stops: tuple[str, ...] = ()
-
-
-@dataclass
-class _Open:
-    """A completion that is being written."""
-
-    number: int
-    stream: TextStream
-    stops: Stops
-    text: str = ""
-
-
 def complete(
-    decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], *, slots: int = SLOTS
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    requests: Sequence[CompletionRequest],
+    *,
+    slots: int = SLOTS,
 ) -> list[str]:
     """The completion of each request, `slots` decoded at once.
 
     Prompts that begin alike follow each other, so that a slot reads what they share once. Raises UserError for logits
     that are not finite.
     """
-    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
-    order = deque(sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids)))
-    capacity = max(
-        (len(completion.ids) + completion.sampling.max_new_tokens for completion in requests),
-        default=0,
-    )
-    batch = RunningBatch(
-        Past(
-            decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
-        )
-    )
-    opened = dict[RunningText, _Open]()
-    texts = [""] * len(requests)
+    order = sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids))
+    completions = [""] * len(requests)
     num_done = 0
     with eval_mode(decoder):
-        while order or batch.texts:
-            while order and not batch.full:
-                request = requests[number := order.popleft()]
-                stop_ids = known_ids(*ends, *request.sampling.stop_ids)
-                text = batch.add(request.ids, replace(request.sampling, stop_ids=stop_ids))
-                opened[text] = _Open(
-                    number, TextStream(tokenizer, request.ids), Stops(request.stops)
-                )
-            for drawn in batch.step():
-                completion = opened[drawn.text]
-                if isinstance(drawn.ended, UserError):
-                    raise drawn.ended
-                if drawn.token is not None:
-                    completion.text += completion.stops.push(completion.stream.push(drawn.token))
-                if drawn.ended is not None and not completion.stops.stopped:
-                    completion.text += completion.stops.push(completion.stream.flush())
-                    completion.text += "" if completion.stops.stopped else completion.stops.flush()
-                elif drawn.ended is None and completion.stops.stopped:
-                    batch.remove(drawn.text)
-                if drawn.ended is not None or completion.stops.stopped:
-                    texts[completion.number] = opened.pop(drawn.text).text
-                    num_done += 1
-                    progress(f"{num_done:,} of {counted(len(requests), 'completions')}")
-    return texts
+        for place, completion in complete_requests(
+            decoder, tokenizer, [requests[number] for number in order], slots=slots
+        ):
+            completions[order[place]] = completion
+            num_done += 1
+            progress(f"{num_done:,} of {counted(len(requests), 'completions')}")
+    return completions

@@ -29,7 +29,7 @@ from bloomery.infer.load import OnText, Use, load_used
 from bloomery.infer.model_folder import find_model
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, known_ids
-from bloomery.infer.text import Stops, TextStream, text_pieces
+from bloomery.infer.text import OutputText, text_pieces
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
 
@@ -144,6 +144,71 @@ def generate(
     return continued(decoder, tokenizer, beginning(tokenizer, prompt), sampling, stop, speed=speed)
 
 
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A prompt to complete, up to an EOS token, one of `sampling.stop_ids` or one of the texts in `stops`."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    constrain: Callable[[], Constraint] | None = None
+
+
+def complete_requests(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    requests: Sequence[CompletionRequest],
+    *,
+    slots: int,
+    speed: Speed | None = None,
+) -> Iterator[tuple[int, str]]:
+    """The index of each request and its completion, as they end. `slots` are decoded at once, in the order of requests.
+
+    Raises UserError for logits that are not finite, and for a grammar that fails.
+    """
+    speed = speed or Speed()
+    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
+    capacity = max(
+        (len(request.ids) + request.sampling.max_new_tokens for request in requests), default=0
+    )
+    past = Past(
+        decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
+    )
+    batch = RunningBatch(past, speculation=speed.speculation)
+    waiting = deque(enumerate(requests))
+    # Of each running text: the index of its request, its pieces until now, and what makes pieces of tokens.
+    open_texts = dict[RunningText, tuple[int, list[str], OutputText]]()
+    while waiting or batch.texts:
+        # 1. Requests take the free slots.
+        while waiting and not batch.full:
+            index, request = waiting.popleft()
+            stop_ids = known_ids(*ends, *request.sampling.stop_ids)
+            text = batch.add(
+                request.ids,
+                replace(request.sampling, stop_ids=stop_ids),
+                constraint=None if request.constrain is None else request.constrain(),
+            )
+            open_texts[text] = index, [], OutputText(tokenizer, request.ids, request.stops)
+
+        # 2. A token of each text; those that have ended leave their slots.
+        for update in speed.timed(batch.step):
+            if isinstance(update.ended, UserError):
+                raise update.ended
+            if update.text not in open_texts:
+                continue  # a stop text came before, in the same step
+            index, pieces, output = open_texts[update.text]
+            if update.token is not None:
+                speed.tokens += 1
+                pieces.append(output.push(update.token))
+            if update.ended is not None:
+                pieces.append(output.finish())
+            if update.ended is not None or output.stopped:
+                del open_texts[update.text]
+                if update.text in batch.texts:
+                    batch.remove(update.text)
+                yield index, "".join(pieces)
+
+
 @final
 @dataclass(frozen=True)
 class Writer:
@@ -175,44 +240,18 @@ class Writer:
         rows = [self.encode(prompt) for prompt in prompts]
         for ids in rows:
             refuse_prompt(ids, self.decoder.config)
-        ends = known_ids(
-            self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids
-        )
-        sampling = replace(self.sampling, stop_ids=ends)
-        slots = min(slots, len(rows))
-        longest = max(map(len, rows)) + sampling.max_new_tokens
-        past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
-        batch = RunningBatch(past, speculation=self.speed.speculation)
-        waiting = deque(enumerate(rows))
-        open_texts = dict[RunningText, tuple[int, list[str], TextStream, Stops]]()
+        requests = [
+            CompletionRequest(ids, self.sampling, self.stop, self.constrain) for ids in rows
+        ]
         completions = dict[int, str]()
-        following = 0
-        while waiting or batch.texts:
-            while waiting and not batch.full:
-                number, ids = waiting.popleft()
-                text = batch.add(
-                    ids, sampling, constraint=None if self.constrain is None else self.constrain()
-                )
-                open_texts[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
-            for drawn in self.speed.timed(batch.step):
-                if isinstance(drawn.ended, UserError):
-                    raise drawn.ended
-                if drawn.text not in open_texts:
-                    continue  # a stop text came before
-                number, pieces, stream, stops = open_texts[drawn.text]
-                if drawn.token is not None:
-                    self.speed.tokens += 1
-                    pieces.append(stops.push(stream.push(drawn.token)))
-                if drawn.ended is not None and not stops.stopped:
-                    pieces += [stops.push(stream.flush()), stops.flush()]
-                if drawn.ended is not None or stops.stopped:
-                    del open_texts[drawn.text]
-                    completions[number] = "".join(pieces)
-                    if drawn.text in batch.texts:
-                        batch.remove(drawn.text)
-            while following in completions:
-                yield completions.pop(following)
-                following += 1
+        next_number = 0
+        for number, completion in complete_requests(
+            self.decoder, self.tokenizer, requests, slots=slots, speed=self.speed
+        ):
+            completions[number] = completion
+            while next_number in completions:
+                yield completions.pop(next_number)
+                next_number += 1
 
 
 @contextmanager
@@ -293,7 +332,7 @@ def continued(
         decoder, ids, sampling, past, speculation=speculation, constraint=constraint
     )
     return text_pieces(
-        tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop)
+        tokens if speed is None else speed.measured(tokens), OutputText(tokenizer, ids, stop)
     )
 
 

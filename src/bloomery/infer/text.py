@@ -80,13 +80,43 @@ class Stops:
         return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-def text_pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:
+@final
+class OutputText:
+    """The text of new tokens after a prompt: whole characters, up to the first of the stop texts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self._stream = TextStream(tokenizer, prompt_ids)
+        self._stops = Stops(stops)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that ended the text."""
+        return self._stops.stop
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def push(self, token: int) -> str:
+        """The new text; empty while it may become another character, or a stop text."""
+        return self._stops.push(self._stream.push(token))
+
+    def finish(self) -> str:
+        """What was held back, once decoding has ended; a text that a stop text ended has nothing more."""
+        if self.stopped:
+            return ""
+        return self._stops.push(self._stream.flush()) + self._stops.flush()
+
+
+def text_pieces(tokens: Iterator[int], text: OutputText) -> Iterator[str]:
     for token in tokens:
-        piece = stops.push(text.push(token))
+        piece = text.push(token)
         if piece:
             yield piece
-        if stops.stopped:
+        if text.stopped:
             return
-    last_piece = stops.push(text.flush()) + stops.flush()
+    last_piece = text.finish()
     if last_piece:
         yield last_piece

@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.infer.decode import Constraint, RunningText, TextUpdate
 from bloomery.infer.grammar import GrammarFailed
 from bloomery.infer.sampling import Sampling
-from bloomery.infer.text import Stops, TextStream
+from bloomery.infer.text import OutputText
 from bloomery.serve.limits import Limits
 from bloomery.serve.served import Served
 
@@ -72,16 +72,14 @@ class Job:
     canceled: bool = False
     born: float = field(default_factory=time.monotonic)
     first: float | None = None  # when its first token came
-    stream: TextStream = field(init=False)
-    held: Stops = field(init=False)
+    output: OutputText = field(init=False)
 
     def __post_init__(self) -> None:
         tokens_left = self.model.context - len(self.ids)  # a single slot would grow beyond it
         self.sampling = replace(
             self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, tokens_left)
         )
-        self.stream = TextStream(self.model.tokenizer, self.ids)
-        self.held = Stops(self.stops)
+        self.output = OutputText(self.model.tokenizer, self.ids, self.stops)
 
 
 class Work(Protocol):
@@ -256,8 +254,8 @@ class Engine:
 
     def _step(self, model: Served) -> None:
         try:
-            for drawn in model.batch.step():
-                self._give(self._running[drawn.text], drawn)
+            for update in model.batch.step():
+                self._give(self._running[update.text], update)
         except Exception as error:
             # Such as out of memory: the requests of this model end, the server does not.
             traceback.print_exc(file=sys.stderr)
@@ -272,46 +270,46 @@ class Engine:
                 self._end(job, End("error", len(text.new), problem))
             model.reset()
 
-    def _give(self, job: Job, drawn: TextUpdate) -> None:
-        """Text and end of a drawn token to its request."""
-        text = drawn.text
+    def _give(self, job: Job, update: TextUpdate) -> None:
+        """Text and end of a new token to its request."""
+        text = update.text
         spelled = job.model.spelled
 
         # A token becomes text, unless it may be the beginning of a stop text.
         ending: Literal["stop", "length", "error"] | None = None
-        if drawn.token is not None:
+        if update.token is not None:
             if job.first is None:
                 job.first = time.monotonic()
                 self.counts["first_tokens"] += 1
                 self.counts["first_token_microseconds"] += round((job.first - job.born) * 1e6)
             self.counts["generated_tokens"] += 1
             chance = None
-            if drawn.logprob is not None:
-                top = tuple(Chance(token, spelled(token), value) for token, value in drawn.top)
-                chance = Chance(drawn.token, spelled(drawn.token), drawn.logprob, top)
-            piece = job.held.push(job.stream.push(drawn.token))
+            if update.logprob is not None:
+                top = tuple(Chance(token, spelled(token), value) for token, value in update.top)
+                chance = Chance(update.token, spelled(update.token), update.logprob, top)
+            piece = job.output.push(update.token)
             if piece or chance is not None:
                 job.put(Piece(piece, chance))
-            if job.held.stopped:
+            if job.output.stopped:
                 ending = "stop"
-                if drawn.ended is None:
+                if update.ended is None:
                     job.model.batch.remove(text)
 
         # The end that decoding found: what was held back is text after all.
         problem = ""
-        refused = isinstance(drawn.ended, GrammarFailed)
-        if drawn.ended is not None and ending is None:
-            if isinstance(drawn.ended, UserError):
+        refused = isinstance(update.ended, GrammarFailed)
+        if update.ended is not None and ending is None:
+            if isinstance(update.ended, UserError):
                 ending = "error"
-                problem = drawn.ended.problem
+                problem = update.ended.problem
             else:
-                ending = drawn.ended
-                last_text = job.held.push(job.stream.flush()) + job.held.flush()
+                ending = update.ended
+                last_text = job.output.finish()
                 if last_text:
                     job.put(Piece(last_text))
         if ending is not None:
             del self._running[text]
-            self._end(job, End(ending, len(text.new), problem, refused, job.held.stop))
+            self._end(job, End(ending, len(text.new), problem, refused, job.output.stop))
 
     def _end(self, job: Job, end: End) -> None:
         self.counts[f"requests_{'canceled' if job.canceled else end.reason}"] += 1
