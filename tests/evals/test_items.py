@@ -18,7 +18,7 @@ from bloomery.evals.items import (
     read_task,
 )
 from bloomery.evals.tasks import Named, compare_on_texts, evaluate_task
-from bloomery.infer.generate import CompletionRequest, continued
+from bloomery.infer.generate import TextRequest, continued
 from bloomery.infer.load import Use
 from bloomery.infer.sampling import Sampling
 from bloomery.model import compiled_step
@@ -139,7 +139,7 @@ def test_completions_in_slots_equal_one_at_a_time(loaded):
         Sampling(max_new_tokens=limit, temperature=0.7, seed=n) for n, limit in enumerate(limits)
     ]
     ids = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
-    asked = [CompletionRequest(*each) for each in zip(ids, settings, stops, strict=True)]
+    asked = [TextRequest(*each) for each in zip(ids, settings, stops, strict=True)]
     alone = [
         "".join(continued(decoder, tokenizer, one.ids, one.sampling, one.stops)) for one in asked
     ]
@@ -164,7 +164,7 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
     wrote = complete(
         decoder,
         tokenizer,
-        [CompletionRequest(one, Sampling(max_new_tokens=4, temperature=0)) for one in ids],
+        [TextRequest(one, Sampling(max_new_tokens=4, temperature=0)) for one in ids],
     )
     rows = [
         {"prompt": texts[0], "answer": wrote[0]},

@@ -14,7 +14,7 @@ from bloomery.core.extras import install_extra
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.items import TaskScores, complete
 from bloomery.evals.statistics import CorpusScores, Scores
-from bloomery.infer.generate import CompletionRequest
+from bloomery.infer.generate import TextRequest
 from bloomery.infer.sampling import Sampling
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
@@ -140,7 +140,7 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                 )
                 ends.append(tuple(settings["until"]))
                 completions.append(
-                    CompletionRequest(
+                    TextRequest(
                         self.tok_encode(context)[-(context_length - new_tokens) :],
                         sampling,
                         ends[-1],

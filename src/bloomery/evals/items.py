@@ -21,7 +21,7 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.statistics import CorpusScores, Scores, shares
 from bloomery.infer.forward import eval_mode
-from bloomery.infer.generate import CompletionRequest, complete_requests
+from bloomery.infer.generate import TextRequest, complete_requests
 from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model.decoder import Decoder
 from bloomery.train.evaluation.scoring import score_continuations
@@ -326,7 +326,7 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     )
     prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], new_tokens)
     completions = complete(
-        decoder, asker.tokenizer, [CompletionRequest(ids, sampling, asker.stops) for ids in prompts]
+        decoder, asker.tokenizer, [TextRequest(ids, sampling, asker.stops) for ids in prompts]
     )
     outputs = []
     for item, completion in zip(items, completions, strict=True):
@@ -401,7 +401,7 @@ def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[
 def complete(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    requests: Sequence[CompletionRequest],
+    requests: Sequence[TextRequest],
     *,
     slots: int = SLOTS,
 ) -> list[str]:

@@ -145,7 +145,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
+class TextRequest:
     """A prompt to complete, up to an EOS token, one of `sampling.stop_ids` or one of the texts in `stops`."""
 
     ids: Sequence[int]
@@ -157,7 +157,7 @@ class CompletionRequest:
 def complete_requests(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    requests: Sequence[CompletionRequest],
+    requests: Sequence[TextRequest],
     *,
     slots: int,
     speed: Speed | None = None,
@@ -240,9 +240,7 @@ class Writer:
         rows = [self.encode(prompt) for prompt in prompts]
         for ids in rows:
             refuse_prompt(ids, self.decoder.config)
-        requests = [
-            CompletionRequest(ids, self.sampling, self.stop, self.constrain) for ids in rows
-        ]
+        requests = [TextRequest(ids, self.sampling, self.stop, self.constrain) for ids in rows]
         completions = dict[int, str]()
         next_number = 0
         for number, completion in complete_requests(
