@@ -32,7 +32,7 @@ from bloomery.report.charts import (
     prose,
     ticks,
 )
-from bloomery.report.record import check_claims, incidents_of, read_record, repeated_steps
+from bloomery.report.record import check_claims, read_record, repeated_steps, reported, whole_view
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
 VOID = {"meta", "br", "hr"}
@@ -302,6 +302,12 @@ def killed_run(again=2.0):
         step_done(2, 7.0, time=15.0),
         RunEnded(step=2, status="stopped", time=16.0),
     ]
+
+
+def incidents_of(events):
+    view = whole_view()
+    view.add_all(events)
+    return reported(view.incidents)
 
 
 def test_incidents_are_read_off_the_events():

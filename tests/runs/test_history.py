@@ -7,7 +7,7 @@ import pytest
 from runs_of_bloomery import Bloomery
 
 from bloomery.monitor.events import EventLog, RunEnded, StepDone, Warned, from_json
-from bloomery.train.recorded_run import read_history
+from bloomery.view.recorded_run import read_history
 
 LAST = 16
 

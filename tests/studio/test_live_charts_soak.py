@@ -7,7 +7,8 @@ import pytest
 from studio_for_tests import TOKEN, make_run, studio_process
 
 from bloomery.monitor.events import EventLog, Resumed, Warned, read_events
-from bloomery.view.curves import MOST_BUCKETS, RunCurves
+from bloomery.view.curves import MOST_BUCKETS
+from bloomery.view.run_view import RunView
 from browser import PROGRAM, Browser
 from runs_for_tests import step_done
 
@@ -74,10 +75,10 @@ def test_a_mark_on_a_curve_has_the_words_of_its_event_as_text(
 
 
 def same_as_file(browser: Browser, folder: Path) -> None:
-    curves = RunCurves()
+    view = RunView()
     for event in read_events(folder / "events.jsonl"):
-        curves.add(event)
+        view.add(event)
     for title, name in (("Loss", "loss"), ("Gradient norm", "gradient norm")):
-        points = curves.points(name).tolist()
+        points = view.curves.points(name).tolist()
         browser.until(f"{POINTS}({title!r}).length === {len(points)}")
         assert browser.value(f"{POINTS}({title!r})") == points

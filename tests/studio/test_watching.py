@@ -38,10 +38,9 @@ from bloomery.monitor.events import (
 from bloomery.plan.store import begin
 from bloomery.studio.watching import END_BYTES, OpenRun, Watching
 from bloomery.view import reader_processes
-from bloomery.view.curves import RunCurves
 from bloomery.view.reader import RunReader
 from bloomery.view.reader_processes import ReaderProcesses
-from bloomery.view.screen import WatchedRun
+from bloomery.view.run_view import RunView
 from bloomery.view.step_columns import StepColumns, read_groups
 from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
@@ -130,31 +129,25 @@ def test_steps_that_are_read_together_are_the_steps_one_by_one(seed: int) -> Non
 
     for decode in (decode_json, fast_decode()):
         one_by_one = Tail(path)
-        figures = WatchedRun(keeps_curves=False)
-        curves = RunCurves()
+        view = RunView()
         for event in one_by_one.read():
-            figures.add(event)
-            curves.add(event)
+            view.add(event)
         together = Tail(path, decode=decode)
-        same_figures = WatchedRun(keeps_curves=False)
-        same_curves = RunCurves()
+        same_view = RunView()
         num_columns = 0
         for group in read_groups(together):
             if isinstance(group, StepColumns):
                 num_columns += 1
-                same_figures.add_steps(group)
-                same_curves.add_steps(group)
-            else:
-                same_figures.add(group)
-                same_curves.add(group)
+            same_view.add_group(group)
         assert num_columns
         assert together.read_lines == one_by_one.read_lines == len(lines)
         assert together.unknown_lines == one_by_one.unknown_lines
-        same_figures.summary.latest = figures.summary.latest  # of an event between steps
-        assert same_figures.summary == figures.summary
-        for name, curve in curves.by_name.items():
-            assert same_curves.by_name[name].steps == curve.steps
-            assert same_curves.by_name[name].values.tobytes() == curve.values.tobytes()
+        same_view.summary.latest = view.summary.latest  # of an event between steps
+        assert same_view.summary == view.summary
+        assert same_view.incidents == view.incidents
+        for name, curve in view.curves.by_name.items():
+            assert same_view.curves.by_name[name].steps == curve.steps
+            assert same_view.curves.by_name[name].values.tobytes() == curve.values.tobytes()
 
 
 @pytest.fixture
@@ -197,7 +190,7 @@ def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderPro
     alone.update()
     num_groups = 0
 
-    def kill(_group: object) -> None:
+    def kill() -> None:
         nonlocal num_groups
         num_groups += 1
         if num_groups == 3 or moment == "before":
@@ -208,10 +201,10 @@ def test_a_killed_reader_process_loses_nothing(moment: str, processes: ReaderPro
 
     if moment == "before":
         OpenRun(folder, decode_json, processes).update()
-        kill(None)
-    reader = RunReader(folder, keeps_curves=False, processes=processes)
-    assert reader.read(kill, is_running=False) == alone.status
-    assert reader.run.summary == alone.summary
+        kill()
+    reader = RunReader(folder, RunView(), processes=processes)
+    assert reader.read(kill) == alone.status
+    assert reader.view.summary == alone.summary
     assert reader.tail.read_lines == alone.reader.tail.read_lines
 
 
@@ -236,8 +229,8 @@ def test_a_reading_ends_where_the_processes_are_closed(processes: ReaderProcesse
     folder = make_run("demo", events=events_of(1))
     alone = OpenRun(folder, decode_json)
     alone.update()
-    reader = RunReader(folder, keeps_curves=False, processes=processes)
-    reader.read(lambda _: processes.close(), is_running=False)
+    reader = RunReader(folder, RunView(), processes=processes)
+    reader.read(processes.close)
     assert 0 < reader.tail.read_lines < alone.reader.tail.read_lines
 
 

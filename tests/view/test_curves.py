@@ -7,9 +7,9 @@ from itertools import groupby
 import pytest
 
 from bloomery.monitor.events import DeviceStats, Resumed
-from bloomery.view.curves import MOST_BUCKETS, Curve, CurveTable, RunCurves
-from bloomery.view.step_columns import StepColumns, in_groups
-from bloomery.view.summary import RunSummary, summary_of
+from bloomery.view.curves import MOST_BUCKETS, Curve, CurveTable
+from bloomery.view.run_view import RunView
+from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 
 
@@ -86,21 +86,22 @@ def test_a_zoom_has_every_value_of_its_part() -> None:
 
 
 def test_a_resume_discards_the_steps_that_are_repeated() -> None:
-    curves = RunCurves()
+    view = RunView()
     for step in range(1, 11):
-        curves.add(step_done(step, loss=float(step)))
-    curves.add(Resumed(step=6, path="checkpoints/step-00000006"))
-    curves.add(step_done(7, loss=70.0))
-    assert curves.points("loss").tolist() == [
+        view.add(step_done(step, loss=float(step)))
+    view.add(Resumed(step=6, path="checkpoints/step-00000006"))
+    view.add(step_done(7, loss=70.0))
+    assert view.curves.points("loss").tolist() == [
         *([step, float(step)] for step in range(1, 7)),
         [7, 70.0],
     ]
 
 
 def test_a_skipped_step_and_an_unknown_sensor_have_no_point() -> None:
-    curves = RunCurves()
-    curves.add(step_done(1, loss=None))
-    curves.add(DeviceStats(step=1, device=0, temperature=None, power=90.0))
+    view = RunView()
+    view.add(step_done(1, loss=None))
+    view.add(DeviceStats(step=1, device=0, temperature=None, power=90.0))
+    curves = view.curves
     assert "loss" not in curves.by_name
     assert "temperature of GPU 0" not in curves.by_name
     assert curves.points("power of GPU 0").tolist() == [[1, 90.0]]
@@ -108,11 +109,11 @@ def test_a_skipped_step_and_an_unknown_sensor_have_no_point() -> None:
 
 @pytest.mark.parametrize("step", [-1, 2**32, 10**30])
 def test_a_step_that_no_run_has_is_left_out(step: int) -> None:
-    curves = RunCurves()
-    curves.add(step_done(1))
-    curves.add(step_done(step))
-    curves.add(step_done(2))
-    assert curves.points("loss").tolist() == [[1, 2.0], [2, 2.0]]
+    view = RunView()
+    view.add(step_done(1))
+    view.add(step_done(step))
+    view.add(step_done(2))
+    assert view.curves.points("loss").tolist() == [[1, 2.0], [2, 2.0]]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e300])
@@ -137,22 +138,17 @@ def test_many_steps_at_once_are_the_steps_one_by_one() -> None:
     events = list(made_up_run())
     events += [step_done(step, metrics={"accuracy": step / 100}) for step in range(41, 60)]
     events += [step_done(step, loss=None, metrics={"accuracy": 1.0}) for step in range(60, 64)]
-    one_by_one = RunCurves()
-    figures = RunSummary()
+    one_by_one = RunView()
     for event in events:
         one_by_one.add(event)
-        figures.add(event)
-    together = RunCurves()
-    for group in in_groups(events):
-        if isinstance(group, StepColumns):
-            together.add_steps(group)
-        else:
-            together.add(group)
+    together = RunView()
+    together.add_all(events)
     contents = [
-        {name: (c.steps.tobytes(), c.values.tobytes()) for name, c in curves.by_name.items()}
-        for curves in (one_by_one, together)
+        {name: (c.steps.tobytes(), c.values.tobytes()) for name, c in view.curves.by_name.items()}
+        for view in (one_by_one, together)
     ]
     assert contents[0] == contents[1]
-    assert len(one_by_one.by_name) == 8
-    assert one_by_one.points("accuracy").tolist()[0] == [41, 0.41]
-    assert summary_of(events) == figures
+    assert len(one_by_one.curves.by_name) == 8
+    assert one_by_one.curves.points("accuracy").tolist()[0] == [41, 0.41]
+    assert summary_of(events) == one_by_one.summary == together.summary
+    assert one_by_one.incidents == together.incidents

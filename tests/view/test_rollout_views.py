@@ -8,7 +8,7 @@ from bloomery.monitor.events import EvalDone, Phase, RunEnded, RunStarted, Saved
 from bloomery.monitor.words import progress_text
 from bloomery.view.facts import RunFacts
 from bloomery.view.metrics import metrics_of
-from bloomery.view.screen import Screen, WatchedRun, frame
+from bloomery.view.screen import Screen, frame, screen_view
 from bloomery.view.summary import summary_of
 from bloomery.view.terminal import PlainView
 from runs_for_tests import step_done
@@ -158,7 +158,7 @@ def test_an_evaluation_does_not_cut_its_line_in_two():
 
 
 def test_the_picture_draws_rewards():
-    run = WatchedRun()
+    run = screen_view()
     for event in rl_run(20, eval_every=10):
         run.add(event)
     lines = frame(run, RunFacts(name="rl"), Screen(100), state="running", now=100.0)
@@ -173,7 +173,7 @@ def test_the_picture_draws_rewards():
 
 
 def test_the_picture_shows_how_far_a_rollout_is():
-    run = WatchedRun()
+    run = screen_view()
     for event in rl_run(3):
         run.add(event)
     run.add(Phase(step=3, name="rollout", done=4, total=16, time=20.0))

@@ -20,14 +20,15 @@ from bloomery.monitor.events import (
 )
 from bloomery.view.facts import RunFacts
 from bloomery.view.plot import plot, settled_top
-from bloomery.view.screen import Screen, WatchedRun, frame
+from bloomery.view.run_view import RunView
+from bloomery.view.screen import Screen, frame, screen_view
 from runs_for_tests import made_up_run, step_done
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
 
 
-def seen_of(events) -> WatchedRun:
-    seen = WatchedRun()
+def seen_of(events) -> RunView:
+    seen = screen_view()
     for event in events:
         seen.add(event)
     return seen
@@ -123,7 +124,8 @@ def test_the_curve_holds_nothing_of_a_future_that_a_resume_gave_up():
         Resumed(path="x", step=4),
         step_done(5, 1.0),
     ]
-    assert seen_of(events).curve == [(1, 5.0), (2, 5.0), (3, 5.0), (4, 5.0), (5, 1.0)]
+    points = seen_of(events).curves.by_name["loss"].values_by_step().tolist()
+    assert points == [[1, 5.0], [2, 5.0], [3, 5.0], [4, 5.0], [5, 1.0]]
 
 
 def test_time_stands_still_for_a_run_that_has_ended():
@@ -149,7 +151,7 @@ def test_a_night_between_a_stop_and_its_resume_does_not_count():
 
 def test_a_million_steps_stay_drawable():
     seen = seen_of(step_done(step, 1 / step) for step in range(1, 50_001))
-    assert len(seen.curve) <= 20_001
+    assert len(seen.curves.by_name["loss"].values) <= 20_001
     begun = time.process_time()  # other programs may use the cores
     frame(seen, FACTS, Screen(100), state="running", now=0.0)
     assert time.process_time() - begun < 1

@@ -25,7 +25,7 @@ from bloomery.monitor.events import (
 from bloomery.monitor.words import STARTING_PHASES, devices_of, log_line
 from bloomery.view.facts import RunFacts
 from bloomery.view.plot import sparkline
-from bloomery.view.screen import Screen, WatchedRun, frame
+from bloomery.view.screen import Screen, frame, screen_view
 from bloomery.view.summary import RunSummary, summary_of
 from bloomery.view.terminal import PlainView, header, showing
 from runs_for_tests import made_up_run, step_done
@@ -310,7 +310,7 @@ def screen_of(
     facts = RunFacts(
         name=name, steps=390_000, flops_per_token=1e5, peak_flops=1e12, memory_limit_gib=176.0
     )
-    seen = WatchedRun(summary=RunSummary(steps=facts.steps))
+    seen = screen_view(facts.steps)
     for event in events:
         seen.add(event)
     return frame(seen, facts, Screen(width, height), state=state, now=NOW)

@@ -48,10 +48,11 @@ from bloomery.monitor.events import (
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
-from bloomery.train.recorded_run import contradicted
+from bloomery.view.incidents import KILLED
 from bloomery.view.metrics import metrics_of
 from bloomery.view.reader import RunReader
-from bloomery.view.screen import Screen, frame, picture
+from bloomery.view.recorded_run import contradicted
+from bloomery.view.screen import Screen, frame, picture, screen_view
 from bloomery.view.summary import RunSummary, summary_of
 
 
@@ -395,7 +396,7 @@ def stop_command(run: str) -> int:
 
     # The run may also have been done, or have failed, before the request reached it.
     if final_event is None or final_event.status == "failed":
-        reason = "process killed without a final event"
+        reason = KILLED
         if final_event is not None:
             reason = final_event.error
         problem = f"the run failed before it stopped: {reason}"
@@ -486,7 +487,7 @@ def watch_command(run: str, print_once: bool, as_json: bool, web: bool) -> None:
     if web:
         _watch_in_browser(folder)
         return
-    view = _RunView(folder)
+    view = _TerminalView(folder)
     if as_json:
         print_json(view.document())
         return
@@ -519,19 +520,19 @@ def _watch_in_browser(folder: Path) -> None:
         show(listener, LOCAL[0], address=address_of(path.name))
 
 
-class _RunView:
+class _TerminalView:
     """A run in its present state, on the terminal."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = RunReader(folder)
+        self._reader = RunReader(folder, screen_view())
         self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        self.name = run_name(folder.absolute())  # as an argument of commands
+        self.name = self._reader.name
 
     def print(self) -> None:
         reader = self._reader
-        status = reader.read(is_running=worked_on(reader.folder))
+        status = reader.read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._ascii_only)
-        for line in frame(reader.run, reader.facts, screen, state=status, now=time.time()):
+        for line in frame(reader.view, reader.facts, screen, state=status, now=time.time()):
             echo(line)
         tail = reader.tail
         if tail.unknown_lines > 1:  # a kill truncates one line
@@ -545,7 +546,7 @@ class _RunView:
             "stopping": f"bloomery resume {self.name}   after it has stopped",
         }
         command = commands.get(status, f"bloomery resume {self.name}")
-        if status == "failed" and repeats_mistake(reader.run.summary):
+        if status == "failed" and repeats_mistake(reader.view.summary):
             command = "`bloomery train` again, with the fix: a resume would repeat the error"
         echo(f"\n{'next':<11}{command}")
 
@@ -555,17 +556,17 @@ class _RunView:
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while worked_on(reader.folder):
-                status = reader.read(is_running=worked_on(reader.folder))
+                status = reader.read()
                 screen = Screen(console.size.width, console.size.height, self._ascii_only)
-                view = picture(reader.run, reader.facts, screen, state=status, now=time.time())
+                view = picture(reader.view, reader.facts, screen, state=status, now=time.time())
                 live.update(view, refresh=True)
                 time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
         """The JSON of the run: the keys of metrics.json and the present state."""
         reader = self._reader
-        status = reader.read(is_running=worked_on(reader.folder))
-        run = reader.run
+        status = reader.read()
+        run = reader.view
         facts = reader.facts
         summary = run.summary
         running = status == "running"
@@ -584,8 +585,8 @@ class _RunView:
             "checkpoint_step": run.saved.step if run.saved else None,
             "device_stats": [asdict(device.latest) for device in summary.devices.all],
             "incidents": [
-                {"step": event.step, "time": event.time, "text": text}
-                for event, text in run.incidents
+                {"step": incident.step, "time": incident.time, "text": incident.text}
+                for incident in run.shown_incidents()
             ],
             "unreadable_lines": reader.tail.unknown_lines,
         }

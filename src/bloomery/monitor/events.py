@@ -640,14 +640,18 @@ def follow(
         time.sleep(poll_seconds)
 
 
+def last_kept_step(event: Event) -> int | None:
+    """A run that goes on from an earlier step, at a resume or a rewind, takes the later ones again: the last step that
+    stays. None for any other event."""
+    return event.step if isinstance(event, Resumed | Recovered) else None
+
+
 def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
     """Events of one kind by step: the last one of a repeated step, none of the steps that a resume discards."""
     by_step: dict[int, E] = {}
     for event in events:
-        if isinstance(event, Resumed | Recovered):
-            by_step = {
-                step: event_kept for step, event_kept in by_step.items() if step <= event.step
-            }
+        if (last_kept := last_kept_step(event)) is not None:
+            by_step = {step: kept for step, kept in by_step.items() if step <= last_kept}
         elif isinstance(event, kind):
             by_step[event.step] = event
     return [by_step[step] for step in sorted(by_step)]

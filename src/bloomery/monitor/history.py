@@ -11,12 +11,11 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
-    Recovered,
-    Resumed,
     RunStarted,
     Saved,
     StepDone,
     StepHealth,
+    last_kept_step,
 )
 
 RECENT = 200  # steps and samples that are kept
@@ -115,6 +114,8 @@ class RunHistory:
 
     def add(self, event: Event) -> None:
         """Events in the order of the file."""
+        if (last_kept := last_kept_step(event)) is not None:
+            self._go_back(last_kept)
         match event:
             case StepDone():
                 self._add_step(event)
@@ -133,8 +134,6 @@ class RunHistory:
                 self.attention = event.attention
                 self.began_at = event.step
                 self.began = self.compiled_graphs = None
-            case Resumed() | Recovered():
-                self._go_back(event.step)
 
     def _add_step(self, event: StepDone) -> None:
         self.began = self.began or event

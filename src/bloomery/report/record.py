@@ -1,6 +1,7 @@
 """A run for the report: its events, plan, machine, recipe and diagnosis."""
 
 import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, Duration, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
-from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.diagnosis import diagnose
 from bloomery.monitor.events import (
     DeviceStats,
@@ -21,41 +21,31 @@ from bloomery.monitor.events import (
     Event,
     Recovered,
     Resumed,
-    RunEnded,
     RunStarted,
     Sampled,
     Saved,
     StepDone,
     TaskDone,
-    Warned,
     last_per_step,
-    read_events,
 )
 from bloomery.monitor.history import Diagnosis
-from bloomery.monitor.words import incident_text
 from bloomery.plan.advise import ROUNDING, Claim, KnownRange, compare_claims
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
-from bloomery.train.recorded_run import contradicted, read_history
+from bloomery.view.curves import KeptCurves, RunCurves
 from bloomery.view.facts import diagnosis_facts, run_facts
-from bloomery.view.summary import Elapsed, RunSummary, summary_of
+from bloomery.view.incidents import Incident
+from bloomery.view.reader import RunReader
+from bloomery.view.recorded_run import checked_history, contradicted
+from bloomery.view.run_view import RunView
+from bloomery.view.summary import RunSummary
 
 _NEAR = 0.05  # relative distance from the claimed step to its evaluation
-KILLED = "process exited without a final event (SIGKILL, crash or power loss)"
+_REPORTED = ("kill", "resume", "skip", "rewind", "warning", "stop", "failure")
 M = TypeVar("M", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Incident:
-    """A kill, stop, resume, skipped step, warning or failure; `seconds` of training time."""
-
-    step: int
-    seconds: float
-    kind: str  # kill, stop, resume, skip, rewind, warning, failure
-    text: str
 
 
 @dataclass(frozen=True)
@@ -126,8 +116,9 @@ class RunRecord:
 
 def read_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
-    events = list(read_events(folder / "events.jsonl"))
-    history = read_history(folder)
+    reader = RunReader(folder, whole_view())
+    events = reader.read_all()
+    history = checked_history(folder, events, reader.tail)
     if not events:
         lost = (
             "this run has no events yet"
@@ -137,8 +128,7 @@ def read_record(folder: Path) -> RunRecord:
         raise UserError(
             lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run"
         )
-    summary = summary_of(events)
-    summary.best_saved = best_on_disk(folder / "checkpoints")
+    summary = reader.view.summary
     if contradicted(folder, summary.ended, summary.step):
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)
@@ -152,14 +142,14 @@ def read_record(folder: Path) -> RunRecord:
         summary=summary,
         lost=history.problem,
         steps=last_per_step(events, StepDone),
-        evals=last_per_step(events, EvalDone),
+        evals=[summary.evaluations[step] for step in sorted(summary.evaluations)],
         samples=[samples[key] for key in sorted(samples)],
         tasks=list(tasks.values()),
         saves=last_per_step(events, Saved),
         device_samples=[event for event in events if isinstance(event, DeviceStats)],
-        incidents=incidents_of(events),
+        incidents=reported(reader.view.incidents),
         repeated=repeated_steps(events),
-        started=next((event for event in reversed(events) if isinstance(event, RunStarted)), None),
+        started=reader.view.started,
         plan=plan,
         machine=machine,
         manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
@@ -167,6 +157,11 @@ def read_record(folder: Path) -> RunRecord:
         expected=_expected(recipe),
         diagnoses=tuple(diagnose(events, diagnosis_facts(plan, machine))) if plan else (),
     )
+
+
+def whole_view() -> RunView:
+    """With every incident, and without curves: the page draws from each step."""
+    return RunView(curves=RunCurves(KeptCurves(names=frozenset())), incidents=deque())
 
 
 def _read(path: Path, kind: type[M]) -> M | None:
@@ -184,50 +179,19 @@ def _expected(recipe: Path) -> Claims:
         return Claims()
 
 
-def incidents_of(events: list[Event]) -> list[Incident]:
-    """In order. A run that continues without RunEnded was killed after its last step."""
-    incidents: list[Incident] = []
-    clock = Elapsed()
-    seconds_before = 0.0
-    step = 0
-    running = False  # steps were taken, and no event ended them
-    for event in events:
-        seconds = clock.add(event)
-        if isinstance(event, RunStarted | Resumed) and running:
-            incidents.append(Incident(step, seconds_before, "kill", KILLED))
-            running = False
-        kind_and_text = _incident(event)
-        if kind_and_text is not None:
-            kind, text = kind_and_text
-            # A skipped step has two events: its StepDone has no reason, the Recovered after it has one.
-            previous = incidents[-1] if incidents else None
-            if previous and kind == previous.kind == "skip" and previous.step == event.step:
-                incidents.pop()
-            incidents.append(Incident(event.step, seconds, kind, text))
-        if isinstance(event, StepDone):
-            step = event.step
-            running = True
-        if isinstance(event, RunEnded):
-            running = False
-        seconds_before = seconds
-    return incidents
-
-
-def _incident(event: Event) -> tuple[str, str] | None:
-    match event:
-        case Resumed():
-            kind = "resume"
-        case Recovered():
-            kind = "rewind" if event.action.startswith("back to") else "skip"
-        case StepDone(loss=None):
-            kind = "skip"
-        case Warned():
-            kind = "warning"
-        case RunEnded() if event.status != "done":
-            kind = "stop" if event.status == "stopped" else "failure"
-        case _:
-            return None
-    return kind, incident_text(event) or ""
+def reported(incidents: Iterable[Incident]) -> list[Incident]:
+    """What explains a curve or the end of a run, once: a skipped step has two events, of which the second says why."""
+    shown: list[Incident] = []
+    for incident in incidents:
+        if incident.kind not in _REPORTED:
+            continue
+        is_told_again = (
+            shown and incident.kind == shown[-1].kind == "skip" and incident.step == shown[-1].step
+        )
+        if is_told_again:
+            shown.pop()
+        shown.append(incident)
+    return shown
 
 
 def repeated_steps(events: Iterable[Event]) -> Repeated | None:

@@ -68,8 +68,8 @@ from bloomery.runs.resume_plan import (
     refuse_overrides,
     take_fallback,
 )
-from bloomery.train.recorded_run import is_done, read_history
 from bloomery.train.rl.reward_functions import refuse_missing_functions
+from bloomery.view.recorded_run import is_done, read_history
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
 CHECKPOINT_MARGIN = 1.05

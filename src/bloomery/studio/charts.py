@@ -12,8 +12,8 @@ from nicegui import __version__, ui
 from nicegui.dependencies import esm_modules
 from nicegui.events import GenericEventArguments
 
-from bloomery.monitor.events import Event, RunEnded, Saved, Warned
 from bloomery.view.curves import NO_POINTS, Axis, Points
+from bloomery.view.incidents import Incident
 
 COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
 DASHES = ("solid", "dashed", "dotted")
@@ -304,12 +304,12 @@ def dash_of(index: int) -> str:
     return DASHES[index // len(COLORS) % len(DASHES)]
 
 
-def marks_of(incidents: Sequence[tuple[Event, str]]) -> list[ChartMark]:
+def marks_of(timeline: Sequence[Incident]) -> list[ChartMark]:
     """The newest events that explain a curve, of those that are listed from the newest on: not the end of the run."""
     marks = [
-        ChartMark(event.step, text[:MARK_CHARACTERS], is_checkpoint=isinstance(event, Saved))
-        for event, text in incidents
-        if not isinstance(event, RunEnded) and not (isinstance(event, Warned) and not event.step)
+        ChartMark(i.step, i.text[:MARK_CHARACTERS], is_checkpoint=i.kind == "save")
+        for i in timeline
+        if i.kind not in ("end", "stop", "failure") and (i.kind != "warning" or i.step)
     ]
     checkpoints = [mark for mark in marks if mark.is_checkpoint][:MOST_MARKS]
     others = [mark for mark in marks if not mark.is_checkpoint][:MOST_MARKS]

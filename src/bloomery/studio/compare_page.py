@@ -403,7 +403,7 @@ def metrics_of(run: OpenRun) -> Iterator[tuple[str, str]]:
     yield "Time", format_seconds(summary.clock.seconds)
     if (joules := summary.devices.joules) is not None:
         yield "Energy", format_joules(joules)
-    for task in run.tasks.values():
+    for task in run.view.tasks.values():
         yield _label_of(task), score_text(task)
 
 
@@ -415,7 +415,7 @@ def _label_of(event: TaskDone) -> str:
 def _scores_of_others(run: OpenRun) -> dict[str, dict[str, str]]:
     """Of the runs that it was tested against, by name: labels and values. Hold the lock of the run."""
     scores = dict[str, dict[str, str]]()
-    for task in run.tasks.values():
+    for task in run.view.tasks.values():
         if task.against_value is not None:
             name = harmless(task.against.removeprefix("runs/"))
             score = replace(

@@ -16,9 +16,9 @@ from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
 from bloomery.launch.stage_ends import STACKS
 from bloomery.monitor.words import log_line, sensor_lines
-from bloomery.report.record import KILLED
 from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
+from bloomery.view.incidents import KILLED
 from bloomery.view.summary import status_text
 
 DEAD = ("failed", "killed")  # the statuses with a post-mortem
@@ -50,8 +50,8 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
     with opened.lock:
         summary = opened.summary
         ended = summary.ended
-        began_at = opened.began_at
-        warnings = tuple(warned.reason for warned in opened.diagnoses.values())
+        began_at = opened.view.began_at
+        warnings = tuple(warned.reason for warned in opened.view.diagnoses.values())
         lines = [] if summary.last is None else [log_line(summary.last)]
         figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)

@@ -18,7 +18,7 @@ from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import charts_of, evaluations_of, figures_of
 from bloomery.studio.run_sections import EventList, drawers_of
-from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, incidents_of
+from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, timeline_of
 from bloomery.view.curves import NO_POINTS
 from bloomery.view.reader import LIVE
 
@@ -40,7 +40,7 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
     reading = asyncio.create_task(asyncio.to_thread(opened.update, FIRST_SECONDS))
     await asyncio.wait({reading}, timeout=FIRST_SECONDS)
     with page(harmless(name), ""):
-        view = RunView(opened, commands)
+        view = RunPage(opened, commands)
         update_every(UPDATE_SECONDS, view.update)
 
 
@@ -66,7 +66,7 @@ def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
 
 
 @final
-class RunView:
+class RunPage:
     """Mutable: one open page of a run."""
 
     def __init__(self, opened: OpenRun, commands: Commands) -> None:
@@ -168,7 +168,7 @@ class RunView:
         self._was_live |= is_live
         self._save.visible = self._stop.visible = self._was_live
         self._resume.visible = not is_live and status not in ("done", "deleted")
-        has_model = opened.reader.run.saved is not None and status != "deleted"
+        has_model = opened.view.saved is not None and status != "deleted"
         self._evaluate.visible = not is_live and has_model
         self._chat.visible = self._export.visible = has_model
 
@@ -181,9 +181,9 @@ class RunView:
         self._progress.value = min(summary.step / steps, 1.0) if steps else 0.0
         self._draw_figures()
         if has_events:
-            incidents = incidents_of(opened)
-            self._draw_charts(marks_of(incidents))
-            self._events.show(incidents)
+            timeline = timeline_of(opened)
+            self._draw_charts(marks_of(timeline))
+            self._events.show(timeline)
 
     def _draw_figures(self) -> None:
         figures = dict(figures_of(self.opened))

@@ -8,10 +8,11 @@ from typing import Any, final
 from nicegui import ui
 
 from bloomery.core.text import redact_secrets
-from bloomery.monitor.events import Event, Sampled, Saved
+from bloomery.monitor.events import Sampled
 from bloomery.plan.types import RunPlan
 from bloomery.report.rewards import ShownCompletion, shown_completions
 from bloomery.studio.watching import OpenRun, end_of
+from bloomery.view.incidents import Incident
 
 _SHOWN_INCIDENTS = 60
 _SHOWN_CHECKPOINTS = 10  # of these
@@ -64,7 +65,7 @@ def drawers_of(opened: OpenRun) -> list[Drawer]:
 
     def samples() -> list[Sampled]:
         with opened.lock:
-            return list(opened.samples)
+            return list(opened.view.samples)
 
     return [
         Drawer("Samples", samples, _draw_samples, follows=True),
@@ -140,24 +141,24 @@ class EventList:
             self._box = ui.column().classes("w-full gap-1")
             with self._box:
                 ui.label("nothing but training so far").classes("opacity-75")
-        self._shown: list[tuple[Event, str]] = []
+        self._shown: list[Incident] = []
 
-    def show(self, incidents: Sequence[tuple[Event, str]]) -> None:
-        """Redraws the list where it has changed. `incidents`: the newest first."""
-        checkpoints = [event for event, _ in incidents if isinstance(event, Saved)]
+    def show(self, timeline: Sequence[Incident]) -> None:
+        """Redraws the list where it has changed. `timeline`: the newest first."""
+        checkpoints = [incident for incident in timeline if incident.kind == "save"]
         hidden = checkpoints[_SHOWN_CHECKPOINTS:]
-        shown = [(event, text) for event, text in incidents if event not in hidden]
+        shown = [incident for incident in timeline if incident not in hidden]
         if shown[:_SHOWN_INCIDENTS] == self._shown:
             return
         self._shown = shown[:_SHOWN_INCIDENTS]
         self._box.clear()
         with self._box:
-            for event, text in self._shown:
-                clock = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
+            for incident in self._shown:
+                clock = time.strftime("%m-%d %H:%M:%S", time.localtime(incident.time))
                 # In a narrow window the text is a line of its own.
                 with ui.row().classes("w-full gap-x-3 gap-y-0 items-start sm:flex-nowrap"):
                     ui.label(clock).classes("opacity-75 whitespace-nowrap")
-                    ui.label(f"step {event.step:,}").classes("whitespace-nowrap min-w-[5.5rem]")
-                    ui.label(text).classes(
+                    ui.label(f"step {incident.step:,}").classes("whitespace-nowrap min-w-[5.5rem]")
+                    ui.label(incident.text).classes(
                         "min-w-0 basis-full sm:basis-auto break-words whitespace-pre-wrap"
                     )

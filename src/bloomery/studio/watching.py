@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import final
@@ -18,32 +18,22 @@ from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
     Decode,
-    Event,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    Saved,
-    TaskDone,
-    Warned,
-    as_shown,
     decode_json,
     fast_decode,
     read_ends,
 )
-from bloomery.monitor.words import incident_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.view.curves import Points, RunCurves
+from bloomery.view.incidents import Incident, incident_of
 from bloomery.view.reader import LIVE, RunReader, status_of
 from bloomery.view.reader_processes import ReaderProcesses
-from bloomery.view.step_columns import StepColumns
+from bloomery.view.run_view import RunView
 from bloomery.view.summary import RunSummary, status_text, summary_of
 
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
 KEPT_SECONDS = 300.0  # that a run stays in memory after the last page of it was closed
 MOST_OPEN = 24
-KEPT_SAMPLES = 40
-KEPT_SAVES = 100
 FILE_BYTES = 20_000  # that are shown of a file of a run, from its end
 LOCKED_SECONDS = 0.03  # in which events are read before a page may look
 MFU = "MFU"  # a curve, in percent
@@ -180,27 +170,26 @@ class OpenRun:
     def __init__(
         self, folder: Path, decode: Decode, processes: ReaderProcesses | None = None
     ) -> None:
-        self.reader = RunReader(folder, decode, keeps_curves=False, processes=processes)
-        self.curves = RunCurves()
+        self.reader = RunReader(folder, RunView(), decode, processes=processes)
         self.status = UNREAD
         self.problem = ""  # why its events cannot be read
         self.is_replaced = False  # whether another run has its name now
-        # The newest by task, metric and the model of a comparison.
-        self.tasks: dict[tuple[str, str, str], TaskDone] = {}
-        self.samples: deque[Sampled] = deque(maxlen=KEPT_SAMPLES)
-        self.saves: deque[Saved] = deque(maxlen=KEPT_SAVES)
-        self.diagnoses: dict[str, Warned] = {}  # warnings of the diagnosis by their cause
-        # When the last process of the run began; of one that did not come so far, when the one before it ended.
-        self.began_at = 0.0
-        self._ended_at = 0.0
         self.used = time.monotonic()
         self.lock = threading.RLock()
         self._reading = threading.Lock()
         self._locked_at = 0.0
 
     @property
+    def view(self) -> RunView:
+        return self.reader.view
+
+    @property
     def summary(self) -> RunSummary:
-        return self.reader.run.summary
+        return self.view.summary
+
+    @property
+    def curves(self) -> RunCurves:
+        return self.view.curves
 
     @property
     def is_reading(self) -> bool:
@@ -229,8 +218,7 @@ class OpenRun:
             self.problem = "the run folder is gone"
             return
         try:
-            folder = self.reader.folder
-            self.status = self.reader.read(self._add, is_running=worked_on(folder))
+            self.status = self.reader.read(self._let_pages_look)
             self.problem = ""
             utilization = self.reader.facts.utilization(1.0)
             if utilization is not None:
@@ -240,34 +228,13 @@ class OpenRun:
             self.problem = error.problem if isinstance(error, UserError) else str(error)
             self.is_replaced = self.reader.is_replaced
 
-    def _add(self, group: Event | StepColumns) -> None:
-        if isinstance(group, StepColumns):
-            self.curves.add_steps(group)
-        else:
-            self._add_event(group)
-        # Pages show the beginning of a long file while the rest is read.
+    def _let_pages_look(self) -> None:
+        """Pages show the beginning of a long file while the rest is read."""
         if time.monotonic() - self._locked_at > LOCKED_SECONDS:
             self.lock.release()
             time.sleep(0.001)
             self.lock.acquire()
             self._locked_at = time.monotonic()
-
-    def _add_event(self, event: Event) -> None:
-        self.curves.add(event)
-        match event:
-            case TaskDone():
-                self.tasks[event.task, event.metric, event.against] = event
-            case Sampled():
-                self.samples.append(as_shown(event))
-            case Saved():
-                self.saves.append(event)
-            case Warned() if event.cause:
-                self.diagnoses[event.cause] = event
-            case RunStarted():
-                self.began_at = self._ended_at = event.time
-            case RunEnded():
-                self.began_at = self._ended_at
-                self._ended_at = event.time
 
 
 @final
@@ -353,11 +320,12 @@ def _state_of(folder: Path) -> tuple[object, ...]:
     return tuple(state)
 
 
-def incidents_of(run: OpenRun) -> list[tuple[Event, str]]:
-    """What happened, in words, the newest first. Hold the lock of the run."""
-    saves = [(save, incident_text(save) or "") for save in run.saves]
-    in_order = sorted((*run.reader.run.incidents, *saves), key=lambda incident: incident[0].time)
-    return [(event, _shown_text(text)) for event, text in reversed(in_order)]
+def timeline_of(run: OpenRun) -> list[Incident]:
+    """What happened, in words, with the checkpoints, the newest first. Hold the lock of the run."""
+    saves = [incident_of(save, 0.0) for save in run.view.saves]
+    incidents = [*run.view.shown_incidents(), *(save for save in saves if save is not None)]
+    in_order = sorted(incidents, key=lambda incident: incident.time)
+    return [replace(incident, text=_shown_text(incident.text)) for incident in reversed(in_order)]
 
 
 @lru_cache(maxsize=2048)

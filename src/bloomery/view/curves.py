@@ -1,4 +1,4 @@
-"""Curves of a run: every value in memory, and as many points as a chart has pixels. Does not import torch."""
+"""Curves of a run: their values in memory, and as many points as a chart has pixels. Does not import torch."""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -9,9 +9,8 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, Recovered, Resumed, StepDone
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, last_kept_step
 from bloomery.view.step_columns import StepColumns
-from bloomery.view.summary import Elapsed
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
 HIGHEST_STEP = 2**32 - 1
@@ -20,6 +19,7 @@ NAN = float("nan")
 DIGITS = 6  # of a value that is drawn
 Points = NDArray[np.float64]  # a row of step and value each: 16 bytes, a list of lists 140
 Axis = Literal["step", "tokens", "hours"]
+ValueType = Literal["f", "d"]  # of 4 or 8 bytes
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
 
@@ -50,23 +50,33 @@ class _Extremes(NamedTuple):
 @final
 @dataclass
 class Curve:
-    """Mutable: values by step, 4 bytes each; NaN where a step has none. `steps`: shared by the curves of a table."""
+    """Mutable: values by step; NaN where a step has none. `steps`: shared by the curves of a table."""
 
     steps: "array[int]"
     values: "array[float]"
     # Points of the whole curve before its last bucket, with the width of the buckets and the index of the last.
-    _complete: Points = field(default_factory=lambda: NO_POINTS)
-    _width: int = 0
-    _last_bucket: int = 0
+    _complete: Points = field(default_factory=lambda: NO_POINTS, compare=False)
+    _width: int = field(default=0, compare=False)
+    _last_bucket: int = field(default=0, compare=False)
+
+    def values_by_step(self) -> Points:
+        """Every known value as it is kept, for a chart that takes means."""
+        values = np.frombuffer(self.values, self.values.typecode)
+        known = ~np.isnan(values)
+        return np.column_stack([np.frombuffer(self.steps, np.uint32)[known], values[known]])
 
     def cut(self, num_kept: int) -> None:
         """Discards the later values."""
         del self.values[num_kept:]
         self._width = 0
 
+    def drop_every_second(self) -> None:
+        del self.values[1::2]
+        self._width = 0
+
     def at(self, steps: ArrayLike) -> NDArray[np.float64]:
         """The values at these steps, interpolated between those that are known."""
-        known_values = np.frombuffer(self.values, np.float32)
+        known_values = np.frombuffer(self.values, self.values.typecode)
         known = ~np.isnan(known_values)
         known_steps = np.frombuffer(self.steps, np.uint32)[known]
         values = np.interp(np.asarray(steps), known_steps, known_values[known])
@@ -108,7 +118,7 @@ class Curve:
         """The lowest and the highest value of each bucket of `width` steps, and the last value, by step."""
         # Without a copy of what may be millions of values, where all of them are known.
         steps = np.frombuffer(self.steps, np.uint32)[start:end]
-        values = np.frombuffer(self.values, np.float32)[start:end]
+        values = np.frombuffer(self.values, self.values.typecode)[start:end]
         unknown = np.isnan(values)
         known = np.flatnonzero(~unknown) if unknown.any() else None
         if known is not None:
@@ -135,8 +145,9 @@ class Curve:
 @final
 @dataclass
 class CurveTable:
-    """Mutable: curves over the same steps."""
+    """Mutable: curves over the same steps. `typecode`: of values, as of an array."""
 
+    typecode: ValueType = "f"
     steps: "array[int]" = field(default_factory=lambda: array("I"))
     curves: dict[str, Curve] = field(default_factory=dict)
 
@@ -158,9 +169,9 @@ class CurveTable:
             if name not in self.curves:
                 if np.isnan(values).all():
                     continue
-                unknown = array("f", [NAN]) * num_before
+                unknown = array(self.typecode, [NAN]) * num_before
                 self.curves[name] = Curve(self.steps, unknown)
-            self.curves[name].values.frombytes(values.astype(np.float32).tobytes())
+            self.curves[name].values.frombytes(values.astype(self.typecode).tobytes())
         for curve in self.curves.values():
             curve.values.extend([NAN] * (len(self.steps) - len(curve.values)))
 
@@ -172,12 +183,29 @@ class CurveTable:
             for curve in self.curves.values():
                 curve.cut(num_kept)
 
+    def thin(self) -> None:
+        """Drops every second step."""
+        del self.steps[1::2]
+        for curve in self.curves.values():
+            curve.drop_every_second()
+
+
+@final
+@dataclass(frozen=True)
+class KeptCurves:
+    """What a view keeps of its curves. `names`: None for all; `most_steps`: above, every second one is dropped."""
+
+    names: frozenset[str] | None = None
+    typecode: ValueType = "f"
+    most_steps: int | None = None
+
 
 @final
 @dataclass
 class RunCurves:
     """Mutable: the curves of a run by name, from its events in the order of the file."""
 
+    kept: KeptCurves = KeptCurves()
     by_name: dict[str, Curve] = field(default_factory=dict)
     # Curves that are multiples of others: the name of the other one, and the factor.
     scaled: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -185,28 +213,23 @@ class RunCurves:
     _tables: dict[int | None, CurveTable] = field(
         default_factory=dict
     )  # of devices; None: of steps
-    _clock: Elapsed = field(default_factory=Elapsed)
 
     def add(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self.add_steps(StepColumns.of((event,)))
-            return
-        self._clock.add(event)
-        match event:
-            case DeviceStats():
-                name = "CPU" if event.device == CPU_DEVICE else f"GPU {event.device}"
-                values = {
-                    f"{kind} of {name}": [NAN if value is None else value]
-                    for kind, value in (("temperature", event.temperature), ("power", event.power))
-                }
-                self._add(event.device, [event.step], values)
-            case Resumed() | Recovered():  # steps after it are repeated
-                for table in self._tables.values():
-                    table.cut(event.step)
+        """Any event but a step."""
+        if (last_kept := last_kept_step(event)) is not None:
+            for table in self._tables.values():
+                table.cut(last_kept)
+        if isinstance(event, DeviceStats):
+            name = "CPU" if event.device == CPU_DEVICE else f"GPU {event.device}"
+            values = {
+                f"{kind} of {name}": [NAN if value is None else value]
+                for kind, value in (("temperature", event.temperature), ("power", event.power))
+            }
+            self._add(event.device, [event.step], values)
 
-    def add_steps(self, steps: StepColumns) -> None:
-        """As `add` of each."""
-        hours = [seconds / 3600 for seconds in self._clock.add_steps(steps.time)]
+    def add_steps(self, steps: StepColumns, seconds_at_steps: Sequence[float]) -> None:
+        """`seconds_at_steps`: of training until the end of each step."""
+        hours = [seconds / 3600 for seconds in seconds_at_steps]
         memory = [peak or NAN for peak in steps.memory_gib]  # 0: not measured
         self.metrics |= dict.fromkeys(steps.metrics)
         columns: dict[str, Sequence[float]] = {
@@ -226,9 +249,16 @@ class RunCurves:
         steps: Sequence[int],
         columns: Mapping[str, Sequence[float]],
     ) -> None:
-        table = self._tables.setdefault(device, CurveTable())
+        names = self.kept.names
+        if names is not None:
+            columns = {name: column for name, column in columns.items() if name in names}
+            if not columns:
+                return
+        table = self._tables.setdefault(device, CurveTable(self.kept.typecode))
         num_before = len(table.curves)
         table.add(steps, columns)
+        while self.kept.most_steps is not None and len(table.steps) > self.kept.most_steps:
+            table.thin()
         if len(table.curves) > num_before:
             self.by_name |= table.curves
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from bloomery.view.curves import Points
+
 BARS = "▁▂▃▄▅▆▇█"
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
@@ -12,9 +14,9 @@ _LABEL = 9  # columns of the scale
 
 
 def plot(
-    line: Sequence[Point],
+    line: Sequence[Point] | Points,
     marks: Sequence[Point],
-    strips: Mapping[str, Sequence[Point]] | None = None,
+    strips: Mapping[str, Points] | None = None,
     *,
     width: int,
     height: int,
@@ -28,16 +30,16 @@ def plot(
     `plain`: ASCII only. Empty without two points.
     """
     columns = width - _LABEL - 1
-    across = [x for x, _ in (*line, *marks)]
     if len(line) < 2 or columns < 10 or height < 2:
         return []
 
     # The scale of both axes. Above `top` everything is drawn at the upper edge.
-    first_x = min(across)
-    last_x = max(across)
+    steps = [*np.asarray(line, dtype=float)[:, 0].tolist(), *(x for x, _ in marks)]
+    first_x = min(steps)
+    last_x = max(steps)
     span = max(last_x - first_x, 1e-9)
 
-    def means(points: Sequence[Point], intervals: int) -> np.ndarray:
+    def means(points: Sequence[Point] | Points, intervals: int) -> np.ndarray:
         """One value per interval; an empty one is interpolated, or NaN at the ends."""
         x, y = np.array(points, dtype=float).T
         interval = np.minimum(((x - first_x) / span * intervals).astype(int), intervals - 1)
@@ -96,7 +98,7 @@ def plot(
     # The strips of bars, each from zero to its own peak. Intervals without a value stay blank.
     bar_letters = " .:-=+*#" if plain else BARS
     for name, points in (strips or {}).items():
-        if not points:
+        if not len(points):
             continue
         values = means(points, columns)
         peak = float(np.nanmax(values))
@@ -109,15 +111,16 @@ def plot(
     return rows
 
 
-def settled_top(line: Sequence[Point]) -> float | None:
+def settled_top(line: Sequence[Point] | Points) -> float | None:
     """The maximum after the first tenth of a curve, if drawing that tenth would flatten the rest; else None."""
     start = len(line) // 10
     if start < 10:
         return None
-    rest = [y for _, y in line[start:]]
-    lowest = min(y for _, y in line)
-    highest = max(y for _, y in line)
-    return max(rest) if max(rest) - lowest < 0.6 * (highest - lowest) else None
+    values = np.asarray(line, dtype=float)[:, 1]
+    lowest = float(values.min())
+    highest_after = float(values[start:].max())
+    is_flattened = highest_after - lowest < 0.6 * (float(values.max()) - lowest)
+    return highest_after if is_flattened else None
 
 
 def sparkline(values: Iterable[float], width: int) -> str:

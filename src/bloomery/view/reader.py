@@ -1,4 +1,4 @@
-"""A run as `watch` and `studio` show it: its events so far, its status and its plan, from the run folder. No torch."""
+"""A run folder, read once: its events so far, its status and its plan, for whatever shows the run. No torch."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,6 +8,7 @@ from typing import final
 
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import run_name
+from bloomery.core.run_lock import worked_on
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
@@ -15,8 +16,8 @@ from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.view.facts import RunFacts, run_facts
 from bloomery.view.reader_processes import ReaderProcesses
-from bloomery.view.screen import WatchedRun
-from bloomery.view.step_columns import StepColumns, read_groups
+from bloomery.view.run_view import RunView
+from bloomery.view.step_columns import read_groups
 from bloomery.view.summary import RunSummary
 
 LIVE = ("running", "paused", "stopping")  # while a process works on the run
@@ -29,15 +30,15 @@ class RunReader:
     def __init__(
         self,
         folder: Path,
+        view: RunView,
         decode: Decode = decode_json,
         *,
-        keeps_curves: bool = True,
         processes: ReaderProcesses | None = None,
     ) -> None:
-        """`processes` parse a long file."""
+        """`view` is brought up to date by each `read`. `processes` parse a long file."""
         self.folder = folder
         self.name = run_name(folder.absolute())  # as an argument of commands
-        self.run = WatchedRun(keeps_curves=keeps_curves)
+        self.view = view
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self._groups = read_groups if processes is None else processes.groups
         self.plan: RunPlan | None = None
@@ -79,13 +80,10 @@ class RunReader:
             events = status.st_dev, status.st_ino
         return run, events
 
-    def read(
-        self, on_group: Callable[[Event | StepColumns], None] = lambda _: None, *, is_running: bool
-    ) -> str:
+    def read(self, on_group: Callable[[], None] = lambda: None) -> str:
         """Reads new events. Returns the status of the run. Raises UserError.
 
-        `on_group` gets each event, and consecutive steps together. `is_running`: whether a process worked on the run
-        right before: its last events are not missed then.
+        `on_group` is called after each event, and after consecutive steps together.
         """
         if self.is_replaced:
             raise UserError(
@@ -94,13 +92,12 @@ class RunReader:
                 fix="open it again, to see its figures",
             )
 
+        # The lock is asked before the events are read, so that the last events of a run are not missed.
+        is_running = worked_on(self.folder)
         for group in self._groups(self.tail):
-            if isinstance(group, StepColumns):
-                self.run.add_steps(group)
-            else:
-                self.run.add(group)
-            on_group(group)
-        summary = self.run.summary
+            self.view.add_group(group)
+            on_group()
+        summary = self.view.summary
         summary.best_saved = None if is_running else best_on_disk(self.folder / "checkpoints")
 
         # The plan does not change: it is read once.
@@ -110,6 +107,13 @@ class RunReader:
                 machine = read_machine(self.folder / "machine.json")
                 self._facts = replace(run_facts(self.plan, machine), name=self.folder.name)
         return status_of(self.folder, summary, is_running=is_running)
+
+    def read_all(self) -> list[Event]:
+        """Every event of a run that no process works on, or so far: the last line may lack its end."""
+        events = list(self.tail.read(is_complete=True))
+        self.view.add_all(events)
+        self.view.summary.best_saved = best_on_disk(self.folder / "checkpoints")
+        return events
 
 
 def status_of(folder: Path, summary: RunSummary, *, is_running: bool) -> str:

@@ -1,11 +1,8 @@
 """A run as one picture of text: a running job or a finished one."""
 
-import math
 import textwrap
 import time
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import final
 
 from rich.cells import cell_len, chop_cells, set_cell_size
@@ -14,133 +11,29 @@ from rich.text import Text
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_joules, format_seconds
-from bloomery.monitor.events import (
-    Event,
-    Recovered,
-    Resumed,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    Saved,
-    StepDone,
-    as_shown,
-)
 from bloomery.monitor.words import (
     eval_text,
-    incident_text,
     phase_text,
     sensor_lines,
     short_sensor_lines,
 )
+from bloomery.view.curves import NO_POINTS, KeptCurves, Points, RunCurves
 from bloomery.view.facts import RunFacts
-from bloomery.view.plot import Point, plot, settled_top
-from bloomery.view.step_columns import StepColumns, in_groups
+from bloomery.view.plot import plot, settled_top
+from bloomery.view.run_view import RunView
 from bloomery.view.summary import RunSummary, in_millions
 
 _TITLE = 11  # columns
-_KEPT = 200  # incidents
 _SAMPLES = 2
-_POINTS = 20_000  # of a curve that are kept: more than any screen shows
+# More steps than any screen shows.
+SCREEN_CURVES = KeptCurves(
+    frozenset({"loss", "reward", "learning rate", "tokens per second"}), "d", most_steps=20_000
+)
 _LEAST_ROOM = 11  # lines for the curve and the incidents, below which device lines are shortened
 _ROOM_FOR_STRIPS = 16  # lines, for learning rate and speed below the curve
 _SHORT = 40  # columns of a device that shares its line
 _CLOCK_SECONDS = 600.0  # ETA above which the view shows the clock time of the end, too
 _ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " ", "│": "|"})
-
-
-@final
-@dataclass
-class WatchedRun:
-    """Mutable: the state of a run after the events that `add` was given."""
-
-    summary: RunSummary = field(default_factory=RunSummary)
-    curve: list[Point] = field(default_factory=list)  # losses
-    rewards: list[Point] = field(default_factory=list)
-    rates: list[Point] = field(default_factory=list)
-    speeds: list[Point] = field(default_factory=list)
-    incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-    saved: Saved | None = None
-    keeps_curves: bool = True  # whether there is a chart of these, not of another's
-    _open: bool = False  # it has steps and no RunEnded after them
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self.add_steps(StepColumns.of((event,)))
-            return
-        event = as_shown(event)
-        if isinstance(event, RunStarted | Resumed) and self._open:
-            self.incidents.append(
-                (replace(event, step=self.summary.step), "killed (SIGKILL, crash or power loss)")
-            )
-            self._open = False
-        self.summary.add(event)
-        match event:
-            case Resumed() | Recovered():  # later steps are discarded
-                for points in self._curves:
-                    points[:] = [point for point in points if point[0] <= event.step]
-                # Of an error that the run has left behind, the first line is enough.
-                self.incidents = deque(
-                    ((incident, text.partition("\n")[0]) for incident, text in self.incidents),
-                    _KEPT,
-                )
-            case Sampled():
-                self.samples.append(event)
-            case Saved():
-                self.saved = event
-            case RunEnded():
-                self._open = False
-        text = incident_text(event)
-        if text is not None and not isinstance(event, Saved):
-            self.incidents.append((event, text))
-
-    def add_all(self, events: Iterable[Event]) -> None:
-        """Those of a long run at an eighth of the cost of `add`."""
-        for group in in_groups(events):
-            if isinstance(group, StepColumns):
-                self.add_steps(group)
-            else:
-                self.add(group)
-
-    def add_steps(self, steps: StepColumns) -> None:
-        """As `add` of each."""
-        self._open = True
-        self.summary.add_steps(steps)
-        self.incidents += [(step, incident_text(step) or "") for step in steps.skipped]
-        if not self.keeps_curves:
-            return
-        for points, values in (
-            (self.rates, steps.learning_rate),
-            (self.speeds, steps.tokens_per_second),
-            (self.curve, steps.loss),
-            (self.rewards, steps.metrics.get("reward", ())),
-        ):
-            pairs = zip(steps.step, values, strict=False)
-            points += [(float(step), value) for step, value in pairs if not math.isnan(value)]
-        while len(self.rates) > _POINTS:  # no curve has more
-            for points in self._curves:
-                del points[1::2]
-
-    @property
-    def _curves(self) -> tuple[list[Point], ...]:
-        return self.curve, self.rewards, self.rates, self.speeds
-
-    def restart(self) -> None:
-        """A new process resumes the run: the end of the previous one is no longer its state."""
-        self.summary.ended = None
-        self.summary.stopping = False
-        self.summary.phase = None
-        self.summary.recent.clear()
-        self.incidents.clear()
-
-    @property
-    def state(self) -> str:
-        """starting, running, stopping, or the status of RunEnded."""
-        if self.summary.ended is not None:
-            return self.summary.ended.status
-        if self.summary.stopping:
-            return "stopping"
-        return "running" if self.summary.recent else "starting"
 
 
 @final
@@ -153,7 +46,12 @@ class Screen:
     plain: bool = False
 
 
-def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
+def screen_view(steps: int | None = None) -> RunView:
+    """A run that has no event yet, for a picture. `steps`: of the plan."""
+    return RunView(summary=RunSummary(steps=steps), curves=RunCurves(SCREEN_CURVES))
+
+
+def frame(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
     width = screen.width
     readings = run.summary.devices.newest
@@ -170,7 +68,7 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
         if free_lines < _LEAST_ROOM and len(readings) > 2 and width >= 2 * _SHORT:
             devices = short_sensor_lines(readings, width)
             free_lines = screen.height - len(head) - len(figures) - len(devices) - 4
-        wordy = bool(run.incidents) and len(run.incidents[-1][1]) > 2 * width - 40
+        wordy = bool(run.incidents) and len(run.incidents[-1].text) > 2 * width - 40
         lowest = 2 if wordy and free_lines < _LEAST_ROOM else 3
         chart = _chart(
             run,
@@ -193,7 +91,7 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
     return fitted_lines
 
 
-def picture(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
+def picture(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
     """The same for rich. No information is in the color alone; NO_COLOR removes it."""
     rows = frame(run, facts, screen, state=state, now=now)
     styles = [
@@ -250,16 +148,21 @@ def _head(
     ]
 
 
-def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
+def _chart(run: RunView, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
     is_scored = run.summary.scores_completions
-    curve = run.rewards if is_scored else run.curve
+    curve = _values(run, "reward" if is_scored else "loss")
     evals = [
         (float(step), value)
         for step, e in sorted(run.summary.evaluations.items())
         if (value := e.metrics.get("reward") if is_scored else e.loss) is not None
     ]
     top = None if is_scored else settled_top(curve)
-    strip_curves = {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
+    strip_curves = {}
+    if strips:
+        strip_curves = {
+            "lr": _values(run, "learning rate"),
+            "tokens/s": _values(run, "tokens per second"),
+        }
     drawn = plot(
         curve,
         evals,
@@ -271,13 +174,18 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
     )
     legend = f"training loss, {run.summary.unit}"
     legend += "   o validation loss" if evals else ""
-    legend += f"   (first: {curve[0][1]:.4g})" if top is not None else ""
+    legend += f"   (first: {curve[0, 1]:.4g})" if top is not None else ""
     if is_scored:
         legend = "reward of completions" + ("   o of held-out prompts" if evals else "")
     return [legend, *drawn] if drawn else []
 
 
-def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
+def _values(run: RunView, name: str) -> Points:
+    curve = run.curves.by_name.get(name)
+    return NO_POINTS if curve is None else curve.values_by_step()
+
+
+def _figures(run: RunView, facts: RunFacts, width: int) -> list[str]:
     summary = run.summary
     last_step = run.summary.last
     if last_step is None:
@@ -359,10 +267,10 @@ def _reward_figures(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _samples(run: WatchedRun, width: int, num_lines: int) -> list[str]:
+def _samples(run: RunView, width: int, num_lines: int) -> list[str]:
     """The first lines of the newest samples; long lines wrap, spaces unchanged."""
     lines: list[str] = []
-    samples = [*run.samples] if num_lines >= _SAMPLES * 5 else [*run.samples][-1:]
+    samples = [*run.samples][-_SAMPLES if num_lines >= _SAMPLES * 5 else -1 :]
     for sample in samples:
         sample_lines = sample.whole.expandtabs(4).splitlines()
         parts: list[str] = []
@@ -376,18 +284,17 @@ def _samples(run: WatchedRun, width: int, num_lines: int) -> list[str]:
 
 
 def _incidents(
-    run: WatchedRun, width: int, num_lines: int, newest: int = 0, *, now: float
+    run: RunView, width: int, num_lines: int, newest: int = 0, *, now: float
 ) -> list[str]:
     """The newest incidents, the newest last. With little room an incident has two lines, the newest up to `newest`."""
     lines: list[str] = []
-    today = all(
-        time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in run.incidents
-    )
+    shown = [*run.shown_incidents()]
+    today = all(time.localtime(incident.time)[:3] == time.localtime(now)[:3] for incident in shown)
     stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
-    for event, text in reversed(run.incidents):
+    for incident in reversed(shown):
         max_wrapped = max(4 if num_lines >= 8 else 2, 0 if lines else newest)
-        stamp = time.strftime(stamped, time.localtime(event.time))
-        wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
+        stamp = time.strftime(stamped, time.localtime(incident.time))
+        wrapped = textwrap.wrap(f"step {incident.step:,}: {incident.text}", max(width - indent, 20))
         incident_lines = [
             f"{stamp if at == 0 else '':<{indent}}{line}"
             for at, line in enumerate(wrapped[:max_wrapped])

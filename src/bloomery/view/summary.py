@@ -173,8 +173,8 @@ class RunSummary:
                     ):
                         self.announced = self.steps
             case Resumed():
-                self.resumes = self.resumes + 1
-                self.step = event.step
+                self.resumes += 1
+                self._go_back(event.step)
                 self.ended = None
                 self.resume_seconds.append(event.seconds)
                 if not event.step:  # it starts over: no earlier loss belongs to it
@@ -182,18 +182,10 @@ class RunSummary:
                     self.reward_average = MovingAverage()
                     self.reward = None
                     self.losses.clear()
-                self.evaluations = {
-                    step: e for step, e in self.evaluations.items() if step <= event.step
-                }
-                self.recent.clear()
             case Recovered():
                 self.recoveries += 1
-                if event.step < self.step:  # back to a checkpoint: later evaluations are discarded
-                    self.step = event.step
-                    self.evaluations = {
-                        step: e for step, e in self.evaluations.items() if step <= event.step
-                    }
-                    self.recent.clear()
+                if event.step < self.step:  # not after a skipped step
+                    self._go_back(event.step)
                 self.warnings.append(f"{event.reason}: {event.action}")
             case Warned():
                 self.warnings.append(event.reason)
@@ -205,17 +197,27 @@ class RunSummary:
                 self.ended = event
                 self.stopping = False
 
+    def _go_back(self, last_kept_step: int) -> None:
+        """Discards what later steps have left; seconds and energy are kept."""
+        self.step = last_kept_step
+        self.evaluations = {
+            step: evaluation
+            for step, evaluation in self.evaluations.items()
+            if step <= last_kept_step
+        }
+        self.recent.clear()
+
     @property
     def unit(self) -> str:
         """Unit of the loss."""
         return "nats per token" if self.loss_unit == "token" else f"per {self.loss_unit}"
 
-    def add_steps(self, steps: StepColumns) -> None:
-        """As `add` of each."""
+    def add_steps(self, steps: StepColumns) -> list[float]:
+        """As `add` of each. Returns the seconds of training until the end of each."""
         last = steps.newest[-1]
         self.began = steps.time[0] if self.began is None else self.began
         self.latest = last.time
-        self.clock.add_steps(steps.time)
+        seconds_at_steps = self.clock.add_steps(steps.time)
         if self.phase is not None and self.phase.name == "compile":
             self.compiling_steps.append(steps.step_seconds[0])
         self.phase = None
@@ -236,6 +238,7 @@ class RunSummary:
         if rewards:
             self.reward = rewards[-1]
             self.reward_average.add(rewards)
+        return seconds_at_steps
 
     @property
     def smoothed(self) -> float | None:

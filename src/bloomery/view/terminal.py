@@ -44,7 +44,8 @@ from bloomery.monitor.words import (
 )
 from bloomery.view.facts import RunFacts
 from bloomery.view.plot import sparkline
-from bloomery.view.screen import Screen, WatchedRun, frame, picture
+from bloomery.view.run_view import RunView
+from bloomery.view.screen import Screen, frame, picture, screen_view
 from bloomery.view.summary import RunSummary, in_millions
 
 WIDTH = 100
@@ -104,7 +105,7 @@ def showing(
 ) -> Iterator[View]:
     """A live view on a terminal or in a notebook, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
-    run = WatchedRun(summary=RunSummary(steps=facts.steps))
+    run = screen_view(facts.steps)
     run.add_all(before)
     run.restart()
 
@@ -128,7 +129,7 @@ def showing(
 class LiveView:
     """The picture of `bloomery watch`, redrawn twice per second; `close` leaves the last one on the screen."""
 
-    def __init__(self, facts: RunFacts, console: Console, run: WatchedRun) -> None:
+    def __init__(self, facts: RunFacts, console: Console, run: RunView) -> None:
         self._facts = facts
         self._console = console
         self._run = run
@@ -149,7 +150,7 @@ class LiveView:
     def note(self, step: int, text: str) -> None:
         """A line among the incidents."""
         with self._lock:
-            self._run.incidents.append((Event(step=step), harmless(text)))
+            self._run.note(step, text)
 
     def close(self) -> None:
         self._live.stop()
@@ -165,7 +166,7 @@ class LiveView:
 class NotebookView:
     """The picture of `bloomery watch` as one output of a notebook cell, redrawn in place. The last one stays."""
 
-    def __init__(self, facts: RunFacts, run: WatchedRun) -> None:
+    def __init__(self, facts: RunFacts, run: RunView) -> None:
         self._facts = facts
         self._run = run
         self._drawn = time.monotonic()
@@ -179,7 +180,7 @@ class NotebookView:
 
     def note(self, step: int, text: str) -> None:
         """A line among the incidents."""
-        self._run.incidents.append((Event(step=step), harmless(text)))
+        self._run.note(step, text)
 
     def close(self) -> None:
         self._drawn = time.monotonic()

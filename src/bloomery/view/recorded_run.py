@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.infer.model_folder import saved_steps, step_folder
-from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tail
+from bloomery.monitor.events import Event, Resumed, RunEnded, RunStarted, StepDone, Tail
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,14 @@ class History:
 def read_history(run_dir: Path) -> History:
     """Raises UserError when events or checkpoints cannot be read."""
     tail = Tail(run_dir / "events.jsonl")
+    return checked_history(run_dir, tail.read(is_complete=True), tail)
+
+
+def checked_history(run_dir: Path, events: Iterable[Event], tail: Tail) -> History:
+    """Of events that `tail` has read, or reads as they are taken. Raises UserError as `read_history`."""
     recorded_steps = set[int]()
     end = None
-    for event in tail.read(is_complete=True):
+    for event in events:
         if isinstance(event, StepDone):
             recorded_steps.add(event.step)
         # Whatever comes after an end says that the run continued.
