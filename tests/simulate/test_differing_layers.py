@@ -1,12 +1,11 @@
-"""A model whose layers differ: every second layer has fewer key heads and a wider MLP."""
+"""A model whose layers differ: every second layer has wider and fewer key heads and a wider MLP."""
 
 from dataclasses import replace
 
 import pytest
 from steps_for_tests import both_of_stage, counted, load_of, measured, simulated, small_plan
 
-from bloomery.facts import counting
-from bloomery.model import decoder
+from bloomery.facts.config import LayerSizes
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.speed import product_flops, recompute
 from bloomery.plan.estimate.states import TrainedModel
@@ -25,38 +24,25 @@ CASES = {
 }
 
 
-def layer_config(config, index):
-    if index % 2 == 0:
-        return config
-    return replace(config, num_kv_heads=1, intermediate_size=3 * config.intermediate_size)
-
-
-def forget_counts():
-    for counts in (counting.layers, counting._named_shapes, counting.parameter_count):
-        counts.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def alternating(monkeypatch):
-    layer_of = counting._layer
-    block_of = decoder.Block
-    monkeypatch.setattr(
-        counting, "_layer", lambda config, index: layer_of(layer_config(config, index), index)
+def uneven_plan(**settings):
+    """The plan of `small_plan`, with layers of 4 heads of 32 and 48 numbers in turn."""
+    plan = small_plan(**{"sizes": SIZES} | settings)
+    config = plan.model.config
+    narrow = LayerSizes(
+        num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=config.intermediate_size
     )
-    monkeypatch.setattr(
-        decoder,
-        "Block",
-        lambda config, index, *rest: block_of(layer_config(config, index), index, *rest),
+    wide = replace(
+        narrow, num_kv_heads=1, head_dim=48, intermediate_size=3 * narrow.intermediate_size
     )
-    forget_counts()
-    yield
-    forget_counts()
+    sizes = (narrow, wide) * (config.num_layers // 2)
+    model = plan.model.model_copy(update={"config": replace(config, layer_sizes=sizes)})
+    return plan.model_copy(update={"model": model})
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_counted_simulated_and_measured_bytes_agree(case):
-    plan = small_plan(**({"sizes": SIZES} | CASES[case]))
+    plan = uneven_plan(**CASES[case])
     layers = TrainedModel.of(plan, plan.model.config).layers
     assert len(layers) == 4
     assert len(set(layers)) == 2
@@ -68,14 +54,14 @@ def test_counted_simulated_and_measured_bytes_agree(case):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_shards_gather_layers_of_their_own_sizes(precision):
     settings = {"attention": "varlen", "device": "cuda", "precision": precision}
-    plan = small_plan(sizes=SIZES | {"hidden_size": 512}, rows=1, **settings)
+    plan = uneven_plan(sizes=SIZES | {"hidden_size": 512}, rows=1, **settings)
     split = MeshSplit(shard=8)
     assert counted(plan, split=split) == pytest.approx(simulated(plan, split=split), rel=0.08)
 
 
 def test_a_stage_has_the_layers_that_are_its_own():
     settings = {"attention": "varlen", "device": "cuda", "rows": 2, "micro_batches": 8}
-    plan = small_plan(sizes=SIZES | {"hidden_size": 512}, **settings)
+    plan = uneven_plan(sizes=SIZES | {"hidden_size": 512}, **settings)
     by_stage = {}
     for index in (0, 1, 3):
         estimate, simulation = both_of_stage(plan, MeshSplit(pipeline=4), index)
@@ -85,10 +71,10 @@ def test_a_stage_has_the_layers_that_are_its_own():
 
 
 def test_products_are_those_of_each_layer():
-    step = load_of(small_plan(sizes=SIZES))
+    step = load_of(uneven_plan())
     inner = step.config.intermediate_size
     narrow = 128 * (2 * 128 + 2 * 64 + 3 * inner)
-    wide = 128 * (2 * 128 + 2 * 32 + 3 * 3 * inner)
+    wide = 128 * (2 * 192 + 2 * 48 + 3 * 3 * inner)
     head = 2 * 128 * 1040
     flops = product_flops(step, recompute(step), chunked=False)
     assert flops == 2 * 3 * 2 * (narrow + wide) + 3 * head
