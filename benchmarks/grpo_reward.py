@@ -150,8 +150,8 @@ def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOu
     from bloomery.parallel.mesh import SINGLE_RANK
     from bloomery.plan.store import read_plan
     from bloomery.train.rl.reward_models import RewardModels
-    from bloomery.train.rl.rewards import Rewards
-    from bloomery.train.rl.rollouts import score_entries, scored_entries, sources_of_rewards
+    from bloomery.train.rl.rewards import Rewards, worker_rewards
+    from bloomery.train.rl.scoring import reward_entries, score_entries
 
     plan = read_plan(plan_dir / "plan.json")
     loaded = Model.load(run_dir, step="last")
@@ -159,10 +159,10 @@ def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOu
     split = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
     prompts = [split[number] for number in range(len(split))]
     completions = complete(decoder, loaded.tokenizer, plan, prompts)
-    entries = scored_entries(loaded.tokenizer, prompts, completions)
+    entries = reward_entries(loaded.tokenizer, prompts, completions)
     with (
         RewardModels(plan, SINGLE_RANK, device="cpu") as models,
-        Rewards(sources_of_rewards(plan), columns=list(entries.columns)) as rewards,
+        Rewards(worker_rewards(plan.rewards), columns=list(entries.columns)) as rewards,
     ):
         values, skipped = models.score(entries.prompts, entries.texts)
         scored = score_entries(entries, rewards, values, skipped)

@@ -14,7 +14,7 @@ from bloomery import cli
 from bloomery.core.child import python_module
 from bloomery.studio.commands import Commands
 from bloomery.studio.listening import ListeningProcess
-from bloomery.train.rl.rewards import Rewards, RewardSource
+from bloomery.train.rl.rewards import Rewards, WorkerReward
 
 SOURCE = Path(__file__).parents[2] / "src/bloomery"
 PACKAGES = """bloomery
@@ -134,7 +134,7 @@ def test_a_reward_may_be_in_a_file_that_is_named_like_a_module(tmp_path: Path, n
         "    return [math.floor(1.5) + helper.ONE + numpy.float32(0)] * len(completions)\n"
     )
     (tmp_path / "helper.py").write_text("ONE = 1\n")
-    source = RewardSource(
+    source = WorkerReward(
         name="score", job={"file": str(tmp_path / f"{name}.py"), "function": "score"}
     )
     with Rewards([source]) as rewards:

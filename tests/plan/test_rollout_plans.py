@@ -20,7 +20,7 @@ from bloomery.plan.page import page
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model
-from bloomery.train.rl.rollout import Sample, pack
+from bloomery.train.rl.rollout import RolloutSample, pack
 
 VERIFIER = {"verifier": "exact_match", "column": "answer"}
 LARGE = {
@@ -112,7 +112,7 @@ def test_sampling_between_the_steps_leaves_holes_in_the_memory():
 def test_micro_batches_are_those_of_completions_packed(prompt_tokens):
     facts = prompts(tokens=prompt_tokens, longest=prompt_tokens)
     plan = planned(rl(train={"micro_batch_size": 2}), machine(), dataset=facts)
-    sample = Sample(tuple(range(prompt_tokens)), tuple(range(32)), (0.0,) * 32)
+    sample = RolloutSample(tuple(range(prompt_tokens)), tuple(range(32)), (0.0,) * 32)
     batches, _ = pack([sample] * 32, length=128, rows=2)
     expected = plan.rollout.completion_tokens.value
     assert expected == pytest.approx(30, abs=1)  # of 256 tokens one ends a completion

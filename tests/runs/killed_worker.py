@@ -34,7 +34,7 @@ def lay_places(wanted):
     from bloomery.train import step
     from bloomery.train.checkpoint import saver as checkpoint
     from bloomery.train.optim.build import OptimizersContainer
-    from bloomery.train.rl import rewards, rollouts, sampler
+    from bloomery.train.rl import rewards, rollout_source, sampler
 
     def around(owner, name, moment, *, before=True, after=False):
         work = getattr(owner, name)
@@ -52,7 +52,7 @@ def lay_places(wanted):
     around(sampler.Agreement, "before_forward", "rollout")
     # Every worker has been asked by then.
     around(rewards.Rewards, "_answer", "reward")
-    around(rollouts.RolloutSource, "_write", "reward", after=True)
+    around(rollout_source, "write_completions", "reward", after=True)
     around(step, "compute_loss", "update")
     around(OptimizersContainer, "step", "update", after=True)
     for name in ("save_file", "copy_tokenizer", "put_in_place", "note_best"):

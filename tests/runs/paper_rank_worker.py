@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from bloomery.core.run_folder import RunFolder
+from bloomery.launch.deadline import Deadline
 from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
-from bloomery.launch.worker import Deadline
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.parallel.collective_notes import CollectiveNotes
 

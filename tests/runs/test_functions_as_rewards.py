@@ -11,7 +11,7 @@ import bloomery
 from bloomery.core.errors import UserError
 from bloomery.train.rl import reward_functions
 from bloomery.train.rl.reward_functions import served
-from bloomery.train.rl.rewards import Rewards, RewardSource
+from bloomery.train.rl.rewards import Rewards, WorkerReward
 
 RECIPE = """
 extends: demo
@@ -28,7 +28,7 @@ eval: {every: 2 steps}
 
 
 def source(name, **settings):
-    return RewardSource(name=name, job={"connect": name}, **settings)
+    return WorkerReward(name=name, job={"connect": name}, **settings)
 
 
 def ask(rewards, completions=("aa", "bbb")):

@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
 from bloomery.core.run_lock import holder_of, host_name, start_mark
 from bloomery.infer.model_folder import NOT_SAVED, damage, saved_steps
-from bloomery.launch.worker import StopFlag
+from bloomery.launch.stop_flag import StopFlag
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
 
 TRAIN = (

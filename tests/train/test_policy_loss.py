@@ -61,7 +61,7 @@ def batch_of(ids, mask, old, reference, sampled=None):
     extras = {
         "advantages": ADVANTAGES[:, None] * is_completion,
         "reference": reference * mask,
-        "drawn_logps": torch.zeros_like(mask) if sampled is None else sampled * mask,
+        "sampled_logps": torch.zeros_like(mask) if sampled is None else sampled * mask,
     }
     if old is not None:
         extras["old_logps"] = old * mask

@@ -41,7 +41,7 @@ class Completions:
     completion_ids: Tensor
     completion_mask: Tensor
     advantages: Tensor
-    drawn_logps: Tensor
+    sampled_logps: Tensor
     rewards: Tensor
 
     @classmethod
@@ -193,7 +193,7 @@ def assert_folder_agrees_with_trl(run_dir: Path) -> dict[int, float]:
             old, _ = logps_and_entropies(model, rollout, objective.temperature)
         reference = reference_logps(plan, model, is_adapter, rollout)
         is_token = rollout.completion_mask.bool()
-        torch.testing.assert_close(rollout.drawn_logps[is_token], old[is_token], atol=NEAR, rtol=0)
+        torch.testing.assert_close(rollout.sampled_logps[is_token], old[is_token], atol=NEAR, rtol=0)
         advantages = trl_advantages(objective, rollout, old, reference)
         torch.testing.assert_close(rollout.advantages, advantages, atol=NEAR, rtol=NEAR)
 

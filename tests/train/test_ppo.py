@@ -206,7 +206,7 @@ def case(seed=0):
         "values": (values + 0.4 * draw(rows, LONGEST)) * mask,
         "returns": (values + draw(rows, LONGEST)) * mask,
     }
-    extras["drawn_logps"] = extras["old_logps"]
+    extras["sampled_logps"] = extras["old_logps"]
     sequences = torch.where(mask > 0, torch.arange(rows)[:, None], -1)
     zeros = torch.zeros_like(ids)
     return logits, values, Batch(zeros, ids, mask, zeros, zeros, sequences, extras)
@@ -290,7 +290,7 @@ def test_a_value_that_left_its_range_has_no_gradient():
     """By hand: the old value is 0, the return 1; a value of 0.5 has moved further than 0.2 already."""
     _, _, batch = case()
     row = torch.zeros_like(batch.loss_mask)
-    extras = {name: row.clone() for name in ("advantages", "old_logps", "drawn_logps", "values")}
+    extras = {name: row.clone() for name in ("advantages", "old_logps", "sampled_logps", "values")}
     extras["returns"] = torch.ones_like(row)
     mask = row.clone()
     mask[0, :2] = 1.0

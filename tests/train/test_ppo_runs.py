@@ -16,8 +16,8 @@ from rollouts_for_tests import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bloomery.train.rl.policy_scores import PolicyScores
 from bloomery.train.rl.ppo import TokenRewarding
-from bloomery.train.rl.rollouts import RolloutSource
 from ranks import fields, losses, on_ranks, train
 
 PPO = ["objective={kind: ppo, num_generations: 1, max_completion_length: 8, num_iterations: 2}"]
@@ -106,13 +106,13 @@ def test_the_files_of_a_run_have_what_its_advantages_are_made_of(recipe, tmp_pat
 
 def test_a_step_does_not_wait_for_data_while_completions_are_scored(recipe, tmp_path, monkeypatch):
     """The forwards of the model and of its reference before the first step of a rollout are none of the dataset's."""
-    rows_of_head = RolloutSource._rows_of_head
+    rows_of_head = PolicyScores.rows_of_head
 
     def slow_rows_of_head(*arguments, **named):
         time.sleep(1.0)
         return rows_of_head(*arguments, **named)
 
-    monkeypatch.setattr(RolloutSource, "_rows_of_head", slow_rows_of_head)
+    monkeypatch.setattr(PolicyScores, "rows_of_head", slow_rows_of_head)
     events = train(plan_of(recipe, *LORA, "train.max_steps=1"), tmp_path)
     (step,) = fields(events, "StepDone")
     assert step["step_seconds"] > 2.0

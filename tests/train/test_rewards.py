@@ -7,7 +7,7 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.train.failures import Stopped
 from bloomery.train.rl import rewards as rewards_module
-from bloomery.train.rl.rewards import Rewards, RewardSource
+from bloomery.train.rl.rewards import Rewards, WorkerReward
 from bloomery.train.rl.verifiers import verifier_of
 
 GOOD = """
@@ -72,7 +72,7 @@ def source(tmp_path):
 
     def of(function, **settings):
         job = {"file": str(file), "function": function}
-        return RewardSource(name=settings.pop("name", function), job=job, **settings)
+        return WorkerReward(name=settings.pop("name", function), job=job, **settings)
 
     return of
 
@@ -171,7 +171,7 @@ def forges_no_json(completions, **_):
 @pytest.fixture
 def odd(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
-    return lambda name: RewardSource(
+    return lambda name: WorkerReward(
         name=name, job={"file": str(tmp_path / "odd.py"), "function": name}
     )
 
@@ -230,7 +230,7 @@ def test_a_file_beside_a_reward_that_hides_a_package_is_named(tmp_path):
     )
     job = {"file": str(tmp_path / "mine.py"), "function": "score"}
     with pytest.raises(UserError, match="ImportError") as refused:
-        score(RewardSource(name="mine", job=job))
+        score(WorkerReward(name="mine", job=job))
     assert "pluggy.py, which hides the package pluggy" in refused.value.fix
 
 
@@ -292,7 +292,7 @@ def test_a_file_that_cannot_be_loaded_says_so(tmp_path, content, words):
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError, match=words):
-        score(RewardSource(name="broken", job={"file": str(file), "function": "score"}))
+        score(WorkerReward(name="broken", job={"file": str(file), "function": "score"}))
 
 
 def test_a_file_that_never_loads_is_ended(tmp_path, monkeypatch):
@@ -300,7 +300,7 @@ def test_a_file_that_never_loads_is_ended(tmp_path, monkeypatch):
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(UserError, match="slow did not load within 1 s"):
-        score(RewardSource(name="slow", job={"file": str(file), "function": "score"}))
+        score(WorkerReward(name="slow", job={"file": str(file), "function": "score"}))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_verifiers_by_hand(name, settings, completion, expected, reward):
 
 def verified(verifier, *, on_error="stop", completions, columns, prompts=None, **settings):
     job = {"verifier": verifier, "settings": {"column": "answer"} | settings}
-    with Rewards([RewardSource(name="v", job=job)], on_error=on_error) as rewards:
+    with Rewards([WorkerReward(name="v", job=job)], on_error=on_error) as rewards:
         return rewards.score(
             prompts or ["?"] * len(completions), completions, [[0]] * len(completions), columns
         )
@@ -385,7 +385,7 @@ def test_a_row_that_cannot_be_judged_stops_or_is_skipped(verifier, answer, words
 def test_a_column_that_the_dataset_lacks_is_said_before_anything_is_drawn(source):
     for reward in (
         source("score"),
-        RewardSource(name="v", job={"verifier": "math", "settings": {"column": "answer"}}),
+        WorkerReward(name="v", job={"verifier": "math", "settings": {"column": "answer"}}),
     ):
         with Rewards([reward], columns=["question"]) as rewards:
             with pytest.raises(UserError, match="no column answer") as refusal:
@@ -408,7 +408,7 @@ def test_workers_run_at_the_same_time(tmp_path):
         "    return [float(time.monotonic() < end)] * len(prompts)\n"
     )
     sources = [
-        RewardSource(name=name, job={"file": str(file), "function": "f"}) for name in ("a", "b")
+        WorkerReward(name=name, job={"file": str(file), "function": "f"}) for name in ("a", "b")
     ]
     with Rewards(sources) as rewards:
         rewards.start()
@@ -422,7 +422,7 @@ def test_a_copy_that_forked_answers_nothing(tmp_path):
     file.write_text(
         "import os\ndef f(prompts, **_):\n    return [float(prompts[0]) + (100 if os.fork() == 0 else 0)]\n"
     )
-    with Rewards([RewardSource(name="f", job={"file": str(file), "function": "f"})]) as rewards:
+    with Rewards([WorkerReward(name="f", job={"file": str(file), "function": "f"})]) as rewards:
         for number in range(5):
             assert rewards.score([str(number)], [""], [[0]], {}).totals == (float(number),)
             time.sleep(0.05)

@@ -2,20 +2,20 @@
 
 import torch
 
-from bloomery.train.rl.rollout import Rollout, Sample, completion_span, pack
+from bloomery.train.rl.rollout import Rollout, RolloutSample, completion_span, pack
 
 SAMPLES = (
-    Sample((5, 6, 7), (8, 9, 0), (-1.0, -2.0, -0.5), 0.5),
-    Sample((5, 6, 7), (4,), (-0.25,), -0.5),
-    Sample((3,), (1, 2, 3, 4, 5), (-1.0, -1.5, -2.0, -2.5, -3.0), 1.0),
-    Sample((9, 9), (9, 0), (-0.125, -0.75), 0.0),
+    RolloutSample((5, 6, 7), (8, 9, 0), (-1.0, -2.0, -0.5), 0.5),
+    RolloutSample((5, 6, 7), (4,), (-0.25,), -0.5),
+    RolloutSample((3,), (1, 2, 3, 4, 5), (-1.0, -1.5, -2.0, -2.5, -3.0), 1.0),
+    RolloutSample((9, 9), (9, 0), (-0.125, -0.75), 0.0),
 )
 
 
 def test_a_checkpoint_brings_a_rollout_back():
     rollout = Rollout(7, 4, 3, SAMPLES)
     assert Rollout.of(rollout.tensors(), rollout.scalars()) == rollout
-    with_old = rollout.with_old_logps([sample.drawn_logps for sample in SAMPLES])
+    with_old = rollout.with_old_logps([sample.sampled_logps for sample in SAMPLES])
     assert Rollout.of(with_old.tensors(), with_old.scalars()) == with_old
     assert [rollout.is_over(step) for step in (7, 10, 11)] == [False, False, True]
 
@@ -34,8 +34,8 @@ def test_every_sample_is_a_document_whose_completion_has_the_loss():
         assert batch.labels[place.row, scored].tolist() == list(sample.completion_ids)
         assert batch.loss_mask[place.row, scored].tolist() == [1.0] * len(sample.completion_ids)
         assert batch.extras["advantages"][place.row, scored].unique().tolist() == [sample.advantage]
-        drawn = batch.extras["drawn_logps"][place.row, scored]
-        assert drawn.tolist() == list(sample.drawn_logps)
+        drawn = batch.extras["sampled_logps"][place.row, scored]
+        assert drawn.tolist() == list(sample.sampled_logps)
     total = sum(float(batch.loss_mask.sum()) for batch in batches)
     assert total == sum(len(sample.completion_ids) for sample in SAMPLES)
     for batch in batches:

@@ -260,7 +260,7 @@ def _evaluate(
     """With the same random numbers for every model."""
     from bloomery.evals.evaluate import load_to_evaluate
     from bloomery.evals.rewards import complete, evaluate_rewards
-    from bloomery.train.rl.rollouts import visible_ids
+    from bloomery.train.rl.scoring import visible_ids
 
     decoder, tokenizer = load_to_evaluate(model)
     scores, _ = evaluate_rewards(decoder, tokenizer, plan, run_dir, None)

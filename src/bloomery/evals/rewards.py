@@ -27,18 +27,14 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.native import Uncompiled
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.plan.types import RunPlan
+from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import Source
 from bloomery.runs.consent import refuse_foreign_rewards
 from bloomery.train.rl.reward_models import RewardModels
-from bloomery.train.rl.rewards import Rewards, ScoredCompletions
-from bloomery.train.rl.rollouts import (
-    HELD_OUT,
-    score_entries,
-    scored_entries,
-    settings_of,
-    sources_of_rewards,
-)
+from bloomery.train.rl.rewards import Rewards, ScoredCompletions, worker_rewards
+from bloomery.train.rl.rollout_source import HELD_OUT, sampling_of
 from bloomery.train.rl.sampler import keyed_uniforms
+from bloomery.train.rl.scoring import reward_entries, score_entries
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def evaluate_rewards(
     template: str | None = None,
     trust_code: bool = False,
 ) -> tuple[RewardScores, list[str]]:
-    """The scores on the run's held-out prompts, as its own evaluations draw them, or on the rows of `data`; and notes.
+    """The scores on the run's held-out prompts, as its evaluations sample them, or on the rows of `data`; and notes.
 
     Raises UserError: without prompts, for a reward that fails, and without `trust_code` for Python rewards that the
     user has not asked for (`runs.consent`).
@@ -79,6 +75,7 @@ def evaluate_rewards(
     if not trust_code:
         refuse_foreign_rewards(run_dir, plan, command="eval")
     objective = plan.objective
+    assert isinstance(objective, Rollouts)
     notes = []
     if data is None:
         held_out = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
@@ -90,7 +87,7 @@ def evaluate_rewards(
     else:
         prompts = read_prompts(data, tokenizer, template=template)
         where = str(data)
-    max_prompt_tokens = decoder.config.max_positions - settings_of(plan, ()).sampling.max_new_tokens
+    max_prompt_tokens = decoder.config.max_positions - objective.max_completion_length
     fitting = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
     if len(fitting) < len(prompts):
         left_out = counted(len(prompts) - len(fitting), "prompts")
@@ -100,17 +97,17 @@ def evaluate_rewards(
         raise UserError("no prompt to complete", where=where, fix=fix)
 
     completions = complete(decoder, tokenizer, plan, fitting)
-    entries = scored_entries(tokenizer, fitting, completions)
+    entries = reward_entries(tokenizer, fitting, completions)
     device = next(decoder.parameters()).device.type
     with (
         RewardModels(plan, SINGLE_RANK, device=device) as models,
         Rewards(
-            sources_of_rewards(plan), columns=list(entries.columns), on_error=plan.data.on_error
+            worker_rewards(plan.rewards), columns=list(entries.columns), on_error=plan.data.on_error
         ) as rewards,
     ):
         scored = score_entries(entries, rewards, *models.score(entries.prompts, entries.texts))
     notes += [f"skipped: {reason}" for reason in scored.skipped[:1]]
-    sampled = f"sampled as in training: temperature {getattr(objective, 'temperature', 1.0):g}"
+    sampled = f"sampled as in training: temperature {objective.temperature:g}"
     notes.append(f"{sampled}, one completion of each prompt; the interval is over prompts")
     return summarized(completions, scored, where=where), notes
 
@@ -119,6 +116,8 @@ def complete(
     decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan, prompts: Sequence[Prompt]
 ) -> list[Completion]:
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
+    objective = plan.objective
+    assert isinstance(objective, Rollouts)
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     uniforms = keyed_uniforms(
         {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
@@ -135,7 +134,7 @@ def complete(
             decoder,
             [prompt.ids.tolist() for prompt in prompts],
             1,
-            settings_of(plan, stop_ids).sampling,
+            sampling_of(objective, stop_ids),
             uniforms,
             slots=ROLLOUT_SLOTS,
             on_step=lambda num_done: progress(f"{num_done:,} of {completions}"),

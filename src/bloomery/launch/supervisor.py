@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, final
@@ -54,7 +54,7 @@ WORKER = "bloomery.launch.worker"
 LOST_END: Mapping[str, Any] = {"code": -signal.SIGKILL, "lost": True}
 
 
-class Member(Protocol):
+class RankProcess(Protocol):
     """A rank: a child of this process, or of another that a launcher started."""
 
     def poll(self) -> int | None:
@@ -206,7 +206,7 @@ class _Group:
 
     def __init__(
         self,
-        members: Mapping[int, Member],
+        members: Mapping[int, RankProcess],
         world: int,
         folder: RunFolder,
         over_elsewhere: Callable[[], bool] | None = None,
@@ -317,66 +317,113 @@ def run_stage(
     saves and exits), and kills preparation (which loses nothing). Every child has ended when this returns or raises.
     """
     size = folder.events.stat().st_size if folder.events.exists() else 0
-    command = python_module(WORKER, stage, str(folder.path), options=FAULTHANDLER)
-    stacks = folder.path / STACKS
     with ExitStack() as stack:
-        variables: dict[int, dict[str, str]] = {0: {}}
-        over_elsewhere: Callable[[], bool] | None = None
-        if board is not None and stage == "train":
-            assert board.message is not None, "rank 0 has begun"
-            variables = {
-                board.launch.rank: rank_variables(board.launch, board.message, environment)
-            }
-            over_elsewhere = board.over if board.launch.rank else None
-            ranks = board.launch.world
-        elif ranks > 1:
-            meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-"))
-            variables = {
-                rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)
-            }
-        if 0 in variables and stacks.is_dir():
-            for old_file in (*stacks.glob("rank-*.txt"), stacks / HOSTS_FILE):
-                old_file.unlink(missing_ok=True)
-        members: dict[int, Member] = {}
+        # Which ranks run here, and what their environments say. Of a launcher's ranks each process has one.
+        local_ranks = _local_ranks(stage, ranks, board, environment, stack)
+        if 0 in local_ranks.variables:
+            _remove_old_stacks(folder)
+
+        # Their processes; for rank 0 those of other processes are members of the group, too.
         processes = list[_Process]()
-        for rank, rank_variables_only in variables.items():
-            on_rank_line = on_line if len(variables) == 1 else partial(_prefixed, rank, on_line)
+        for rank, variables in local_ranks.variables.items():
+            is_alone = len(local_ranks.variables) == 1
+            on_rank_line = on_line if is_alone else partial(_prefixed, rank, on_line)
             processes.append(
                 _Process(
-                    command,
+                    python_module(WORKER, stage, str(folder.path), options=FAULTHANDLER),
                     arguments,
-                    {**environment, **rank_variables_only},
+                    {**environment, **variables},
                     inherited,
                     on_rank_line,
                 )
             )
             stack.callback(processes[-1].close)
-            members[rank] = processes[-1]
-        if board is not None and 0 in variables:
-            members |= {rank: _Peer(board, rank) for rank in range(1, ranks)}
-        group = _Group(members, ranks, folder, over_elsewhere, _stop_seconds(folder))
+        members: dict[int, RankProcess] = dict(zip(local_ranks.variables, processes, strict=True))
+        if board is not None and 0 in local_ranks.variables:
+            members |= {rank: _Peer(board, rank) for rank in range(1, local_ranks.world)}
+        group = _Group(
+            members, local_ranks.world, folder, local_ranks.over_elsewhere, _stop_seconds(folder)
+        )
+
+        # What requests do, and the events until all have ended.
         stop = group.stop if stage == "train" else lambda: kill_group(processes[0].child.pid)
         save = partial(processes[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
-        absence = None if board is None or board.launch.rank else _Absence(board, on_event)
         with requests.handled_by(stop, save):
-            over = partial(_over, group, board, absence)
             if board is not None and board.launch.rank:
-                # Rank 0 alone reads the events, and tells on the board what the others need of them.
-                while not over():
-                    group.saves |= board.saves()
-                    if board.failed():
-                        group.kill()
-                    time.sleep(POLL_SECONDS)
-                return group.result(stage)
-            poll_seconds = POLL_SECONDS if board is None else SHARED_POLL_SECONDS
-            for event in follow(folder.events, over, start=size, poll_seconds=poll_seconds):
-                group.saves |= isinstance(event, Phase) and event.name == "saving"
-                if board is not None and isinstance(event, RunStarted):
-                    board.met()
-                if board is not None and group.saves:
-                    board.save()
-                on_event(event)
+                _wait_for_rank_0(group, board)
+            else:
+                _follow_events(group, folder, size, board, on_event)
         return group.result(stage)
+
+
+@final
+@dataclass(frozen=True)
+class _LocalRanks:
+    """The ranks that this process starts. `variables`: of each one's environment. `over_elsewhere`: as in `_Group`."""
+
+    variables: Mapping[int, Mapping[str, str]]
+    world: int
+    over_elsewhere: Callable[[], bool] | None = None
+
+
+def _local_ranks(
+    stage: Stage,
+    ranks: int,
+    board: Board | None,
+    environment: Mapping[str, str],
+    stack: ExitStack,
+) -> _LocalRanks:
+    """`stack` removes the file where the ranks of one machine meet."""
+    if board is not None and stage == "train":
+        assert board.message is not None, "rank 0 has begun"
+        launch = board.launch
+        variables = rank_variables(launch, board.message, environment)
+        over_elsewhere = board.over if launch.rank else None
+        return _LocalRanks({launch.rank: variables}, launch.world, over_elsewhere)
+    if ranks == 1:
+        return _LocalRanks({0: {}}, ranks)
+    meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-"))
+    return _LocalRanks(
+        {rank: local_rank_variables(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)},
+        ranks,
+    )
+
+
+def _remove_old_stacks(folder: RunFolder) -> None:
+    """Those of an earlier start."""
+    stacks = folder.path / STACKS
+    if stacks.is_dir():
+        for old_file in (*stacks.glob("rank-*.txt"), stacks / HOSTS_FILE):
+            old_file.unlink(missing_ok=True)
+
+
+def _wait_for_rank_0(group: _Group, board: Board) -> None:
+    """Rank 0 alone reads the events, and tells on the board what the others need of them."""
+    while not _over(group, board, None):
+        group.saves |= board.saves()
+        if board.failed():
+            group.kill()
+        time.sleep(POLL_SECONDS)
+
+
+def _follow_events(
+    group: _Group,
+    folder: RunFolder,
+    start: int,
+    board: Board | None,
+    on_event: Callable[[Event], None],
+) -> None:
+    """Hands on each event, from byte `start` of the file, until all ranks have ended."""
+    absence = None if board is None else _Absence(board, on_event)
+    poll_seconds = POLL_SECONDS if board is None else SHARED_POLL_SECONDS
+    over = partial(_over, group, board, absence)
+    for event in follow(folder.events, over, start=start, poll_seconds=poll_seconds):
+        group.saves |= isinstance(event, Phase) and event.name == "saving"
+        if board is not None and isinstance(event, RunStarted):
+            board.met()
+        if board is not None and group.saves:
+            board.save()
+        on_event(event)
 
 
 def _stop_seconds(folder: RunFolder) -> float:
@@ -421,7 +468,7 @@ def _over(group: _Group, board: Board | None, absence: _Absence | None) -> bool:
     return group.over()
 
 
-def rank_environment(rank: int, ranks: int, meeting: str) -> dict[str, str]:
+def local_rank_variables(rank: int, ranks: int, meeting: str) -> dict[str, str]:
     """The variables of one rank on this machine: torchrun's names, and the file where the ranks meet."""
     return {
         "RANK": str(rank),

@@ -53,7 +53,7 @@ from bloomery.train.process import (
     set_up_process,
     training_device,
 )
-from bloomery.train.rl.rollouts import rollout_source
+from bloomery.train.rl.rollout_source import rollout_source
 from bloomery.train.run_clock import Timer, is_time_up
 from bloomery.train.state import TrainState, build_state
 

@@ -27,7 +27,7 @@ from bloomery.train.failures import Stopped
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import added, means
 from bloomery.train.recover import AllocationFailed, attempt_with_kernels, replan
-from bloomery.train.rl.rollouts import HeldOutReward, RolloutSource
+from bloomery.train.rl.rollout_source import HeldOutReward, RolloutSource
 from bloomery.train.step import compute_loss
 from bloomery.view.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 

@@ -194,7 +194,7 @@ class PolicyLoss:
 
 def sampling_gaps(old_logps_BT: Tensor, batch: Batch) -> Tensor:
     """[B, T]: how much training and generation disagree about the same tokens under the same weights."""
-    return (old_logps_BT.detach() - batch.extras["drawn_logps"]) * batch.loss_mask
+    return (old_logps_BT.detach() - batch.extras["sampled_logps"]) * batch.loss_mask
 
 
 def gap_metrics(sampling_gaps_BT: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -9,12 +9,22 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
 from bloomery.core.child import Channel, Child, Message, Silence
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.recipe.rewards import (
+    AnyReward,
+    FunctionReward,
+    ModelReward,
+    PythonReward,
+    VerifierReward,
+    reward_name,
+)
 from bloomery.train.failures import Stopped
+from bloomery.train.rl.program_answers import longest_seconds
 from bloomery.train.rl.reward_functions import connect
 from bloomery.train.rl.rewards_worker import shown
 
@@ -25,8 +35,8 @@ POLL_SECONDS = 0.2  # between two looks whether the run is to stop
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSource:
-    """One reward. `job`: what the worker runs; with `connect` a function that another process has.
+class WorkerReward:
+    """A reward that a worker computes. `job`: what the worker runs; with `connect` a function that another process has.
 
     `timeout` in seconds, for all completions of a rollout; `seconds_of` adds to it by how many completions there are.
     """
@@ -37,6 +47,53 @@ class RewardSource:
     timeout: float = 60.0
     seconds_of: Callable[[int], float] = lambda _: 0.0
     memory: int = MEMORY_BYTES
+
+
+def worker_rewards(rewards: Sequence[AnyReward]) -> list[WorkerReward]:
+    """Those that workers compute: functions and verifiers."""
+    return [worker_reward(reward) for reward in rewards if not isinstance(reward, ModelReward)]
+
+
+def worker_reward(reward: PythonReward | VerifierReward | FunctionReward) -> WorkerReward:
+    """What the worker of a reward runs."""
+    if isinstance(reward, FunctionReward):
+        return WorkerReward(
+            name=reward_name(reward),
+            job={"connect": reward.function},
+            weight=reward.weight,
+            timeout=reward.timeout.amount,
+            memory=reward.memory,
+        )
+    if isinstance(reward, PythonReward):
+        file, _, function = reward.python.rpartition(":")
+        return WorkerReward(
+            name=reward_name(reward),
+            job={"file": file, "function": function},
+            weight=reward.weight,
+            timeout=reward.timeout.amount,
+            memory=reward.memory,
+        )
+    program_seconds = reward.program_timeout.amount
+    return WorkerReward(
+        name=reward_name(reward),
+        job={
+            "verifier": reward.verifier,
+            "settings": {
+                "column": reward.column,
+                "pattern": reward.pattern,
+                "max_characters": reward.max_characters,
+                "json_schema": reward.json_schema,
+                "program_seconds": program_seconds,
+                "program_memory": reward.program_memory,
+            },
+        },
+        weight=reward.weight,
+        timeout=reward.timeout.amount,
+        # A program that never ends is a wrong answer: the reward waits as long as all programs may take.
+        seconds_of=partial(longest_seconds, cpu_seconds=program_seconds)
+        if reward.verifier == "unit_tests"
+        else lambda _: 0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +117,7 @@ class Rewards:
 
     def __init__(
         self,
-        sources: Sequence[RewardSource],
+        sources: Sequence[WorkerReward],
         *,
         columns: Sequence[str] | None = None,
         on_error: Literal["stop", "skip"] = "stop",
@@ -169,7 +226,7 @@ class Rewards:
         return ScoredCompletions(by_name, tuple(totals), tuple(skipped))
 
     def _answer(
-        self, source: RewardSource, start_time: float, request: Mapping[str, Any]
+        self, source: WorkerReward, start_time: float, request: Mapping[str, Any]
     ) -> Message:
         """The checked numbers of one reward, which was asked at `start_time`."""
         count = len(request["completions"])
@@ -204,18 +261,18 @@ class Rewards:
             raise self._failed(source, _no_answer(source), _NO_ANSWER_FIX)
         return answer
 
-    def _next(self, source: RewardSource, seconds: float) -> Message | Silence:
+    def _next(self, source: WorkerReward, seconds: float) -> Message | Silence:
         """The next message of its process. Raises UserError for bytes that are none."""
         try:
             return self._children[source.name].next(seconds)
         except (ValueError, RecursionError) as error:
             raise self._failed(source, _no_answer(source), _NO_ANSWER_FIX) from error
 
-    def _ending(self, source: RewardSource) -> str:
+    def _ending(self, source: WorkerReward) -> str:
         child = self._children[source.name]
         return child.ending() if isinstance(child, Child) else "a copy of the one that called train"
 
-    def _failed(self, source: RewardSource, problem: str, fix: str) -> UserError:
+    def _failed(self, source: WorkerReward, problem: str, fix: str) -> UserError:
         """The error; the worker is of no more use."""
         child = self._children.pop(source.name, None)
         if child is not None:
@@ -228,7 +285,7 @@ _NO_ANSWER_FIX = (
 )
 
 
-def _no_answer(source: RewardSource) -> str:
+def _no_answer(source: WorkerReward) -> str:
     return f"the process of the reward {source.name} answered with something else than its rewards"
 
 

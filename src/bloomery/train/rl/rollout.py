@@ -1,4 +1,4 @@
-"""A rollout: completions that the policy drew, with what training on them needs; a part of every checkpoint."""
+"""A rollout: completions that the policy sampled, with what training on them needs; a part of every checkpoint."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bloomery.data.batch import Batch
 
+DRAWN_LOGPS = "drawn_logps"  # the name of sampled log-probabilities in checkpoints
 TARGETS = ("advantages", "values", "returns")  # the fields of TokenTargets
 
 
@@ -24,15 +25,17 @@ class TokenTargets:
 
 @final
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and a completion of it. `drawn_logps`: of each token as it was drawn; `old_logps`: under the model that
-    trained when it was drawn, None where only that model trains on it. `has_loss`: False for a completion that is not
-    trained on, and counts as a completion. `targets`: with a value head, in place of one `advantage`.
+class RolloutSample:
+    """A prompt and a completion of it.
+
+    `sampled_logps`: of each token as it was sampled; `old_logps`: under the model that trained when it was sampled,
+    None where only that model trains on it. `has_loss`: False for a completion that is not trained on, and counts as a
+    completion. `targets`: with a value head, in place of one `advantage`.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
-    drawn_logps: tuple[float, ...]
+    sampled_logps: tuple[float, ...]
     advantage: float = 0.0
     old_logps: tuple[float, ...] | None = None
     has_loss: bool = True
@@ -45,7 +48,7 @@ class Sample:
         """What a loss needs of the completion, by its name in `Batch.extras`: of all tokens alike, or of each."""
         extras: dict[str, float | tuple[float, ...]] = {
             "advantages": self.advantage,
-            "drawn_logps": self.drawn_logps,
+            "sampled_logps": self.sampled_logps,
         }
         if self.old_logps is not None:
             extras["old_logps"] = self.old_logps
@@ -57,16 +60,16 @@ class Sample:
 @final
 @dataclass(frozen=True)
 class Rollout:
-    """Samples in the order in which they were drawn, those of a prompt in a row.
+    """Samples in the order in which they were sampled, those of a prompt in a row.
 
-    `first_step`: how many optimizer steps the run had taken when they were drawn; `num_steps`: how many train on them.
-    `num_prompts`: how many prompts of the dataset they took.
+    `first_step`: how many optimizer steps the run had taken before they were sampled; `num_steps`: how many train on
+    them. `num_prompts`: how many prompts of the dataset they took.
     """
 
     first_step: int
     num_steps: int
     num_prompts: int
-    samples: tuple[Sample, ...]
+    samples: tuple[RolloutSample, ...]
 
     def is_over(self, step: int) -> bool:
         """Whether a run that has taken so many steps needs it no more."""
@@ -85,8 +88,8 @@ class Rollout:
             "completion_ids": torch.tensor(
                 [id_ for sample in self.samples for id_ in sample.completion_ids]
             ),
-            "drawn_logps": torch.tensor(
-                [logp for sample in self.samples for logp in sample.drawn_logps]
+            DRAWN_LOGPS: torch.tensor(
+                [logp for sample in self.samples for logp in sample.sampled_logps]
             ),
             "advantages": torch.tensor([sample.advantage for sample in self.samples]),
             "has_loss": torch.tensor([sample.has_loss for sample in self.samples]),
@@ -123,7 +126,7 @@ class Rollout:
 
         prompts = pieces("prompt_ids", prompt_lengths)
         completions = pieces("completion_ids", completion_lengths)
-        drawn_logps = pieces("drawn_logps", completion_lengths)
+        sampled_logps = pieces(DRAWN_LOGPS, completion_lengths)
         old_logps: list[tuple[float, ...] | None] = [None] * len(prompts)
         if "old_logps" in tensors:
             old_logps = list(pieces("old_logps", completion_lengths))
@@ -136,14 +139,14 @@ class Rollout:
         columns = zip(
             prompts,
             completions,
-            drawn_logps,
+            sampled_logps,
             tensors["advantages"].tolist(),
             old_logps,
             tensors["has_loss"].tolist(),
             targets,
             strict=True,
         )
-        samples = tuple(Sample(*column) for column in columns)
+        samples = tuple(RolloutSample(*column) for column in columns)
         first_step, num_steps, num_prompts = (
             int(scalars[name]) for name in ("first_step", "num_steps", "num_prompts")
         )
@@ -159,7 +162,7 @@ class Rollout:
 
 @final
 @dataclass(frozen=True)
-class Place:
+class SamplePlace:
     """Where a sample is in its micro-batches: `start` is the position of its first token in the row."""
 
     micro_batch: int
@@ -167,7 +170,37 @@ class Place:
     start: int
 
 
-def pack(samples: Sequence[Sample], *, length: int, rows: int) -> tuple[list[Batch], list[Place]]:
+@final
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """A micro-batch of a step: so many sequences of so many tokens."""
+
+    rows: int
+    length: int
+
+
+def pack_for_rank(
+    samples: Sequence[RolloutSample], shape: MicroBatchShape, *, rank: int, world: int
+) -> tuple[list[Batch], list[SamplePlace]]:
+    """The micro-batches of a rank, as many as every rank has, and the places of its samples.
+
+    A rank has every `world`th sample.
+    """
+    length = shape.length
+    rows = shape.rows
+    packed_by_rank = [
+        pack(samples[first::world], length=length, rows=rows) for first in range(world)
+    ]
+    batches, places = packed_by_rank[rank]
+    most_batches = max(len(of_rank) for of_rank, _ in packed_by_rank)
+    while len(batches) < most_batches:
+        batches.append(empty_batch(samples, length=length, rows=rows))
+    return batches, places
+
+
+def pack(
+    samples: Sequence[RolloutSample], *, length: int, rows: int
+) -> tuple[list[Batch], list[SamplePlace]]:
     """Micro-batches of `rows` sequences of `length` tokens with all samples, and the place of each sample.
 
     A sample is a document of a packed sequence: it goes into the first sequence that has room. Its completion has the
@@ -188,7 +221,8 @@ def pack(samples: Sequence[Sample], *, length: int, rows: int) -> tuple[list[Bat
         used_tokens[sequence] += len(sample)
     num_batches = -(-len(used_tokens) // rows)
     places = [
-        Place(sequence // rows, sequence % rows, start) for sequence, start in sequences_and_starts
+        SamplePlace(sequence // rows, sequence % rows, start)
+        for sequence, start in sequences_and_starts
     ]
 
     # 2. The tensors of each micro-batch.
@@ -203,13 +237,17 @@ def pack(samples: Sequence[Sample], *, length: int, rows: int) -> tuple[list[Bat
     return batches, places
 
 
-def empty_batch(samples: Sequence[Sample], *, length: int, rows: int) -> Batch:
+def empty_batch(samples: Sequence[RolloutSample], *, length: int, rows: int) -> Batch:
     """A micro-batch without samples, for a rank that has fewer of `samples` than others."""
     return _batch_of([], samples[0].extras(), length=length, rows=rows)
 
 
 def _batch_of(
-    members: Sequence[tuple[Sample, Place]], names: Iterable[str], *, length: int, rows: int
+    members: Sequence[tuple[RolloutSample, SamplePlace]],
+    names: Iterable[str],
+    *,
+    length: int,
+    rows: int,
 ) -> Batch:
     """`names`: of the extras that each sample has."""
     tokens, labels, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
@@ -234,7 +272,7 @@ def _batch_of(
     return Batch(tokens, labels, loss_mask, positions, documents, sequences, extras)
 
 
-def completion_span(sample: Sample, place: Place) -> slice:
+def completion_span(sample: RolloutSample, place: SamplePlace) -> slice:
     """The positions in the sample's row whose labels are its completion."""
     end = place.start + len(sample) - 1
     return slice(end - len(sample.completion_ids), end)

@@ -1,0 +1,170 @@
+"""How the rewards of a rollout become advantages: of whole completions, or of each of their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, final
+
+import torch
+
+from bloomery.recipe.objectives import Grpo, Ppo, Rloo, Rollouts
+from bloomery.train.rl.policy_loss import group_advantages, leave_one_out_advantages
+from bloomery.train.rl.policy_scores import LOGPS, VALUES, PolicyScores
+from bloomery.train.rl.ppo import TokenRewarding
+from bloomery.train.rl.rollout import MicroBatchShape, RolloutSample
+
+# What the reward of a completion is compared with.
+Scale = Literal["group", "batch", "none", "leave_one_out"]
+
+
+@final
+@dataclass(frozen=True)
+class JudgedSamples:
+    """Samples with their advantages, and metrics of how these came about."""
+
+    samples: tuple[RolloutSample, ...]
+    metrics: dict[str, float]
+
+
+class Advantages(Protocol):
+    """By how much each completion, or each of its tokens, was better than expected."""
+
+    def judge(
+        self,
+        samples: Sequence[RolloutSample],
+        rewards: Sequence[float],
+        is_truncated: Sequence[bool],
+        *,
+        num_steps: int,
+        shape: MicroBatchShape,
+    ) -> JudgedSamples:
+        """`rewards`: of whole completions, NaN without any. `num_steps`: how many train on the rollout.
+
+        It may take forwards of the model and of its reference: all ranks call it together.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class CompletionAdvantages:
+    """GRPO and RLOO: each completion is compared with the others of its prompt.
+
+    `reward_beta`: of RLOO, the weight of the KL divergence that is taken off the rewards.
+    """
+
+    scores: PolicyScores
+    scale: Scale
+    num_generations: int
+    reward_beta: float = 0.0
+
+    def judge(
+        self,
+        samples: Sequence[RolloutSample],
+        rewards: Sequence[float],
+        is_truncated: Sequence[bool],
+        *,
+        num_steps: int,
+        shape: MicroBatchShape,
+    ) -> JudgedSamples:
+        del is_truncated
+        # Of several steps the first changes the model, which then is no more the one that sampled: its
+        # log-probabilities are computed before.
+        old_logps: list[list[float]] | None = None
+        if num_steps > 1 or self.reward_beta:
+            old_logps = self.scores.logps(samples, shape)
+
+        # The divergence of a completion from the reference model, where that is a part of its reward.
+        penalties = [0.0] * len(samples)
+        metrics = {}
+        if self.reward_beta:
+            assert old_logps is not None
+            reference_logps = self.scores.logps(samples, shape, of_reference=True)
+            divergences = [
+                sum(logps) - sum(reference)
+                for logps, reference in zip(old_logps, reference_logps, strict=True)
+            ]
+            penalties = [self.reward_beta * divergence for divergence in divergences]
+            num_tokens = sum(len(sample.completion_ids) for sample in samples if sample.has_loss)
+            metrics["kl"] = sum(divergences) / max(1, num_tokens)
+
+        advantages = self._compared(
+            [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        )
+        judged_samples = tuple(
+            replace(
+                sample,
+                advantage=advantage,
+                old_logps=None if num_steps == 1 or old_logps is None else tuple(old_logps[index]),
+            )
+            for index, (sample, advantage) in enumerate(zip(samples, advantages, strict=True))
+        )
+        return JudgedSamples(judged_samples, metrics)
+
+    def _compared(self, rewards: Sequence[float]) -> list[float]:
+        numbers = torch.tensor(rewards, dtype=torch.float64)
+        if self.scale == "leave_one_out":
+            advantages = leave_one_out_advantages(numbers, self.num_generations)
+        else:
+            advantages = group_advantages(numbers, self.num_generations, scale=self.scale)
+        of_completions: list[float] = advantages.tolist()
+        return of_completions
+
+
+@final
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """PPO: each token has a target, by the model's value head. A completion without any reward has no loss."""
+
+    scores: PolicyScores
+    rewarding: TokenRewarding
+
+    def judge(
+        self,
+        samples: Sequence[RolloutSample],
+        rewards: Sequence[float],
+        is_truncated: Sequence[bool],
+        *,
+        num_steps: int,
+        shape: MicroBatchShape,
+    ) -> JudgedSamples:
+        del num_steps
+        logps, values = self.scores.rows_of_head(samples, shape, (LOGPS, VALUES))
+        reference_logps = None
+        if self.rewarding.kl_coef:
+            reference_logps = self.scores.logps(samples, shape, of_reference=True)
+        rewarded = self.rewarding(
+            rewards, is_truncated, logps=logps, reference_logps=reference_logps, values=values
+        )
+        judged_samples = tuple(
+            replace(
+                sample,
+                old_logps=tuple(old_logps),
+                targets=targets,
+                has_loss=sample.has_loss and reward == reward,
+            )
+            for sample, old_logps, targets, reward in zip(
+                samples, logps, rewarded.targets, rewards, strict=True
+            )
+        )
+        return JudgedSamples(judged_samples, rewarded.metrics)
+
+
+def advantages_of(objective: Rollouts, scores: PolicyScores) -> Advantages:
+    """How the objective turns rewards into advantages."""
+    if isinstance(objective, Ppo):
+        return TokenAdvantages(
+            scores,
+            TokenRewarding(
+                kl_coef=objective.kl_coef,
+                kl_estimator=objective.kl_estimator,
+                missing_eos_penalty=objective.missing_eos_penalty,
+                whiten_rewards=objective.whiten_rewards,
+                gamma=objective.gamma,
+                lam=objective.lam,
+            ),
+        )
+    if isinstance(objective, Rloo):
+        return CompletionAdvantages(
+            scores, "leave_one_out", objective.num_generations, reward_beta=objective.beta
+        )
+    assert isinstance(objective, Grpo)
+    return CompletionAdvantages(scores, objective.scale_rewards, objective.num_generations)

@@ -1,0 +1,90 @@
+"""What the model that trains, or its reference model, says about completions: log-probabilities and values."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+from torch import Tensor
+
+from bloomery.infer.forward import eval_mode, forward, to_device
+from bloomery.model.decoder import Decoder
+from bloomery.train.objectives.build import Scoring, as_reference
+from bloomery.train.rl.rollout import (
+    MicroBatchShape,
+    RolloutSample,
+    completion_span,
+    pack_for_rank,
+)
+from bloomery.train.state import TrainState
+
+# Rows of a policy's head: the log-probability of each label, and with a value head the value of each position.
+LOGPS = 0
+VALUES = 2
+
+
+@final
+class PolicyScores:
+    """Computes them as training does, on all ranks, which call it together."""
+
+    def __init__(
+        self, state: TrainState, scoring: Scoring, reference: Decoder | None, *, precision: str
+    ) -> None:
+        """`reference`: the frozen copy of the start; None where the model without its adapter is the reference."""
+        self._state = state
+        self._scoring = scoring
+        self._reference = reference
+        self._precision = precision
+
+    def logps(
+        self,
+        samples: Sequence[RolloutSample],
+        shape: MicroBatchShape,
+        *,
+        of_reference: bool = False,
+    ) -> list[list[float]]:
+        """Of every sample's tokens under the model as it is, or under its reference model."""
+        return self.rows_of_head(samples, shape, (LOGPS,), of_reference=of_reference)[0]
+
+    def rows_of_head(
+        self,
+        samples: Sequence[RolloutSample],
+        shape: MicroBatchShape,
+        rows: Sequence[int],
+        *,
+        of_reference: bool = False,
+    ) -> list[list[list[float]]]:
+        """Of each of these rows of the head's output the numbers of every sample's tokens.
+
+        Log-probabilities are 0 for a sample without loss.
+        """
+        # 1. Ranks share out the samples, and take equally many forwards.
+        model = self._state.model
+        device = next(model.parameters()).device
+        mesh = self._state.model_and_optimizer.mesh
+        batches, places = pack_for_rank(samples, shape, rank=mesh.data_rank, world=mesh.data_world)
+
+        # 2. The outputs for this rank's samples, then those of all.
+        outputs = list[Tensor]()
+        scored = as_reference(model, self._reference) if of_reference else _as_it_is(model)
+        with scored as scored_model:
+            for batch in batches:
+                on_device = to_device(batch, device)
+                head = self._scoring(on_device)
+                output = forward(scored_model, on_device, head, precision=self._precision)
+                outputs.append(output.head[list(rows)].cpu())
+        own_numbers = [
+            outputs[place.micro_batch][:, place.row, completion_span(sample, place)].tolist()
+            for sample, place in zip(
+                samples[mesh.data_rank :: mesh.data_world], places, strict=True
+            )
+        ]
+        numbers: list[list[list[float]]] = [[] for _ in samples]
+        for rank, numbers_of_rank in enumerate(mesh.all_gather_json(own_numbers)):
+            numbers[rank :: mesh.data_world] = numbers_of_rank
+        return [[of_sample[row] for of_sample in numbers] for row in range(len(rows))]
+
+
+@contextmanager
+def _as_it_is(model: Decoder) -> Iterator[Decoder]:
+    with eval_mode(model):
+        yield model

@@ -1,0 +1,345 @@
+"""The batch source of reinforcement learning: it samples completions, has them scored, and hands them to the steps.
+
+A rollout is sampled before its first step and trained on for `num_iterations` x `steps_per_generation` steps.
+Everything in it is keyed by the run's seed and the number of the prompt, so that a resumed run samples what the
+uninterrupted one samples; a rollout that a checkpoint interrupts is a part of the checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+
+from bloomery.data.order import mix
+from bloomery.data.prompts import Prompts
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.sampling import Sampling, known_ids
+from bloomery.monitor.events import Emit, Phase, Warned
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.objectives import GroupRollouts, Rollouts
+from bloomery.train.batch_source import SourceInputs, StepBatches
+from bloomery.train.objectives.build import Scoring, policy_scoring
+from bloomery.train.rl.advantages import Advantages, advantages_of
+from bloomery.train.rl.policy_loss import mean_of
+from bloomery.train.rl.policy_scores import PolicyScores
+from bloomery.train.rl.reward_files import changed_rewards
+from bloomery.train.rl.reward_models import RewardModels
+from bloomery.train.rl.rewards import Rewards, worker_rewards
+from bloomery.train.rl.rollout import MicroBatchShape, Rollout, RolloutSample, pack_for_rank
+from bloomery.train.rl.rollout_records import completion_metrics, write_completions
+from bloomery.train.rl.sampler import JointWait, Sampler
+from bloomery.train.rl.scoring import CompletionScorer, columns_of
+from bloomery.train.state import TrainState
+
+REPORT_SECONDS = 1.0
+HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How completions are sampled and trained on."""
+
+    num_generations: int
+    sampling: Sampling
+    num_iterations: int = 1
+    steps_per_generation: int = 1
+    mask_truncated: bool = False
+    shown: Literal["none", "shown", "all"] = "shown"
+
+    @property
+    def num_steps(self) -> int:
+        """How many optimizer steps train on a rollout."""
+        return self.num_iterations * self.steps_per_generation
+
+
+@dataclass(frozen=True)
+class HeldOutReward:
+    """The mean reward of one completion of each held-out prompt, and how many tokens these have."""
+
+    reward: float
+    prompts: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SampledRollout:
+    """A new rollout, the metrics of its completions, and the seconds that its parts took."""
+
+    rollout: Rollout
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+@final
+class RolloutSource:
+    """Samples from the model that trains. The first rank calls the rewards and writes the completions."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        settings: RolloutSettings,
+        prompts: Prompts,
+        held_out: Prompts,
+        scorer: CompletionScorer,
+        advantages: Advantages,
+        tokenizer: Tokenizer,
+        run_dir: Path,
+        emit: Emit,
+        stop: Callable[[], bool],
+        time_is_up: Callable[[], bool],
+    ) -> None:
+        self._state = state
+        self._sampler = Sampler(state, settings.sampling, emit=emit, stop=stop)
+        self._settings = settings
+        self._prompts = prompts
+        self._held_out = held_out
+        self._scorer = scorer
+        self._advantages = advantages
+        self._tokenizer = tokenizer
+        self._run_dir = run_dir
+        self._emit = emit
+        self._time_is_up = time_is_up
+        self._rewards_are_slow = False  # then their beginning is told
+        self._last_sampled: SampledRollout | None = None  # by this process
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._state.model_and_optimizer.mesh
+
+    @contextmanager
+    def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
+        with self._scorer.started():
+            yield self._steps(plan)
+
+    def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
+        while True:
+            # A checkpoint may hold the rest of a rollout; its first steps have been taken.
+            step = self._state.progress.step
+            seconds: dict[str, float] = {}
+            if self._state.rollout is None or self._state.rollout.is_over(step):
+                self._last_sampled = self._next_rollout(plan)
+                self._state.rollout = self._last_sampled.rollout
+                seconds = self._last_sampled.seconds
+            rollout = self._state.rollout
+            # The first step has the metrics of the completions, also where it is tried again out of memory.
+            metrics: dict[str, float] = {}
+            if self._last_sampled is not None and self._last_sampled.rollout is rollout:
+                metrics = self._last_sampled.metrics if step == rollout.first_step else {}
+            yield self._step_of(
+                rollout,
+                step - rollout.first_step,
+                shape_of(plan),
+                seed=plan.train.seed,
+                metrics=metrics,
+                seconds=seconds,
+            )
+
+    def evaluate(self, plan: RunPlan, limit: int | None) -> HeldOutReward | None:
+        """One completion of each of at most `limit` held-out prompts, sampled as in training; None without prompts.
+
+        The random numbers are the same at every evaluation.
+        """
+        start_time = time.perf_counter()
+        count = len(self._held_out) if limit is None else min(limit, len(self._held_out))
+        if count == 0:
+            return None
+        prompts = [self._held_out[number] for number in range(count)]
+        completions = self._sampler.completions(
+            plan,
+            prompts,
+            1,
+            lambda place, number: mix(plan.train.seed, HELD_OUT, place, number),
+            phase="evaluation",
+        )
+        totals = [
+            total for total in self._scorer.score(prompts, completions).totals if total == total
+        ]
+        if not totals:
+            return None
+        return HeldOutReward(
+            mean_of(torch.tensor(totals, dtype=torch.float64)),
+            len(totals),
+            sum(len(text.ids) for text in completions),
+            time.perf_counter() - start_time,
+        )
+
+    def _next_rollout(self, plan: RunPlan) -> SampledRollout:
+        """Sample completions of the next prompts, score them, and judge each by how much better it is than others."""
+        settings = self._settings
+        step = self._state.progress.step
+        first_prompt = self._state.cursor.consumed
+        num_completions = plan.train.sequences_per_step * settings.steps_per_generation
+        num_prompts = num_completions // settings.num_generations
+        prompts = [self._prompts[first_prompt + index] for index in range(num_prompts)]
+
+        # 1. Each rank samples the completions of some prompts; then every rank has all of them.
+        start_time = time.perf_counter()
+        completions = self._sampler.completions(
+            plan,
+            prompts,
+            settings.num_generations,
+            lambda place, number: mix(plan.train.seed, first_prompt + place, number),
+            time_is_up=self._time_is_up,
+        )
+        rollout_seconds = time.perf_counter() - start_time
+
+        # 2. Rewards.
+        start_time = time.perf_counter()
+        if self._rewards_are_slow:
+            self._emit(Phase(step=step, name="reward", done=0, total=num_completions))
+        scored = self._scorer.score(prompts, completions)
+        for reason in scored.skipped[:1]:
+            others = len(scored.skipped) - 1
+            more = f" (and {others:,} more completions)" if others else ""
+            self._emit(Warned(step=step, reason=f"skipped: {reason}{more}"))
+        reward_seconds = time.perf_counter() - start_time
+        self._rewards_are_slow = reward_seconds > REPORT_SECONDS
+        metrics = completion_metrics(completions, scored, num_generations=settings.num_generations)
+        samples = [
+            RolloutSample(
+                tuple(prompts[text.prompt].ids.tolist()),
+                tuple(text.ids),
+                tuple(text.logps),
+                has_loss=not (settings.mask_truncated and text.truncated),
+            )
+            for text in completions
+        ]
+
+        # 3. By how much each completion, or each of its tokens, was better than expected.
+        start_time = time.perf_counter()
+        judged = self._advantages.judge(
+            samples,
+            scored.totals,
+            [text.truncated for text in completions],
+            num_steps=settings.num_steps,
+            shape=shape_of(plan),
+        )
+        rollout = Rollout(step, settings.num_steps, num_prompts, judged.samples)
+        if self._mesh.first_rank and settings.shown != "none":
+            write_completions(self._run_dir, rollout, prompts, completions, scored, self._tokenizer)
+        return SampledRollout(
+            rollout,
+            {**metrics, **judged.metrics},
+            {
+                "rollout": rollout_seconds,
+                "reward": reward_seconds,
+                "advantages": time.perf_counter() - start_time,
+            },
+        )
+
+    def _step_of(
+        self,
+        rollout: Rollout,
+        number: int,
+        shape: MicroBatchShape,
+        *,
+        seed: int,
+        metrics: dict[str, float],
+        seconds: dict[str, float],
+    ) -> StepBatches:
+        """The micro-batches of the rollout's step of that number, on this rank."""
+        # 1. Each pass goes through the samples in an order of its own, a part of them in each step.
+        per_step = len(rollout.samples) // self._settings.steps_per_generation
+        pass_number, part = divmod(number, self._settings.steps_per_generation)
+        order = sorted(
+            range(len(rollout.samples)),
+            key=lambda index: mix(seed, rollout.first_step, pass_number, index),
+        )
+        indices = sorted(order[part * per_step : (part + 1) * per_step])
+        samples = [rollout.samples[index] for index in indices]
+        batches, _ = pack_for_rank(
+            samples, shape, rank=self._mesh.data_rank, world=self._mesh.data_world
+        )
+
+        # 2. The prompts are behind the run once the last step has trained on them.
+        is_last = number == rollout.num_steps - 1
+        return StepBatches(
+            batches,
+            consumed=rollout.num_prompts if is_last else 0,
+            tokens=sum(map(len, samples)),
+            metrics=metrics,
+            seconds=seconds,
+        )
+
+
+def shape_of(plan: RunPlan) -> MicroBatchShape:
+    return MicroBatchShape(rows=plan.train.micro_batch_size, length=plan.data.sequence_length)
+
+
+def rollout_source(inputs: SourceInputs) -> RolloutSource:
+    """The source of the plan's objective and rewards."""
+    plan = inputs.plan
+    objective = plan.objective
+    assert isinstance(objective, Rollouts)
+    scoring = Scoring(
+        plan.model.score_chunk,
+        plan.train.compile,
+        native=plan.model.scores == "compiled",
+        value_head=inputs.state.model.value_head,
+    )
+    prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
+    mesh = inputs.state.model_and_optimizer.mesh
+    if mesh.first_rank:
+        for reason in changed_rewards(inputs.run_dir, plan):
+            inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
+    reward_wait = JointWait(mesh, inputs.stop)
+    rewards = Rewards(
+        worker_rewards(plan.rewards),
+        columns=columns_of(prompts),
+        on_error=plan.data.on_error,
+        stop=reward_wait.go_on,
+    )
+    policy_scores = PolicyScores(
+        inputs.state,
+        policy_scoring(objective, scoring),
+        inputs.reference_model,
+        precision=plan.train.precision,
+    )
+    return RolloutSource(
+        inputs.state,
+        settings=RolloutSettings(
+            num_generations=objective.num_generations,
+            sampling=sampling_of(
+                objective, known_ids(inputs.tokenizer.eos_id, plan.model.config.eos_token_id)
+            ),
+            num_iterations=objective.num_iterations,
+            steps_per_generation=objective.steps_per_generation,
+            mask_truncated=isinstance(objective, GroupRollouts)
+            and objective.mask_truncated_completions,
+            shown=plan.logging.completions,
+        ),
+        prompts=prompts,
+        held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
+        scorer=CompletionScorer(
+            rewards=rewards,
+            models=RewardModels(plan, mesh),
+            wait=reward_wait,
+            tokenizer=inputs.tokenizer,
+            mesh=mesh,
+        ),
+        advantages=advantages_of(objective, policy_scores),
+        tokenizer=inputs.tokenizer,
+        run_dir=inputs.run_dir,
+        emit=inputs.emit,
+        stop=inputs.stop,
+        time_is_up=inputs.time_is_up,
+    )
+
+
+def sampling_of(objective: Rollouts, stop_ids: tuple[int, ...]) -> Sampling:
+    """`stop_ids` end a completion."""
+    return Sampling(
+        max_new_tokens=objective.max_completion_length,
+        temperature=objective.temperature,
+        top_k=objective.top_k,
+        top_p=objective.top_p,
+        min_p=objective.min_p,
+        stop_ids=stop_ids,
+    )
