@@ -34,7 +34,7 @@ from bloomery.facts.columns import (
     UNUSED,
 )
 from bloomery.facts.objectives import OBJECTIVES
-from bloomery.hardware.specs import GpuSpec, table
+from bloomery.hardware.specs import GpuSpec, gpu_table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
 
@@ -511,7 +511,7 @@ def hardware_page() -> str:
         "speed",
     )
     lines = [HEAD_OF_HARDWARE, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for arch in sorted(table().arch, key=lambda one: one.vendor):
+    for arch in sorted(gpu_table().arch, key=lambda one: one.vendor):
         share = (
             " to ".join(f"{100 * one:.0f}" for one in arch.efficiency[::2])
             if arch.efficiency
@@ -536,15 +536,15 @@ def hardware_page() -> str:
     for vendor, title in (("amd", "AMD"), ("nvidia", "NVIDIA")):
         head = "| GPU | architecture | memory, GB | bandwidth, GB/s | peak |\n|---|---|--:|--:|--:|"
         lines += [f"### {title}\n", head]
-        archs = {name for arch in table().arch if arch.vendor == vendor for name in arch.names}
-        lines += [_gpu(spec) for spec in table().gpu if spec.arch in archs]
+        archs = {name for arch in gpu_table().arch if arch.vendor == vendor for name in arch.names}
+        lines += [_gpu(spec) for spec in gpu_table().gpu if spec.arch in archs]
         lines.append("")
     head = "| instruction set | bfloat16 | GFLOP/s per core: float32 | bfloat16 | source |\n|---|---|--:|--:|---|"
     lines += ["## CPUs\n", head]
     lines += [
         f"| {cpu.name} | {'yes' if cpu.bf16 else 'no'} | {cpu.gflops['float32']:g} | {cpu.gflops.get('bfloat16', 0):g} "
         f"| {cpu.source} |".replace("| 0 |", "| |")
-        for cpu in table().cpu
+        for cpu in gpu_table().cpu
     ]
     return "\n".join(lines) + "\n"
 

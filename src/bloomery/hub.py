@@ -126,7 +126,7 @@ def hub_token() -> str | Literal[False]:
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 
-def cache_folder() -> Path:
+def hub_cache_folder() -> Path:
     """The cache of huggingface_hub: HF_HUB_CACHE, or a folder in HF_HOME."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -209,7 +209,7 @@ def data_place(path: str) -> Path:
     if not path.startswith(PREFIX):
         return Path(path)
     repository = parse_id(path.removeprefix(PREFIX), "dataset")
-    repository_folder = cache_folder() / f"datasets--{repository.name.replace('/', '--')}"
+    repository_folder = hub_cache_folder() / f"datasets--{repository.name.replace('/', '--')}"
     revision = repository.revision or "main"
     reference = repository_folder / "refs" / revision
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
@@ -275,7 +275,7 @@ def download(
         ]
         _refuse_unusable(repository, part, files, wanted_files)
 
-        place = to or cache_folder()
+        place = to or hub_cache_folder()
         print(f"{repository}: {len(wanted_files)} files, into {place}", file=sys.stderr, flush=True)
         return _snapshot(repository, wanted, unwanted, local_dir=to, token=hub_token())
 
@@ -447,7 +447,7 @@ def _explanation(repository: Repository, error: Exception) -> UserError | None:
 
     # A full disk, a folder that cannot be written.
     if isinstance(error, OSError) and (system_error := of_the_system(error)) is not None:
-        where = system_error.where or str(cache_folder())
+        where = system_error.where or str(hub_cache_folder())
         return UserError(system_error.problem, where=where, fix=system_error.fix)
 
     # Everything else that comes from the network; the library's HTTP client changed its name between versions.

@@ -2,7 +2,13 @@
 
 import pytest
 
-from bloomery.bench.measuring import MOST_POINTS, other_attention, points, split, usual_points
+from bloomery.bench.measuring import (
+    MOST_POINTS,
+    other_attention,
+    points,
+    split_outside_brackets,
+    usual_points,
+)
 from bloomery.core.errors import UserError
 
 
@@ -17,7 +23,7 @@ from bloomery.core.errors import UserError
     ],
 )
 def test_commas_inside_brackets_and_quotes_stay(text, parts):
-    assert split(text) == parts
+    assert split_outside_brackets(text) == parts
 
 
 def test_all_combinations_in_the_order_of_the_words():

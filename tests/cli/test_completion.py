@@ -14,7 +14,7 @@ from bloomery.cli.common import SHELLS
 from bloomery.cli.completion import FILES, MODELS, PATH_KEYS, allowed_words, values_of
 from bloomery.core.errors import UserError
 from bloomery.facts.objectives import OBJECTIVES
-from bloomery.hardware.specs import find_gpu, table
+from bloomery.hardware.specs import find_gpu, gpu_table
 from bloomery.recipe.aliases import all_keys
 
 
@@ -125,7 +125,7 @@ def test_every_key_with_words_offers_each_once():
 def test_every_gpu_that_is_offered_is_known():
     offered = completed(["plan", "demo", "--gpu"], "")
     assert (
-        len(offered) >= sum(len(spec.memory_gib) for spec in table().gpu) and offered[-1] == "all"
+        len(offered) >= sum(len(spec.memory_gib) for spec in gpu_table().gpu) and offered[-1] == "all"
     )
     ambiguous = []
     for name in offered[:-1]:

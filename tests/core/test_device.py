@@ -58,7 +58,7 @@ def test_only_the_door_and_hardware_name_a_vendor():
 
 
 def test_a_cpu_answers_every_call():
-    assert (door.device_count("cpu"), door.current_index("cpu")) == (1, 0)
+    assert (door.num_devices("cpu"), door.current_index("cpu")) == (1, 0)
     assert door.properties_of(torch.device("cpu")) == door.DeviceProperties("CPU")
     assert door.memory_stats("cpu") == {}
     assert door.free_and_total_bytes("cpu") is None
@@ -85,7 +85,7 @@ def test_seeded_generators_repeat_and_a_block_restores_them():
 @pytest.mark.parametrize("kind", door.KINDS, ids=lambda kind: kind.type)
 def test_a_kind_is_one_that_torch_knows(kind):
     device = torch.device(f"{kind.type}:0")
-    assert door.kind_of(device) is kind
+    assert door.device_kind(device) is kind
     if door.is_accelerator(device):
         assert torch.get_device_module(device).device_count() == 0  # none is here
 

@@ -12,7 +12,7 @@ import reference_pages
 
 from bloomery.cli import COMMANDS
 from bloomery.data.sources.formats import FORMATS
-from bloomery.hardware.specs import table
+from bloomery.hardware.specs import gpu_table
 from bloomery.monitor.events import KINDS
 
 
@@ -51,4 +51,4 @@ def test_every_event_has_a_section_with_its_fields() -> None:
 
 def test_every_gpu_has_a_row() -> None:
     page = reference_pages.hardware_page()
-    assert all(f"| {spec.name} | {spec.arch} |" in page for spec in table().gpu)
+    assert all(f"| {spec.name} | {spec.arch} |" in page for spec in gpu_table().gpu)

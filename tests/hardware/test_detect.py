@@ -14,7 +14,7 @@ from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.kfd import INTEGRATED, gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
-from bloomery.hardware.specs import is_integrated, table
+from bloomery.hardware.specs import gpu_table, is_integrated
 from bloomery.plan.resolve import local_plan
 from bloomery.recipe.load import load_recipe
 from kfd_trees import (
@@ -92,7 +92,7 @@ def test_a_gpu_that_the_table_calls_integrated_is_one(root, monkeypatch):
 
 def test_set_up_knows_every_integrated_gpu_of_the_table():
     known = {gfx_name(version) for version in INTEGRATED}
-    listed = {name for spec in table().arch for name in spec.names if is_integrated(name)}
+    listed = {name for spec in gpu_table().arch for name in spec.names if is_integrated(name)}
     assert listed and listed <= known
 
 

@@ -18,9 +18,9 @@ from bloomery.hardware.machine import (
     Software,
     Surroundings,
     hidden,
-    only,
     read_machine,
     visible_devices,
+    with_devices,
 )
 from bloomery.hardware.profile import (
     MEMORY_SHARE,
@@ -389,14 +389,14 @@ def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
 def test_cuda_counts_its_own_cards_alone():
     laptop = machine(amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1, 8), build="cuda")
     assert masked(build_profile(laptop)) == {}  # CUDA sees one device
-    asked = build_profile(only(laptop, {1}))
+    asked = build_profile(with_devices(laptop, {1}))
     assert asked.accelerator.vendor == "nvidia"
     # and no other number
     assert masked(asked) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}
     three = machine(
         amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1), nvidia("sm_86", 2), build="cuda"
     )
-    assert masked(build_profile(only(three, {2})))["CUDA_VISIBLE_DEVICES"] == "1"
+    assert masked(build_profile(with_devices(three, {2})))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_a_process_that_computes_itself_sees_the_same_device():

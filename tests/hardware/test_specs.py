@@ -11,8 +11,8 @@ from bloomery.hardware.specs import (
     cpu_efficiency,
     find_gpu,
     gpu_spec,
+    gpu_table,
     named_gpus,
-    table,
 )
 
 
@@ -27,7 +27,7 @@ def device(name: str, arch: str, gib: float) -> Accelerator:
 
 
 def test_every_row_is_consistent():
-    for gpu in table().gpu:
+    for gpu in gpu_table().gpu:
         try:
             assert_consistent(gpu)
         except AssertionError as fault:
@@ -147,15 +147,17 @@ def test_every_card_that_people_train_on_is_there(line):
     arch, *names = line.split()
     for name in names:
         words = name.replace("-", " ").lower()
-        found = [gpu for gpu in table().gpu if words in " ".join((gpu.name, *gpu.aliases)).lower()]
+        found = [
+            gpu for gpu in gpu_table().gpu if words in " ".join((gpu.name, *gpu.aliases)).lower()
+        ]
         assert any(gpu.arch == arch for gpu in found), name
 
 
 def test_two_dies_of_a_card_are_two_devices():
-    card = next(gpu for gpu in table().gpu if "MI250X" in gpu.name)
+    card = next(gpu for gpu in gpu_table().gpu if "MI250X" in gpu.name)
     assert card.dies_per_board == 2
     assert card.peak_flops("bfloat16") == 191.5e12  # 383 is the card's
-    assert [gpu.name for gpu in table().gpu if gpu.dies_per_board > 1] == [
+    assert [gpu.name for gpu in gpu_table().gpu if gpu.dies_per_board > 1] == [
         "Instinct MI250 (one GCD)",
         "Instinct MI250X (one GCD)",
     ]
@@ -167,7 +169,7 @@ def test_what_is_reachable_is_known_for_few():
 
 
 def find_spec(name):
-    return next(gpu for gpu in table().gpu if gpu.name == name)
+    return next(gpu for gpu in gpu_table().gpu if gpu.name == name)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_fused_attention_depends_on_the_release(arch, torch, kernels):
     assert arch_spec(arch).attention_in(torch) == kernels
 
 
-@pytest.mark.parametrize("arch", table().arch, ids=lambda arch: arch.names[0])
+@pytest.mark.parametrize("arch", gpu_table().arch, ids=lambda arch: arch.names[0])
 def test_efficiencies_are_ordered_shares(arch):
     if arch.efficiency is not None:
         low, typical, high = arch.efficiency
@@ -197,9 +199,9 @@ def test_efficiencies_are_ordered_shares(arch):
 
 
 def test_no_chip_is_described_twice():
-    names = [name for arch in table().arch for name in arch.names]
+    names = [name for arch in gpu_table().arch for name in arch.names]
     assert len(names) == len(set(names))
-    assert len({gpu.name for gpu in table().gpu}) == len(table().gpu)
+    assert len({gpu.name for gpu in gpu_table().gpu}) == len(gpu_table().gpu)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_a_number_of_gpus_is_read_with_their_name(text, name, count):
 
 
 def test_every_name_of_the_table_is_one_gpu():
-    for spec in table().gpu:
+    for spec in gpu_table().gpu:
         for name in (spec.name, spec.short_name, *spec.aliases):
             assert counted_gpu(name) == (name, None)
 
@@ -332,7 +334,7 @@ def test_other_makers_get_a_sentence(text, maker):
 
 
 def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers():
-    for spec, size in [(gpu, size) for gpu in table().gpu for size in gpu.memory_gib]:
+    for spec, size in [(gpu, size) for gpu in gpu_table().gpu for size in gpu.memory_gib]:
         several = len(spec.memory_gib) > 1
         assert find_gpu(f"{spec.name} {size}GB" if several else spec.name).name == spec.name, (
             spec.name

@@ -19,7 +19,7 @@ from bloomery.hardware.telemetry import (
     SensorReader,
     SensorReading,
     Sysfs,
-    figure,
+    library_number,
     merged,
     nvidia_reasons,
     sample,
@@ -157,7 +157,7 @@ def test_throttling_is_read_from_gpu_metrics():
     ],
 )
 def test_figures_come_in_many_ways(told, number):
-    assert figure(told) == number
+    assert library_number(told) == number
 
 
 def test_what_slows_an_nvidia_gpu_down():

@@ -10,7 +10,7 @@ from plan_help import machine
 
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
-from bloomery.hardware.specs import find_gpu, table
+from bloomery.hardware.specs import find_gpu, gpu_table
 from bloomery.plan import page
 from bloomery.plan.page import HEAD, compare_gpus, gpus_page
 from bloomery.recipe.load import load_recipe
@@ -37,7 +37,7 @@ def every_eighth(monkeypatch):
 
 
 def test_every_card_with_its_own_memory_is_there(found):
-    assert len(found) == sum(len(spec.memory_gib) for spec in table().gpu)
+    assert len(found) == sum(len(spec.memory_gib) for spec in gpu_table().gpu)
     assert sorted(card.memory_gib for card in found if card.name == "Instinct MI50") == [16, 32]
 
 
@@ -108,7 +108,7 @@ def test_one_unknown_name_of_several_is_an_error():
 
 
 def test_every_short_name_can_be_typed():
-    for spec in table().gpu:
+    for spec in gpu_table().gpu:
         if spec.memory_gib:
             size = f" {spec.memory_gib[-1]}GB" if len(spec.memory_gib) > 1 else ""
             assert find_gpu(spec.short_name + size).name == spec.name

@@ -337,7 +337,7 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     axes: dict[str, list[str]] = {}
     for sweep in sweeps:
         key, equals, text = sweep.partition("=")
-        values = [value for value in split(text) if value]
+        values = [value for value in split_outside_brackets(text) if value]
         if not equals or "." not in key or not values:
             fix = "write --sweep train.micro_batch_size=8,16,32"
             raise UserError(f"not a sweep: {sweep}", where="--sweep", fix=fix, code=2)
@@ -356,7 +356,7 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     return combinations
 
 
-def split(text: str) -> list[str]:
+def split_outside_brackets(text: str) -> list[str]:
     """The parts of `text` between the commas that stand outside brackets and quotes."""
     parts = [""]
     depth = 0

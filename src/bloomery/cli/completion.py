@@ -137,13 +137,13 @@ def _words(annotation: Any) -> Iterator[str]:
 
 def gpus(start: str) -> list[CompletionItem]:
     """GPUs of the table with hyphens for spaces, which need no quotes; after a count such as 8x, too."""
-    from bloomery.hardware.specs import table
+    from bloomery.hardware.specs import gpu_table
 
     match = _COUNT.fullmatch(start)
     assert match is not None, "both groups are optional"
     count, name = match[1] or "", match[2]
     names = list[str]()
-    for spec in table().gpu:
+    for spec in gpu_table().gpu:
         if not spec.memory_gib:  # it shares the host's: its size must be typed
             continue
         sizes = [f"-{size:g}GB" for size in spec.memory_gib] if len(spec.memory_gib) > 1 else [""]

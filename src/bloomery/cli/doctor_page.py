@@ -12,7 +12,7 @@ from bloomery.core.units import GIB, format_seconds
 from bloomery.hardware.doctor.diagnose import ready
 from bloomery.hardware.doctor.software import OVERRIDE
 from bloomery.hardware.doctor.symptoms import PROBE, Finding
-from bloomery.hardware.doctor.words import headline, machine_facts
+from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import best_device, with_gpu
 from bloomery.plan.resolve import local_plan
@@ -113,7 +113,7 @@ def page(
 ) -> list[str]:
     """All lines of the page; the first ends with the time that the checks took."""
     time = f"{seconds:.1f} s"
-    first_line, *more_lines = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
+    first_line, *more_lines = textwrap.wrap(findings_headline(findings), WIDTH - len(time) - 2)
     lines = [f"{first_line:<{WIDTH - len(time)}}{time}", *more_lines]
     lines.append("")
     for label, text in machine_facts(machine):

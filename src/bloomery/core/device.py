@@ -63,7 +63,7 @@ class DeviceProperties:
     pci_address: str = ""  # 0000:03:00.0
 
 
-def kind_of(device: AnyDevice) -> DeviceKind:
+def device_kind(device: AnyDevice) -> DeviceKind:
     """A kind that is not listed has what torch.accelerator asks of any: streams, and an allocator that counts."""
     device_type = _type_of(device)
     unlisted = DeviceKind(device_type, frozenset[Capability]({"streams", "memory counts"}))
@@ -71,7 +71,7 @@ def kind_of(device: AnyDevice) -> DeviceKind:
 
 
 def can(device: AnyDevice, capability: Capability) -> bool:
-    return capability in kind_of(device).capabilities
+    return capability in device_kind(device).capabilities
 
 
 def is_accelerator(device: AnyDevice) -> bool:
@@ -90,7 +90,7 @@ def accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def device_count(device: AnyDevice) -> int:
+def num_devices(device: AnyDevice) -> int:
     """How many devices of its kind this process sees; a CPU is one."""
     return int(_function(device, "device_count")()) if is_accelerator(device) else 1
 

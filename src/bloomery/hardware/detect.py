@@ -18,7 +18,7 @@ from bloomery.core.child import output_of
 from bloomery.core.units import MIB
 from bloomery.hardware.cpu_check import with_known_check
 from bloomery.hardware.detect_software import below, read_software
-from bloomery.hardware.kfd import masked_gpus, number_of, read_kfd, text_of
+from bloomery.hardware.kfd import file_text, masked_gpus, read_kfd, whole_number
 from bloomery.hardware.machine import (
     Accelerator,
     Access,
@@ -92,7 +92,7 @@ def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
         for path in (kfd, next(iter(renders), None))
     )
     # The groups of the user after the next login.
-    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
+    rows = [line.split(":") for line in file_text(root / "etc/passwd").splitlines()]
     entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
     user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
     listed = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
@@ -132,7 +132,7 @@ def openings(paths: list[Path]) -> dict[Path, Opening]:
 
 def _group_rows(root: Path) -> list[list[str]]:
     """Lines of /etc/group: name, password, number, members. The name service is not used, as it can hang."""
-    lines = text_of(root / "etc/group").splitlines()
+    lines = file_text(root / "etc/group").splitlines()
     return [
         fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()
     ]
@@ -140,23 +140,27 @@ def _group_rows(root: Path) -> list[list[str]]:
 
 def read_driver(root: Path) -> Driver:
     """Kernel drivers, and the file or boot parameter that blacklists amdgpu."""
-    command_line = text_of(root / "proc/cmdline")
+    command_line = file_text(root / "proc/cmdline")
     files = [file for folder in MODPROBE_FOLDERS for file in sorted((root / folder).glob("*.conf"))]
     blacklisted = next(
-        ("/" + str(file.relative_to(root)) for file in files if BLACKLISTED.search(text_of(file))),
+        (
+            "/" + str(file.relative_to(root))
+            for file in files
+            if BLACKLISTED.search(file_text(file))
+        ),
         "",
     )
     boot = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
     # A line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release".
     nvidia = re.search(
-        r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version")
+        r"Kernel Module(?: for \S+)?\s+([\d.]+)", file_text(root / "proc/driver/nvidia/version")
     )
-    balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
+    balancing = file_text(root / "proc/sys/kernel/numa_balancing").strip()
     return Driver(
-        kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
+        kernel=file_text(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
         amdgpu=(root / "sys/module/amdgpu").is_dir(),
-        amdgpu_version=text_of(root / "sys/module/amdgpu/version").strip(),
-        nvidia=nvidia[1] if nvidia else text_of(root / "sys/module/nvidia/version").strip(),
+        amdgpu_version=file_text(root / "sys/module/amdgpu/version").strip(),
+        nvidia=nvidia[1] if nvidia else file_text(root / "sys/module/nvidia/version").strip(),
         blacklisted=blacklisted or (f"{boot[0]} in /proc/cmdline" if boot else ""),
         boot=" ".join(BOOT_WORDS.findall(command_line)),
         rocm=system_rocm(root),
@@ -170,7 +174,7 @@ def system_rocm(root: Path) -> str:
     folders += [
         below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)
     ]
-    texts = [text_of(folder / ".info/version") for folder in folders]
+    texts = [file_text(folder / ".info/version") for folder in folders]
     texts += [folder.name.removeprefix("rocm-") for folder in folders]
     texts += [name.removeprefix("rocm/") for name in _modules() if name.startswith("rocm/")]
     libraries = (
@@ -200,7 +204,7 @@ def read_surroundings(root: Path) -> Surroundings:
     shared = root / "dev/shm"
     space = os.statvfs(shared) if shared.is_dir() else None
     return Surroundings(
-        wsl="microsoft" in text_of(root / "proc/version").lower(),
+        wsl="microsoft" in file_text(root / "proc/version").lower(),
         dxg=(root / "dev/dxg").exists(),
         container=_container(root),
         masked_gpus=masked_gpus(root / "sys"),
@@ -223,10 +227,12 @@ def _container(root: Path) -> str:
         (".singularity.d", "apptainer"),
     )
     by_file = next((kind for mark, kind in marks if (root / mark).exists()), "")
-    group_match = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
+    group_match = re.search(
+        r"/(docker|lxc|libpod|kubepods)[/.-]", file_text(root / "proc/1/cgroup")
+    )
     names = {"libpod": "podman", "kubepods": "kubernetes"}
     by_group = names.get(group_match[1], group_match[1]) if group_match else ""
-    return by_file or text_of(root / "run/systemd/container").strip() or by_group
+    return by_file or file_text(root / "run/systemd/container").strip() or by_group
 
 
 SMI_SECONDS = 5.0
@@ -248,15 +254,15 @@ def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tupl
     bytes_of: dict[int, int] = {}
     # Written by `kfd_procfs_show` in the kernel's kfd_process.c.
     for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):
-        owner = number_of(path.parent.name)
+        owner = whole_number(path.parent.name)
         # 0 where the file is empty: the process has just ended, or is another user's.
-        bytes_of[owner] = bytes_of.get(owner, 0) + number_of(text_of(path))
+        bytes_of[owner] = bytes_of.get(owner, 0) + whole_number(file_text(path))
     for line in (output_of(QUERY, seconds=SMI_SECONDS) or "").splitlines():
         pid, _, mebibytes = line.partition(",")
         if pid.strip().isdigit() and mebibytes.strip().isdigit():  # "[N/A]" under WSL
             bytes_of[int(pid)] = bytes_of.get(int(pid), 0) + int(mebibytes) * MIB
     processes = [
-        GpuProcess(pid, text_of(proc / str(pid) / "comm").strip() or "unknown", size)
+        GpuProcess(pid, file_text(proc / str(pid) / "comm").strip() or "unknown", size)
         for pid, size in bytes_of.items()
         if size and pid != os.getpid()
     ]
@@ -284,7 +290,7 @@ def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerato
     """AMD GPUs in the order of the kernel's topology, which HIP uses too. `access`: of the render nodes."""
     # A line of libdrm's amdgpu.ids: device ID, revision, name.
     line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)
-    rows = (row for table in NAME_TABLES for row in line.findall(text_of(root / table)))
+    rows = (row for table in NAME_TABLES for row in line.findall(file_text(root / table)))
     names = {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
     devices = []
     for index, node in enumerate(read_kfd(root / "sys")):
@@ -292,7 +298,7 @@ def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerato
         # Instinct and PRO cards name themselves.
         product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"
         listed = (
-            names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
+            names.get((node.device_id, node.revision)) or file_text(product).strip()[:LONGEST_NAME]
         )
         facts: dict[str, Any] = {**vars(node), "name": listed or node.arch, "node": render}
         facts["integrated"] = node.integrated or is_integrated(node.arch)
@@ -337,11 +343,11 @@ def display_devices(root: Path) -> tuple[Display, ...]:
     displays = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         kind, vendor, device = (
-            text_of(folder / name).strip() for name in ("class", "vendor", "device")
+            file_text(folder / name).strip() for name in ("class", "vendor", "device")
         )
-        if kind.startswith(DISPLAY_CLASSES) and number_of(vendor):
+        if kind.startswith(DISPLAY_CLASSES) and whole_number(vendor):
             driver = (folder / "driver").resolve().name if (folder / "driver").exists() else ""
-            ids = {"vendor": number_of(vendor), "device_id": number_of(device)}
+            ids = {"vendor": whole_number(vendor), "device_id": whole_number(device)}
             displays.append(Display(address=folder.name, driver=driver, **ids))
     return tuple(displays)
 
@@ -356,13 +362,13 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a number of this size for no limit
 
 def read_host(root: Path, folder: Path, access: Access) -> Host:
     """The host below `root`; runs are written to `folder`."""
-    cpuinfo = text_of(root / "proc/cpuinfo")
+    cpuinfo = file_text(root / "proc/cpuinfo")
     cpu = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     cpu_features = set(flags[1].split()) if flags else set()
     release = dict(
         re.findall(
-            r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE
+            r'^(ID|VERSION_ID)="?([^"\n]*)"?$', file_text(root / "etc/os-release"), re.MULTILINE
         )
     )
     # torch.compile uses $CXX, else g++; another compiler works if CXX names it.
@@ -397,9 +403,11 @@ def _cores(root: Path) -> int:
         v2 = folder / "cpu.max"
         quota = folder / "cpu.cfs_quota_us"
         period = folder / "cpu.cfs_period_us"
-        limit_texts = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
+        limit_texts = (
+            file_text(v2).split() if v2.is_file() else [file_text(quota), file_text(period)]
+        )
         quota_us, period_us = (
-            number_of(word) for word in (limit_texts if len(limit_texts) == 2 else ("", ""))
+            whole_number(word) for word in (limit_texts if len(limit_texts) == 2 else ("", ""))
         )
         if quota_us > 0 and period_us > 0:  # "max" and -1: no limit
             cores.append(int(quota_us / period_us))
@@ -410,7 +418,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The control groups of this process for `controller` and their parents, in cgroup v1 and v2."""
     base = root / "sys/fs/cgroup"
     table = root / "proc/self/cgroup"
-    rows = (line.split(":", 2) for line in text_of(table).splitlines())
+    rows = (line.split(":", 2) for line in file_text(table).splitlines())
     for _, controllers, path in (row for row in rows if len(row) == 3):
         if controllers and controller not in controllers.split(","):
             continue
@@ -426,18 +434,21 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of the machine, or of the smallest control group around this process."""
-    lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
+    lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
     kib = {key: int(value) * 1024 for key, value in lines}
     total = kib.get("MemTotal", 0)
     free_bytes = kib.get("MemAvailable", kib.get("MemFree", 0))
     for folder in _cgroups(root, "memory"):
         # Page cache that the kernel frees on demand counts as used in the cgroup.
         stat = re.search(
-            r"^(?:total_)?inactive_file (\d{1,20})$", text_of(folder / "memory.stat"), re.MULTILINE
+            r"^(?:total_)?inactive_file (\d{1,20})$",
+            file_text(folder / "memory.stat"),
+            re.MULTILINE,
         )
         for limit_name, used_name in MEMORY_FILES:
             limit_bytes, used_bytes = (
-                number_of(text_of(folder / name), default=-1) for name in (limit_name, used_name)
+                whole_number(file_text(folder / name), default=-1)
+                for name in (limit_name, used_name)
             )
             if 0 <= limit_bytes < UNLIMITED:  # -1: missing, or "max"
                 used_bytes = max(0, max(0, used_bytes) - (int(stat[1]) if stat else 0))

@@ -11,7 +11,7 @@ from importlib import util
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from bloomery.hardware.kfd import text_of
+from bloomery.hardware.kfd import file_text
 from bloomery.hardware.machine import (
     Package,
     Setting,
@@ -103,7 +103,7 @@ def read_software(root: Path) -> Software:
     versions = {package.name: package.version for package in packages}
     spec = util.find_spec("torch")  # finds the package without importing it
     table = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
-    values = assignments(text_of(table)) if table else {}
+    values = assignments(file_text(table)) if table else {}
     home = str(Path.home()) + "/"
     environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
     if home != "//":  # no user name in a bug report
@@ -173,7 +173,7 @@ def _installed_in(path: Path, _state: tuple[int, int, int]) -> dict[str, Package
         name = re.sub(r"[-_.]+", "-", stem).lower()
         if name in packages:
             continue
-        metadata = text_of(folder / "METADATA")
+        metadata = file_text(folder / "METADATA")
         # Pairs of a requirement, "torch>=2.8", and its marker, which names an extra.
         requirements = REQUIRES_TORCH.findall(metadata) if "torch" in metadata else ()
         torch_requirement = next(
@@ -253,7 +253,7 @@ def _pinned(root: Path) -> str:
     )
     for name in next((value for value in values if value), "").split():
         path = unquote(urlparse(name).path) if name.startswith("file:") else name
-        for line in text_of(below(root, path)).splitlines():
+        for line in file_text(below(root, path)).splitlines():
             if re.match(r"\s*torch\s*(==|@)", line):
                 return line.strip()
     return ""

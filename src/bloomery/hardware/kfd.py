@@ -59,7 +59,7 @@ def masked_gpus(root: Path = Path("/sys")) -> int:
     return count
 
 
-def text_of(path: Path) -> str:
+def file_text(path: Path) -> str:
     """The content of a system file, with invalid UTF-8 replaced; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -67,7 +67,7 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def number_of(text: str, default: int = 0) -> int:
+def whole_number(text: str, default: int = 0) -> int:
     """A number in decimal or 0x form of at most 20 digits; otherwise `default`."""
     match = re.fullmatch(r"\s*(0[xX][0-9a-fA-F]{1,16}|\d{1,20})\s*", text)
     return int(match[1], 16 if match[1][:2].lower() == "0x" else 10) if match else default
@@ -111,7 +111,7 @@ def _properties(path: Path) -> dict[str, int]:
     """`key value` lines; empty for a device hidden by the control group (EPERM)."""
     return {
         key: int(value)
-        for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)
+        for key, value in re.findall(r"^(\w+) (\d{1,20})$", file_text(path), re.MULTILINE)
     }
 
 
@@ -120,4 +120,4 @@ def _identity(number: int) -> str:
 
 
 def _integer(path: Path) -> int:
-    return number_of(text_of(path))
+    return whole_number(file_text(path))

@@ -221,7 +221,7 @@ def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
     return tuple(devices)
 
 
-def number_of(machine: Machine, device: Accelerator) -> int:
+def runtime_number(machine: Machine, device: Accelerator) -> int:
     """The number of a device in the runtime of its vendor."""
     if device.number is not None:
         return device.number
@@ -232,12 +232,13 @@ def number_of(machine: Machine, device: Accelerator) -> int:
     )
 
 
-def only(machine: Machine, indices: Collection[int]) -> Machine:
+def with_devices(machine: Machine, indices: Collection[int]) -> Machine:
     """The machine with only these accelerators; they keep their numbers."""
     devices = [device for device in machine.accelerators if device.index in indices]
     if len(devices) < len(machine.accelerators):
         devices = [
-            device.model_copy(update={"number": number_of(machine, device)}) for device in devices
+            device.model_copy(update={"number": runtime_number(machine, device)})
+            for device in devices
         ]
     return machine.model_copy(update={"accelerators": tuple(devices)})
 

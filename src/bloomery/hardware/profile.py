@@ -19,7 +19,7 @@ from bloomery.hardware.machine import (
     Software,
     hidden,
     mask_of,
-    number_of,
+    runtime_number,
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
@@ -226,7 +226,9 @@ def mask_without_integrated(machine: Machine, device: Accelerator) -> dict[str, 
     """The variables that show PyTorch every GPU of `training_peers`; empty if none is hidden."""
     if not hidden_integrated(machine, device):
         return {}
-    numbers = ",".join(str(number_of(machine, peer)) for peer in training_peers(machine, device))
+    numbers = ",".join(
+        str(runtime_number(machine, peer)) for peer in training_peers(machine, device)
+    )
     order = {CUDA_ORDER: BUS_ORDER} if device.vendor == "nvidia" else {}
     return order | {_mask_variable(device): numbers}
 
@@ -490,7 +492,9 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
         reason = "the discrete GPU alone: PyTorch uses the first visible one"
     shown_gpus = peers if several else [best]
     name = _mask_variable(device)
-    mask = _Setting(name, ",".join(str(number_of(machine, peer)) for peer in shown_gpus), reason)
+    mask = _Setting(
+        name, ",".join(str(runtime_number(machine, peer)) for peer in shown_gpus), reason
+    )
     if device.vendor == "amd" or user_mask:
         return [mask]
     order = _Setting(CUDA_ORDER, BUS_ORDER, "numbers GPUs as nvidia-smi does")

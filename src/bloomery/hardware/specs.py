@@ -142,7 +142,7 @@ class GpuSpec(TableEntry):
 
     def source(self, figure: str) -> str:
         """The source of memory, bandwidth, peaks, achievable, link or power; empty without one."""
-        return "; ".join(table().sources[key] for key in self.sources.get(figure, "").split())
+        return "; ".join(gpu_table().sources[key] for key in self.sources.get(figure, "").split())
 
 
 class Line(TableEntry):
@@ -206,7 +206,7 @@ class GpuTable(TableEntry):
 
 
 @cache
-def table() -> GpuTable:
+def gpu_table() -> GpuTable:
     """The validated gpus.toml."""
     text = (resources.files("bloomery.hardware") / "gpus.toml").read_text(encoding="utf-8")
     return GpuTable.model_validate(tomllib.loads(text))
@@ -214,24 +214,24 @@ def table() -> GpuTable:
 
 def arch_spec(arch: str) -> ArchSpec | None:
     """An instruction set such as gfx90a or sm_90; None if it is not listed."""
-    return next((spec for spec in table().arch if arch in spec.names), None)
+    return next((spec for spec in gpu_table().arch if arch in spec.names), None)
 
 
 def cpu_spec(host: Host) -> CpuSpec | None:
     """The fastest listed instruction set of this CPU."""
-    return next((spec for spec in table().cpu if spec.flag in host.cpu_flags), None)
+    return next((spec for spec in gpu_table().cpu if spec.flag in host.cpu_flags), None)
 
 
 def cpu_efficiency(width: int, dtype: str) -> tuple[float, float, float]:
     """(low, typical, high) for a model of that hidden size; `dtype` is float32 or bfloat16."""
-    row = next(row for row in table().cpu_efficiency if width <= row.up_to_width)
+    row = next(row for row in gpu_table().cpu_efficiency if width <= row.up_to_width)
     return row.bfloat16 if dtype == "bfloat16" else row.float32
 
 
 def gpu_spec(device: Accelerator) -> GpuSpec | None:
     """The product of a detected device, by arch, name and, if needed, memory; None if it is not unique."""
     candidates = [
-        spec for spec in table().gpu if spec.arch == device.arch and _names(spec, device.name)
+        spec for spec in gpu_table().gpu if spec.arch == device.arch and _names(spec, device.name)
     ]
     if len(candidates) > 1:
         size = round(device.memory_bytes / GIB)
@@ -241,7 +241,7 @@ def gpu_spec(device: Accelerator) -> GpuSpec | None:
 
 def is_integrated(arch: str) -> bool:
     """Whether every listed product of an instruction set is in one package with a CPU and shares its memory."""
-    products = [spec for spec in table().gpu if spec.arch == arch]
+    products = [spec for spec in gpu_table().gpu if spec.arch == arch]
     return bool(products) and all(spec.link == "APU" for spec in products)
 
 
@@ -269,10 +269,10 @@ def find_gpu(text: str) -> Accelerator:
     specs = (
         specs
         or _matching(product)
-        or [row for row in table().gpu if row.arch == product.strip().lower()]
+        or [row for row in gpu_table().gpu if row.arch == product.strip().lower()]
     )
     if not specs:
-        keys = {_key(spec.name): spec.name for spec in table().gpu}
+        keys = {_key(spec.name): spec.name for spec in gpu_table().gpu}
         near = closest(_key(text), keys, count=3, cutoff=0.5)
         fix = "`bloomery plan RECIPE --gpu all` lists every name; you can add a GPU to gpus.toml"
         fix = "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else fix
@@ -340,7 +340,9 @@ def _matching(text: str) -> list[GpuSpec]:
     query = _words(text)
     if not query:
         return []
-    names = [(spec, _words(name)) for spec in table().gpu for name in (spec.name, *spec.aliases)]
+    names = [
+        (spec, _words(name)) for spec in gpu_table().gpu for name in (spec.name, *spec.aliases)
+    ]
     num_words = len(query)
     tests: tuple[Callable[[list[str]], bool], ...] = (
         lambda words: words == query,

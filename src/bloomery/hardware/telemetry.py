@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.units import GIB
-from bloomery.hardware.kfd import text_of
+from bloomery.hardware.kfd import file_text
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -178,7 +178,7 @@ def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
     """The sensors in the folder of a PCI device."""
     sensors = next(iter(sorted((folder / "hwmon").glob("hwmon*"))), folder / "hwmon")
     labels = {
-        text_of(path).strip(): path.name.removesuffix("_label")
+        file_text(path).strip(): path.name.removesuffix("_label")
         for path in sorted(sensors.glob("temp*_label"))
     }
     sensor = labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
@@ -251,7 +251,7 @@ class CpuSensors:
         )
 
     def _load(self) -> float | None:
-        line = text_of(self._root / "proc/stat").partition("\n")[0].split()
+        line = file_text(self._root / "proc/stat").partition("\n")[0].split()
         if len(line) < 6 or line[0] != "cpu":
             return None
         ticks = [float(word) for word in line[1:9]]  # guests are part of user time
@@ -266,7 +266,9 @@ class CpuSensors:
     def _power(self, now: float) -> float | None:
         """From the energy counters of the packages, which only root can read on most systems since 2020."""
         folders = sorted((self._root / "sys/class/powercap").glob("*-rapl:*"))
-        packages = [folder for folder in folders if text_of(folder / "name").startswith("package")]
+        packages = [
+            folder for folder in folders if file_text(folder / "name").startswith("package")
+        ]
         counts = [_number(folder / "energy_uj", 1e6) for folder in packages]
         if not counts or any(count is None for count in counts):
             return None
@@ -280,7 +282,7 @@ class CpuSensors:
     def _temperature(self) -> float | None:
         """Degrees Celsius: the hottest sensor of the first known CPU driver; None without one."""
         for sensors in sorted((self._root / "sys/class/hwmon").glob("hwmon*")):
-            if text_of(sensors / "name").strip() in (
+            if file_text(sensors / "name").strip() in (
                 "k10temp",
                 "zenpower",
                 "coretemp",
@@ -293,7 +295,7 @@ class CpuSensors:
 
     def _memory(self) -> tuple[float | None, float | None]:
         """GiB in use, without caches that the kernel can drop, and in total."""
-        text = text_of(self._root / "proc/meminfo")
+        text = file_text(self._root / "proc/meminfo")
         kib = {
             key: float(value)
             for key, value in re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.M)
@@ -306,17 +308,17 @@ class CpuSensors:
 
 
 def _number(path: Path, unit: float = 1.0) -> float | None:
-    text = text_of(path).strip()
+    text = file_text(path).strip()
     return float(text) / unit if re.fullmatch(r"-?\d+", text) else None
 
 
 # Vendor libraries, for values that sysfs does not have
 
 
-def figure(value: object) -> float | None:
+def library_number(value: object) -> float | None:
     """The number in a result of a library: text, `{"value": 42.5}`; None for "N/A" and anything else."""
     if isinstance(value, Mapping):
-        return figure(value.get("value"))
+        return library_number(value.get("value"))
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
@@ -360,10 +362,10 @@ class AmdSmi:
             ):
                 memory = library.amdsmi_get_gpu_vram_usage(handle)
                 power = library.amdsmi_get_power_info(handle)
-                used_mib = figure(memory.get("vram_used"))
-                total = figure(memory.get("vram_total"))
+                used_mib = library_number(memory.get("vram_used"))
+                total = library_number(memory.get("vram_total"))
                 watts = (
-                    figure(power.get(f"{kind}socket_power"))
+                    library_number(power.get(f"{kind}socket_power"))
                     for kind in ("current_", "average_", "")
                 )
                 heat = library.amdsmi_get_temp_metric(
@@ -375,10 +377,12 @@ class AmdSmi:
                     device=device.index,
                     name=device.name,
                     source=self.name,
-                    utilization=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
+                    utilization=library_number(
+                        library.amdsmi_get_gpu_activity(handle).get("gfx_activity")
+                    ),
                     memory_gib=None if used_mib is None else used_mib / 1024,
                     memory_total_gib=None if total is None else total / 1024,
-                    temperature=figure(heat),
+                    temperature=library_number(heat),
                     power=next((number for number in watts if number is not None), None) or None,
                 )
 
@@ -436,11 +440,11 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
         utilization=None if load is None else float(load.gpu),
         memory_gib=None if memory is None else memory.used / 2**30,
         memory_total_gib=None if memory is None else memory.total / 2**30,
-        temperature=figure(ask("nvmlDeviceGetTemperature", 0)),  # 0: NVML_TEMPERATURE_GPU
+        temperature=library_number(ask("nvmlDeviceGetTemperature", 0)),  # 0: NVML_TEMPERATURE_GPU
         # 1: NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        critical=figure(ask("nvmlDeviceGetTemperatureThreshold", 1)),
+        critical=library_number(ask("nvmlDeviceGetTemperatureThreshold", 1)),
         power=None if milliwatts is None else milliwatts / 1000,
-        clock_mhz=figure(ask("nvmlDeviceGetClockInfo", 1)),  # 1: NVML_CLOCK_SM
+        clock_mhz=library_number(ask("nvmlDeviceGetClockInfo", 1)),  # 1: NVML_CLOCK_SM
         throttled=None if bits is None else nvidia_reasons(bits),
     )
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bloomery.core.device import (
     collective_backends,
     device_backend,
-    device_count,
     is_accelerator,
+    num_devices,
     select_device,
 )
 from bloomery.parallel.environment import RankEnvironment, rank_environment
@@ -51,7 +51,7 @@ def join(plan: TrainPlan) -> Mesh:
     backend = "gloo"
     if is_accelerator(plan.device):
         # Under some launchers each rank sees one device alone.
-        select_device(plan.device, environment.local_rank % device_count(plan.device))
+        select_device(plan.device, environment.local_rank % num_devices(plan.device))
         if _devices_exchange(plan):
             backend = collective_backends(plan.device)
 

@@ -29,7 +29,7 @@ from bloomery.hardware.profile import (
     hidden_integrated,
     with_gpu,
 )
-from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
+from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, gpu_table
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.advise import energy_kwh, fit_of, span
 from bloomery.plan.checkpoints import interval_text
@@ -829,7 +829,7 @@ def compare_gpus(
 
 def devices() -> Iterator[Accelerator]:
     """Every GPU of the table, once for each of its memory sizes."""
-    for spec in table().gpu:
+    for spec in gpu_table().gpu:
         facts = arch_spec(spec.arch)
         assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
         for size in spec.memory_gib:

@@ -9,9 +9,9 @@ from bloomery.hardware.machine import (
     Accelerator,
     Machine,
     mask_of,
-    number_of,
-    only,
+    runtime_number,
     visible_devices,
+    with_devices,
 )
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device, hidden_integrated
@@ -168,14 +168,14 @@ def _alike(machine: Machine) -> list[Accelerator]:
 
 def _chosen_alone(machine: Machine, devices: Sequence[Accelerator]) -> Machine:
     """The machine with only `devices`, which the user did not name, and the integrated GPUs that they hide."""
-    narrow = only(machine, {device.index for device in devices})
+    narrow = with_devices(machine, {device.index for device in devices})
     return narrow.model_copy(update={"hidden_integrated": _hidden_by(machine, devices)})
 
 
 def _hidden_by(machine: Machine, devices: Sequence[Accelerator]) -> tuple[Accelerator, ...]:
     """The integrated GPUs that training on `devices` hides, with their numbers in this machine."""
     return tuple(
-        device.model_copy(update={"number": number_of(machine, device)})
+        device.model_copy(update={"number": runtime_number(machine, device)})
         for device in (hidden_integrated(machine, devices[0]) if devices else ())
     )
 
@@ -225,7 +225,7 @@ def _only_these(machine: Machine, selected: list[Accelerator]) -> Machine:
             fix=f"unset {mask}",
             code=2,
         )
-    return with_cached_probes(only(machine, {device.index for device in selected}))
+    return with_cached_probes(with_devices(machine, {device.index for device in selected}))
 
 
 def same_devices(machine: Machine, old_machine: Machine) -> Machine:
@@ -239,7 +239,9 @@ def same_devices(machine: Machine, old_machine: Machine) -> Machine:
     if len(devices_left) == 1 and len(machine.accelerators) > 1:
         narrow = _only_these(machine, devices_left)
     else:
-        narrow = with_cached_probes(only(machine, {device.index for device in devices_left}))
+        narrow = with_cached_probes(
+            with_devices(machine, {device.index for device in devices_left})
+        )
     if not _those_of(old_machine.hidden_integrated, machine):
         return narrow
     return narrow.model_copy(update={"hidden_integrated": _hidden_by(machine, devices_left)})

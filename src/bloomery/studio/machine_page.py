@@ -13,7 +13,7 @@ from bloomery.core.text import harmless
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.symptoms import Finding
-from bloomery.hardware.doctor.words import headline, machine_facts
+from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
 from bloomery.monitor.words import figure
@@ -97,7 +97,7 @@ class MachineView:
         machine = await asyncio.to_thread(detect)
         findings = await asyncio.to_thread(diagnose, machine)
         self.machine = machine
-        self._verdict.text = harmless(headline(findings))
+        self._verdict.text = harmless(findings_headline(findings))
         self._verdict.classes(
             remove="text-negative", add="" if ready(findings) else "text-negative"
         )

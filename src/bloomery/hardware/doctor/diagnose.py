@@ -21,7 +21,7 @@ from bloomery.hardware.doctor.symptoms import (
     match,
     vendors,
 )
-from bloomery.hardware.machine import MASKS, Machine, hidden, number_of
+from bloomery.hardware.machine import MASKS, Machine, hidden, runtime_number
 from bloomery.hardware.profile import (
     best_device,
     build_profile,
@@ -276,8 +276,8 @@ def integrated_gpu_beside_discrete(machine: Machine) -> Iterator[Finding]:
         return
     integrated = hidden_gpus[0]
     others = "see it as well, and their collectives can hang"
-    if number_of(machine, integrated) < number_of(machine, best):
-        others = f"use it, as device {number_of(machine, integrated)}, and crash"
+    if runtime_number(machine, integrated) < runtime_number(machine, best):
+        others = f"use it, as device {runtime_number(machine, integrated)}, and crash"
     variables = mask_without_integrated(machine, best).items()
     yield from_table(
         "integrated-gpu-hidden",
@@ -623,7 +623,7 @@ RULES: tuple[Rule, ...] = (
     wsl,
     slurm,
     hiding,
-    software.missing,
+    software.missing_torch,
     software.wrong_build,
     software.kernels,
     software.override,
@@ -647,8 +647,8 @@ RULES: tuple[Rule, ...] = (
     system_memory,
     software.two_vendors,
     software.companions,
-    software.bitsandbytes,
-    drivers.system_rocm,
+    software.unfit_bitsandbytes,
+    drivers.other_system_rocm,
     flash_attention,
     software.pin,
 )

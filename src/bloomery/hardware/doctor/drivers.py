@@ -212,7 +212,7 @@ def _on_library_path(machine: Machine) -> Iterator[tuple[str, str]]:
             yield f"LD_LIBRARY_PATH contains {folder}", version[1]
 
 
-def system_rocm(machine: Machine) -> Iterator[Finding]:
+def other_system_rocm(machine: Machine) -> Iterator[Finding]:
     """ROCM_PATH names another major version: training does not use it, but extensions that you compile link to it."""
     wheel = wheel_rocm(machine)
     system = machine.host.driver.rocm

@@ -39,7 +39,7 @@ SHARED_KERNELS = {
 }
 
 
-def missing(machine: Machine) -> Iterator[Finding]:
+def missing_torch(machine: Machine) -> Iterator[Finding]:
     software = machine.software
     if software.torch is None:
         steps = (
@@ -281,7 +281,7 @@ def companions(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def bitsandbytes(machine: Machine) -> Iterator[Finding]:
+def unfit_bitsandbytes(machine: Machine) -> Iterator[Finding]:
     device = best_device(machine)
     package = next((p for p in machine.software.packages if p.name == "bitsandbytes"), None)
     if package is None or device is None or device.vendor != "amd":

@@ -9,7 +9,7 @@ from bloomery.hardware.machine import Machine
 BUILD_NAMES = {"rocm": "ROCm", "cuda": "CUDA", "xpu": "XPU", "cpu": "CPU"}
 
 
-def headline(findings: Sequence[Finding]) -> str:
+def findings_headline(findings: Sequence[Finding]) -> str:
     """Ready or not, the first reason, and how many commands fix it; where a problem has none, how many problems."""
     blocking = [finding for finding in findings if finding.level == "blocks"]
     if blocking:
