@@ -58,23 +58,35 @@ def train(model, optimizer, steps) -> None:
 
 
 def weights(model) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_muon_equals_torch_up_to_bfloat16_rounding():
-    ours, theirs = toy(), toy()
-    pick = lambda m: [p for n, p in m.named_parameters() if p.ndim == 2 and ".layers." in n]  # noqa: E731
-    mine = Muon(pick(ours), lr=0.02, momentum=0.95, weight_decay=0.1)
+    def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+        return [
+            parameter
+            for name, parameter in model.named_parameters()
+            if parameter.ndim == 2 and ".layers." in name
+        ]
+
+    our_model, their_model = toy(), toy()
+    optimizer = Muon(block_matrices(our_model), lr=0.02, momentum=0.95, weight_decay=0.1)
     reference = torch.optim.Muon(
-        pick(theirs), lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        block_matrices(their_model),
+        lr=0.02,
+        momentum=0.95,
+        weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
     )
     for step in range(5):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        mine.step()
+        give_gradients(our_model, step)
+        give_gradients(their_model, step)
+        optimizer.step()
         reference.step()
-    for a, b in zip(pick(ours), pick(theirs), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
+    for our_weight, their_weight in zip(
+        block_matrices(our_model), block_matrices(their_model), strict=True
+    ):
+        torch.testing.assert_close(our_weight, their_weight, atol=2e-3, rtol=0)
 
 
 def test_orthogonalised_singular_values_are_near_one():
@@ -87,28 +99,28 @@ def test_orthogonalised_singular_values_are_near_one():
 
 def test_stacks_hold_one_shape_and_keep_the_order():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (3, 3), (3, 2))]
-    first, second = stacks_of(parameters)
-    assert [p is q for p, q in zip(first, [parameters[0], parameters[2]], strict=True)] == [
+    wide_stack, square_stack = stacks_of(parameters)
+    assert [p is q for p, q in zip(wide_stack, [parameters[0], parameters[2]], strict=True)] == [
         True,
         True,
     ]
-    assert second[0] is parameters[1]
+    assert square_stack[0] is parameters[1]
 
 
 def test_adamw_is_torchs_with_decay_on_matrices_and_embeddings_only():
-    ours, theirs = toy(), toy()
-    optimizer = build_optimizer(ours, PLAN)
-    matrices = [p for p in theirs.parameters() if p.ndim >= 2]
-    vectors = [p for p in theirs.parameters() if p.ndim < 2]
+    our_model, their_model = toy(), toy()
+    optimizer = build_optimizer(our_model, PLAN)
+    matrices = [parameter for parameter in their_model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in their_model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.005, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(3):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
+        give_gradients(our_model, step)
+        give_gradients(their_model, step)
         optimizer.step(0.5)
         reference.step()
-    for a, b in zip(weights(ours), weights(theirs), strict=True):
-        torch.testing.assert_close(a, b, atol=0, rtol=0)
+    for our_weight, their_weight in zip(weights(our_model), weights(their_model), strict=True):
+        torch.testing.assert_close(our_weight, their_weight, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("part", ["matrices", "norms"])
@@ -117,61 +129,65 @@ def test_muon_needs_no_matrices_and_nothing_else(part):
     plan = PLAN.model_copy(update={"kind": "muon"})
     layer = nn.Linear(4, 4, bias=False) if part == "matrices" else nn.LayerNorm(4, bias=False)
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
-    before = layer.weight.detach().clone()
-    layer.weight.grad = torch.ones_like(before)
+    weight_before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones_like(weight_before)
     optimizer = build_optimizer(model, plan)
     optimizer.step(1.0)
-    assert len(optimizer.members) == 1 and not torch.equal(layer.weight, before)
+    assert len(optimizer.members) == 1 and not torch.equal(layer.weight, weight_before)
 
-    nothing = build_optimizer(nn.Module(), plan)
-    nothing.step(1.0)
-    assert nothing.named_tensors() == {} and nothing.parameters == []
+    empty_optimizer = build_optimizer(nn.Module(), plan)
+    empty_optimizer.step(1.0)
+    assert empty_optimizer.named_tensors() == {} and empty_optimizer.parameters == []
 
 
 def test_muon_takes_block_matrices_and_adamw_the_rest():
     optimizer = build_optimizer(toy(), PLAN.model_copy(update={"kind": "muon"}))
     model_names = {name for name, _ in toy().named_parameters()}
-    trained = toy()
-    optimizer = build_optimizer(trained, PLAN.model_copy(update={"kind": "muon"}))
-    train(trained, optimizer, range(1))
+    model = toy()
+    optimizer = build_optimizer(model, PLAN.model_copy(update={"kind": "muon"}))
+    train(model, optimizer, range(1))
     slots: dict[str, set[str]] = {}
     for key in [*optimizer.named_tensors(), *optimizer.scalars()]:
         name, _, slot = key.rpartition(".")
         slots.setdefault(name, set()).add(slot)
     assert set(slots) == model_names
-    for name, held in slots.items():
-        muon = ".layers." in name and name.endswith("weight")
-        assert held == ({"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"})
+    for name, slot_names in slots.items():
+        is_for_muon = ".layers." in name and name.endswith("weight")
+        assert slot_names == (
+            {"momentum_buffer"} if is_for_muon else {"step", "exp_avg", "exp_avg_sq"}
+        )
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_goes_through_names_and_back_bitwise(kind, fused):
     plan = PLAN.model_copy(update={"kind": kind, "fused": fused})
-    undisturbed = toy()
-    optimizer = build_optimizer(undisturbed, plan)
-    train(undisturbed, optimizer, range(3))
+    undisturbed_model = toy()
+    optimizer = build_optimizer(undisturbed_model, plan)
+    train(undisturbed_model, optimizer, range(3))
     tensors = {name: value.clone() for name, value in optimizer.named_tensors().items()}
     scalars = optimizer.scalars()
-    resumed = copy.deepcopy(undisturbed)
-    again = build_optimizer(resumed, plan)
-    again.load(tensors, scalars)
-    assert again.scalars() == scalars
-    train(undisturbed, optimizer, range(3, 6))
-    train(resumed, again, range(3, 6))
-    for a, b in zip(weights(undisturbed), weights(resumed), strict=True):
-        assert torch.equal(a, b)
+    resumed_model = copy.deepcopy(undisturbed_model)
+    resumed_optimizer = build_optimizer(resumed_model, plan)
+    resumed_optimizer.load(tensors, scalars)
+    assert resumed_optimizer.scalars() == scalars
+    train(undisturbed_model, optimizer, range(3, 6))
+    train(resumed_model, resumed_optimizer, range(3, 6))
+    for weight, resumed_weight in zip(
+        weights(undisturbed_model), weights(resumed_model), strict=True
+    ):
+        assert torch.equal(weight, resumed_weight)
 
 
 def test_loading_copies_and_replaces():
     model = toy()
     optimizer = build_optimizer(model, PLAN)
     train(model, optimizer, range(1))
-    stored = {name: value.clone() for name, value in optimizer.named_tensors().items()}
-    kept = {name: value.clone() for name, value in stored.items()}
-    optimizer.load(stored, optimizer.scalars())
+    loaded_tensors = {name: value.clone() for name, value in optimizer.named_tensors().items()}
+    copies = {name: value.clone() for name, value in loaded_tensors.items()}
+    optimizer.load(loaded_tensors, optimizer.scalars())
     train(model, optimizer, range(1, 2))
-    assert all(torch.equal(stored[name], kept[name]) for name in kept)
+    assert all(torch.equal(loaded_tensors[name], copies[name]) for name in copies)
     optimizer.load({}, {})
     assert optimizer.named_tensors() == {}
 
@@ -182,7 +198,11 @@ def test_state_of_another_model_is_refused():
         optimizer.load({"lm_head.weight.exp_avg": torch.zeros(2)}, {})
 
 
-@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_muon_computes_in_float32_where_bfloat16_is_emulated(monkeypatch, fast, dtype) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+@pytest.mark.parametrize(
+    ("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)]
+)
+def test_muon_computes_in_float32_where_bfloat16_is_emulated(
+    monkeypatch, has_bfloat16, dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
     assert orthogonalize_stack(torch.randn(2, 8, 16)).dtype == dtype

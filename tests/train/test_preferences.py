@@ -56,8 +56,8 @@ def test_dpo_by_hand():
     }
     assert means(parts.metrics) == pytest.approx(expected)
     smoothed = dpo_loss(POLICY, START, beta=0.1, label_smoothing=0.2).total.item()
-    both = -0.8 * log_sigmoid(chosen - rejected) - 0.2 * log_sigmoid(rejected - chosen)
-    assert smoothed == pytest.approx(both, rel=1e-12)
+    expected_smoothed = -0.8 * log_sigmoid(chosen - rejected) - 0.2 * log_sigmoid(rejected - chosen)
+    assert smoothed == pytest.approx(expected_smoothed, rel=1e-12)
 
 
 def test_ipo_by_hand():
@@ -98,8 +98,8 @@ def test_kto_by_hand(desirable):
     assert parts.total.item() == pytest.approx(
         (1.5 if desirable else 0.5) / (1 + math.exp(lead)), rel=1e-12
     )
-    told = means(parts.metrics)
-    assert told == pytest.approx(
+    metrics = means(parts.metrics)
+    assert metrics == pytest.approx(
         {
             "accuracy": float(desirable),
             "kl": kl,
@@ -118,37 +118,39 @@ def test_a_certain_answer_does_not_make_orpo_infinite():
 
 def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
     """Rows of `pairs` pairs each, of texts of 3 to 7 tokens whose first two are the prompt; the rest is padding."""
-    numbers = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     length = 32
-    parts = {
+    tensors = {
         name: torch.zeros(rows, length, dtype=torch.int64)
         for name in ("tokens", "labels", "positions")
     }
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
     loss_mask = torch.zeros(rows, length)
     for row in range(rows):
-        at = 0
+        start = 0
         for document in range(2 * pairs):
-            size = int(torch.randint(3, 8, (), generator=numbers))
-            text, here = torch.randint(97, (size,), generator=numbers), slice(at, at + size)
-            parts["tokens"][row, here] = text
-            parts["labels"][row, at : at + size - 1] = text[1:]
-            parts["positions"][row, here] = torch.arange(size)
-            documents[row, here], sequences[row, here] = document, row * 2 * pairs + document
-            loss_mask[row, at + 1 : at + size - 1] = 1
-            at += size
-    reference = torch.where(loss_mask > 0, -torch.rand(rows, length, generator=numbers) * 14, 0)
+            size = int(torch.randint(3, 8, (), generator=generator))
+            text = torch.randint(97, (size,), generator=generator)
+            places = slice(start, start + size)
+            tensors["tokens"][row, places] = text
+            tensors["labels"][row, start : start + size - 1] = text[1:]
+            tensors["positions"][row, places] = torch.arange(size)
+            documents[row, places] = document
+            sequences[row, places] = row * 2 * pairs + document
+            loss_mask[row, start + 1 : start + size - 1] = 1
+            start += size
+    reference = torch.where(loss_mask > 0, -torch.rand(rows, length, generator=generator) * 14, 0)
     kto_labels = (sequences // 2) % 2
-    batch = Batch(**parts, documents=documents, loss_mask=loss_mask, sequences=sequences)
+    batch = Batch(**tensors, documents=documents, loss_mask=loss_mask, sequences=sequences)
     return batch.with_extras(reference=reference, kto_labels=kto_labels)
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
     """Some rows, their sequences numbered anew from 0."""
-    part = batch.map_tensors(lambda tensor: tensor[rows])
-    inside = part.sequences >= 0
-    first = part.sequences[inside].min()
-    return replace(part, sequences=torch.where(inside, part.sequences - first, -1))
+    some_rows = batch.map_tensors(lambda tensor: tensor[rows])
+    is_text = some_rows.sequences >= 0
+    first = some_rows.sequences[is_text].min()
+    return replace(some_rows, sequences=torch.where(is_text, some_rows.sequences - first, -1))
 
 
 def padded(batch: Batch) -> Batch:
@@ -157,14 +159,16 @@ def padded(batch: Batch) -> Batch:
     for number in range(int(batch.sequences.max()) + 1):
         row, places = batch.sequences.eq(number).nonzero().T
 
-        def alone(tensor: torch.Tensor, fill: int = 0, *, row=row, places=places) -> torch.Tensor:
+        def moved_to_start(
+            tensor: torch.Tensor, fill: int = 0, *, row=row, places=places
+        ) -> torch.Tensor:
             text = torch.full((1, 32), fill, dtype=tensor.dtype)
             text[0, : len(places)] = tensor[row, places]
             return text
 
         documents = torch.where(torch.arange(32)[None] < len(places), 0, -1)
-        part = replace(batch.map_tensors(alone), documents=documents)
-        rows.append(replace(part, sequences=alone(batch.sequences, -1)))
+        row_batch = replace(batch.map_tensors(moved_to_start), documents=documents)
+        rows.append(replace(row_batch, sequences=moved_to_start(batch.sequences, -1)))
     extras = {name: torch.cat([row.extras[name] for row in rows]) for name in batch.extras}
     fields = {name: torch.cat([vars(row)[name] for row in rows]) for name in FIELDS}
     return Batch(**fields, extras=extras)
@@ -173,96 +177,110 @@ def padded(batch: Batch) -> Batch:
 FIELDS = ("tokens", "labels", "loss_mask", "positions", "documents", "sequences")
 
 
-def model_and_optimizer(asked, **sections):
-    plan = tiny_plan(**sections).model_copy(update={"objective": asked})
+def model_and_optimizer(objective_keys, **sections):
+    plan = tiny_plan(**sections).model_copy(update={"objective": objective_keys})
     return build_state(plan).model_and_optimizer, build_objective(plan), plan.train
 
 
-def gradients(asked, batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
+def gradients(objective_keys, batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
     """Of the mean over all pairs."""
-    who, objective, _ = model_and_optimizer(asked)
-    count, total = sum(objective.count(batch) for batch in batches), 0.0
+    learner, objective, _ = model_and_optimizer(objective_keys)
+    count = sum(objective.count(batch) for batch in batches)
+    total = 0.0
     for batch in batches:
-        parts = compute_loss(who.model, batch, objective, precision="float32")
+        parts = compute_loss(learner.model, batch, objective, precision="float32")
         (parts.total / count).backward()
         total += parts.total.item()
-    return total / count, [p.grad for p in who.model.parameters() if p.grad is not None]
+    return total / count, [
+        parameter.grad for parameter in learner.model.parameters() if parameter.grad is not None
+    ]
 
 
-@pytest.mark.parametrize("asked", KINDS)
-def test_accumulation_takes_the_step_of_one_large_batch(asked):
-    whole = batch_of_pairs(5)
+@pytest.mark.parametrize("objective_keys", KINDS)
+def test_accumulation_takes_the_step_of_one_large_batch(objective_keys):
+    large_batch = batch_of_pairs(5)
     results = []
-    for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]):
-        who, objective, plan = model_and_optimizer(asked)
-        result = train_step(who, batches, objective, plan=plan, lr_scale=1.0)
-        results.append((result, [p.detach().clone() for p in who.model.parameters()]))
+    for batches in (
+        [large_batch],
+        [rows_of(large_batch, slice(0, 1)), rows_of(large_batch, slice(1, 5))],
+    ):
+        learner, objective, plan = model_and_optimizer(objective_keys)
+        result = train_step(learner, batches, objective, plan=plan, lr_scale=1.0)
+        results.append(
+            (result, [parameter.detach().clone() for parameter in learner.model.parameters()])
+        )
     # of kto the first estimates the drift in its forward, the other before it
-    (one, ours), (two, theirs) = results
-    assert one.loss == pytest.approx(two.loss, rel=1e-6)
-    assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
-    assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
-    assert one.metrics.get("kl", 1.0) > 0
-    assert set(one.metrics) >= {"accuracy", "chosen_reward", "rejected_reward"}
-    assert_close(ours, theirs, atol=2e-5, rtol=0)
+    (single_step, weights), (accumulated_step, accumulated_weights) = results
+    assert single_step.loss == pytest.approx(accumulated_step.loss, rel=1e-6)
+    assert single_step.grad_norm == pytest.approx(accumulated_step.grad_norm, rel=1e-5)
+    assert single_step.metrics == pytest.approx(accumulated_step.metrics, rel=1e-5)
+    assert single_step.metrics.get("kl", 1.0) > 0
+    assert set(single_step.metrics) >= {"accuracy", "chosen_reward", "rejected_reward"}
+    assert_close(weights, accumulated_weights, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
-    who, objective, _ = model_and_optimizer(
+    learner, objective, _ = model_and_optimizer(
         Kto(kind="kto"), config=tiny_config(residual_dropout=rate)
     )
-    whole = batch_of_pairs(5)
-    cut = [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]
+    large_batch = batch_of_pairs(5)
+    micro_batches = [rows_of(large_batch, slice(0, 1)), rows_of(large_batch, slice(1, 5))]
 
     def kl(batches: list[Batch]) -> float:
-        first = objective.before(who.model, batches)[0]
-        return means(compute_loss(who.model, first, objective, precision="float32").metrics)["kl"]
+        first_batch = objective.before(learner.model, batches)[0]
+        return means(
+            compute_loss(learner.model, first_batch, objective, precision="float32").metrics
+        )["kl"]
 
-    assert kl([whole]) == pytest.approx(kl(cut), rel=1e-5)
-    assert kl([whole]) > 0
-    repeated = objective.before(who.model, [whole])[0].extras.get("baseline") is not None
-    assert repeated == (rate > 0)  # a forward that drops nothing tells it itself
+    assert kl([large_batch]) == pytest.approx(kl(micro_batches), rel=1e-5)
+    assert kl([large_batch]) > 0
+    has_baseline = (
+        objective.before(learner.model, [large_batch])[0].extras.get("baseline") is not None
+    )
+    assert has_baseline == (rate > 0)  # a forward that drops nothing tells it itself
 
 
-@pytest.mark.parametrize("asked", KINDS)
-def test_packed_rows_train_as_padded_ones_do(asked):
+@pytest.mark.parametrize("objective_keys", KINDS)
+def test_packed_rows_train_as_padded_ones_do(objective_keys):
     packed = batch_of_pairs(2, pairs=3)
-    (loss, ours), (expected, theirs) = (
-        gradients(asked, [packed]),
-        gradients(asked, [padded(packed)]),
+    (loss, packed_gradients), (padded_loss, padded_gradients) = (
+        gradients(objective_keys, [packed]),
+        gradients(objective_keys, [padded(packed)]),
     )
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    assert loss == pytest.approx(padded_loss, rel=1e-6)
+    assert_close(packed_gradients, padded_gradients, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("asked", KINDS)
-def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
-    who, objective, _ = model_and_optimizer(asked)
+@pytest.mark.parametrize("objective_keys", KINDS)
+def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(objective_keys):
+    learner, objective, _ = model_and_optimizer(objective_keys)
     row = batch_of_pairs(1, pairs=3)
-    others = row.sequences >= 2
-    changed = replace(
+    is_other_pair = row.sequences >= 2
+    changed_row = replace(
         row,
-        tokens=torch.where(others, 5, row.tokens),
-        labels=torch.where(others, 7, row.labels),
+        tokens=torch.where(is_other_pair, 5, row.tokens),
+        labels=torch.where(is_other_pair, 7, row.labels),
         sequences=row.sequences.clamp(max=1),
-        loss_mask=torch.where(others, 0, row.loss_mask),
+        loss_mask=torch.where(is_other_pair, 0, row.loss_mask),
     )
-    alone = replace(
-        row, sequences=torch.where(others, -1, row.sequences), loss_mask=changed.loss_mask
+    row_of_one_pair = replace(
+        row,
+        sequences=torch.where(is_other_pair, -1, row.sequences),
+        loss_mask=changed_row.loss_mask,
     )
-    changed = replace(changed, sequences=alone.sequences)
+    changed_row = replace(changed_row, sequences=row_of_one_pair.sequences)
     with torch.no_grad():
         losses = [
-            compute_loss(who.model, batch, objective, precision="float32").total
-            for batch in (alone, changed)
+            compute_loss(learner.model, batch, objective, precision="float32").total
+            for batch in (row_of_one_pair, changed_row)
         ]
     assert losses[0] == losses[1] > 0
 
 
-@pytest.mark.parametrize("asked", KINDS)
-def test_gradients_are_those_of_finite_differences(asked):
-    objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
+@pytest.mark.parametrize("objective_keys", KINDS)
+def test_gradients_are_those_of_finite_differences(objective_keys):
+    objective = build_objective(tiny_plan().model_copy(update={"objective": objective_keys}))
     batch = batch_of_pairs(1, pairs=2)
     batch = replace(batch, loss_mask=batch.loss_mask.double())
     batch = batch.with_extras(
