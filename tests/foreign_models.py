@@ -29,6 +29,15 @@ SIZES: dict[str, dict[str, Any]] = {
     # attention of its own
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,
+    # its layers differ in their heads, and so in the sizes of their matrices
+    "laguna": _LLAMA
+    | _TOKENS
+    | {
+        "num_attention_heads_per_layer": [4, 2],
+        "mlp_layer_types": ["dense", "dense"],
+        "num_experts": 0,
+        "head_dim": 8,
+    },
 }
 
 

@@ -34,8 +34,9 @@ class TransformersBackend:
 
     It holds what plans, files and adapters ask of it.
 
-    `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of a layer as
-    `counting.Matrix` has them; `factor`: of the last hidden states, before the head.
+    `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of layers as
+    `counting.Matrix` has them, each as the first layer with it has it (another may have its own size, or none);
+    `factor`: of the last hidden states, before the head.
     """
 
     raw_config: str  # its config.json

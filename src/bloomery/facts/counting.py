@@ -6,12 +6,12 @@ mixer: a name in `Mixer`, its matrices here, its module in `model.decoder`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from bloomery.facts.config import Experts, LayerSizes, ModelConfig, RopeScaling
+from bloomery.facts.config import Experts, LayerSizes, ModelConfig, RopeScaling, TransformersBackend
 
 Shape = tuple[int, ...]
 Mixer = Literal["attention"]  # what mixes the tokens of a sequence
@@ -116,13 +116,13 @@ def _layer(config: ModelConfig, index: int) -> Layer:
     expert_products = 0
     if config.transformers_backend is not None:
         # The class of transformers was asked for its linear maps and for all its parameters.
-        matrices = tuple(Matrix(*fields) for fields in config.transformers_backend.matrices)
         prefix = f"model.layers.{index}."
         shapes = tuple(
             (parameter.removeprefix(prefix), shape)
             for parameter, _, shape in config.transformers_backend.parameters
             if parameter.startswith(prefix)
         )
+        matrices = tuple(_matrices_of_shapes(config.transformers_backend, dict(shapes)))
     else:
         matrices = tuple(_matrices(config, sizes))
         shapes = tuple(_block_shapes(config, sizes, matrices))
@@ -148,6 +148,16 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         expert_share=expert_share,
         expert_products=expert_products,
     )
+
+
+def _matrices_of_shapes(
+    backend: TransformersBackend, shapes: Mapping[str, Shape]
+) -> Iterator[Matrix]:
+    """The linear maps of a layer of transformers, in the sizes that they have in this one."""
+    for name, _, _, has_bias in backend.matrices:
+        if (shape := shapes.get(f"{name}.weight")) is not None:
+            outputs, inputs = shape
+            yield Matrix(name, outputs, inputs, has_bias)
 
 
 def _sizes_of_layer(config: ModelConfig, index: int) -> LayerSizes:

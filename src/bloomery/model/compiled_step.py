@@ -377,14 +377,14 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "it is not on a CPU"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
+    # One structure of the model holds the sizes of all layers.
+    if len({_sizes(layer) for layer in layers(config)}) > 1 or len(_rotated_widths(config)) > 1:
+        return "its layers differ in their sizes"
     # The code reads a matrix in full cache lines, and a head in full vectors.
     first_layer = layers(config)[0]
     widths = config.hidden_size, first_layer.intermediate_size, first_layer.query_width
     if first_layer.head_dim % LANES or any(width % LINE for width in widths):
         return f"its widths are not multiples of {LINE}"
-    # One structure of the model holds the sizes of all layers.
-    if len({_sizes(layer) for layer in layers(config)}) > 1 or len(_rotated_widths(config)) > 1:
-        return "its layers differ in their sizes"
     # Every module must be one that the code computes, with weights that it reads.
     for name, module in decoder.named_modules():
         if isinstance(module, LoraLinear):

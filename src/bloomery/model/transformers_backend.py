@@ -289,24 +289,19 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
             stored_name = saved_names[id(parameter)]
             parameters.append((f"{prefix}.{name}", stored_name, tuple(parameter.shape)))
 
-    # Estimates multiply one layer by their number.
-    layers = parts(reference, num_layers)["layers"]
-    layer_matrices = {
-        tuple(
-            (name, module.out_features, module.in_features, module.bias is not None)
-            for name, module in layer.named_modules()
-            if isinstance(module, nn.Linear)
-        )
-        for layer in layers.children()
-    }
-    if len(layer_matrices) > 1:
-        raise Unlike("its layers differ from each other")
+    # Layers may differ in which linear maps they have, and in their sizes: each map is named once, as it first comes.
+    matrices: dict[str, tuple[str, int, int, bool]] = {}
+    for layer in parts(reference, num_layers)["layers"].children():
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                has_bias = module.bias is not None
+                matrices.setdefault(name, (name, module.out_features, module.in_features, has_bias))
     for name, _, shape in parameters:
         if ".layers." in name and len(shape) > 2:
             raise Unlike(
                 f"{name} has three dimensions: experts and convolutions are not counted here"
             )
-    return {"parameters": tuple(parameters), "matrices": layer_matrices.pop()}
+    return {"parameters": tuple(parameters), "matrices": tuple(matrices.values())}
 
 
 def output_of(reference: Any) -> nn.Linear:
