@@ -26,12 +26,14 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import RECIPE, Run
 
 from bloomery.check import run_start, step_probes
+from bloomery.check import verdict as verdicts
 from bloomery.check.examination import examine
 from bloomery.check.known_devices import FILE, identity_of, keep_answer, key_of, known_answer
 from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
-from bloomery.check.run_start import WrongNumbers, check_step_of_ranks, judge
+from bloomery.check.run_start import WrongNumbers, check_step_of_ranks
 from bloomery.check.small_model import small_plan
 from bloomery.check.updates import exact_optimizer
+from bloomery.check.verdict import judge
 from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
@@ -71,7 +73,7 @@ def sides(monkeypatch) -> Sides:
 @pytest.fixture
 def checks_the_cpu(monkeypatch):
     """As if the CPU of the plan was a GPU."""
-    monkeypatch.setattr(run_start, "is_checked", lambda _plan: True)
+    monkeypatch.setattr(run_start, "is_checked", lambda *_: True)
 
 
 # Faults are found and named
@@ -439,7 +441,7 @@ def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
     assert checked.problem == "" and not checked.from_cache and checked.seconds > 0
     assert checked.torch == torch.__version__
 
-    monkeypatch.setattr(run_start, "examine", lambda _plan: pytest.fail("checked again"))
+    monkeypatch.setattr(verdicts, "examine", lambda _plan: pytest.fail("checked again"))
     second = Run(plan, tmp_path / "second")
     (checked_again,) = second.of(StepChecked)
     assert checked_again.from_cache
@@ -452,7 +454,7 @@ def test_the_check_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
         prepared, config=tiny_config(vocab_size=300, residual_dropout=0.1), train={"steps": 2}
     )
     checked = Run(plan, tmp_path / "checked")
-    monkeypatch.setattr(run_start, "is_checked", lambda _plan: False)
+    monkeypatch.setattr(run_start, "is_checked", lambda *_: False)
     unchecked = Run(plan, tmp_path / "unchecked")
     assert unchecked.of(StepChecked) == []
     assert checked.losses() == unchecked.losses()
@@ -501,7 +503,7 @@ def on_two_ranks(plan_json: str, folder: str) -> list[str]:
     events: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", f"{folder}/{mesh.rank}")
-        patch.setattr(run_start, "is_checked", lambda _plan: True)
+        patch.setattr(run_start, "is_checked", lambda *_: True)
         if mesh.rank == 1:
             FAULTS["wrong rotation"][0](Sides(patch))
         with pytest.raises(WrongNumbers) as caught:

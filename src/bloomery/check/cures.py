@@ -10,7 +10,7 @@ from bloomery.check.examination import Examination, Fault, examine
 from bloomery.check.parts import Kind
 from bloomery.facts.attention import supports
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import OptimizerPlan, RunPlan
 from bloomery.recipe.schema import Quantize
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
@@ -66,9 +66,14 @@ def changes(plan: RunPlan, kind: Kind) -> Iterator[tuple[Cure, RunPlan]]:
             plan.model_copy(update={"train": train}),
         )
     if kind in ("optimizer", "step"):
-        yield from _other_optimizers(plan)
+        for cure, optimizer in _other_optimizers(plan.optimizer):
+            yield cure, plan.model_copy(update={"optimizer": optimizer})
     if kind == "dequantization":
-        yield from _other_quantization(plan)
+        for cure, quantize in _other_quantization(plan.quantize):
+            # Another kind is dequantized by PyTorch.
+            is_same_kind = quantize.kind == plan.quantize.kind
+            reader = plan.quantized_by if is_same_kind else "torch"
+            yield cure, plan.model_copy(update={"quantize": quantize, "quantized_by": reader})
     if kind != "optimizer" or plan.train.precision == "bfloat16-pure":
         for precision in PRECISIONS:
             if precision != plan.train.precision:
@@ -113,35 +118,28 @@ def _with_precision(plan: RunPlan, precision: Precision) -> RunPlan:
     return changed_plan if unsupported is None else _with_attention(changed_plan, "blockwise")
 
 
-def _other_optimizers(plan: RunPlan) -> Iterator[tuple[Cure, RunPlan]]:
+def _other_optimizers(optimizer: OptimizerPlan) -> Iterator[tuple[Cure, OptimizerPlan]]:
     """Plain states first; then another optimizer, which trains differently."""
     for key, value in PLAIN_SETTINGS.items():
-        if getattr(plan.optimizer, key) != value:
+        if getattr(optimizer, key) != value:
             setting = f"optimizer.{key}={str(value).lower()}"
-            optimizer = plan.optimizer.model_copy(update={key: value})
-            yield Cure(setting, f"set {setting}"), plan.model_copy(update={"optimizer": optimizer})
+            yield Cure(setting, f"set {setting}"), optimizer.model_copy(update={key: value})
     for kind, spec in OPTIMIZERS.items():
-        if spec.replaces_others and kind != plan.optimizer.kind:
-            optimizer = plan.optimizer.model_copy(update={**PLAIN_SETTINGS, "kind": kind})
-            yield (
-                Cure(f"optimizer.kind={kind}", f"use {kind}"),
-                plan.model_copy(update={"optimizer": optimizer}),
-            )
+        if spec.replaces_others and kind != optimizer.kind:
+            other = optimizer.model_copy(update={**PLAIN_SETTINGS, "kind": kind})
+            yield Cure(f"optimizer.kind={kind}", f"use {kind}"), other
 
 
-def _other_quantization(plan: RunPlan) -> Iterator[tuple[Cure, RunPlan]]:
-    quantize = plan.quantize
+def _other_quantization(quantize: Quantize) -> Iterator[tuple[Cure, Quantize]]:
     if quantize.kind == "nf4" and quantize.double_quant:
-        changed = quantize.model_copy(update={"double_quant": False})
         yield (
             Cure("quantize.double_quant=false", "use nf4 without double quantization"),
-            plan.model_copy(update={"quantize": changed}),
+            quantize.model_copy(update={"double_quant": False}),
         )
     for other in (Quantize(kind="int8"), Quantize(kind="none")):
         if other.kind != quantize.kind:
             text = "use int8" if other.kind == "int8" else "train without quantization"
-            update = {"quantize": other, "quantized_by": "torch"}
-            yield Cure(f"quantize.kind={other.kind}", text), plan.model_copy(update=update)
+            yield Cure(f"quantize.kind={other.kind}", text), other
 
 
 def fix_of(fault: Fault, cure: Cure | None) -> str:

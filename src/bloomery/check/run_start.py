@@ -3,18 +3,17 @@
 The run's attention kernels are compared on every device, and a whole step on a GPU, once for its settings.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
 from bloomery.check.attention import check_attention
-from bloomery.check.cures import cure_of, fix_of
-from bloomery.check.examination import examine, problem_of
-from bloomery.check.known_devices import identity_of, keep_answer, key_of, known_answer
 from bloomery.check.updates import has_formula
+from bloomery.check.verdict import DeviceVerdict, judge
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Machine, read_machine
+from bloomery.facts.config import ModelConfig
+from bloomery.hardware.machine import read_machine
 from bloomery.model.attention.triton_attention import KernelFailed
 from bloomery.monitor.events import Emit, Phase, StepChecked, Warned
 from bloomery.parallel.environment import hosts_at_fault, without_host
@@ -22,7 +21,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import OptimizerPlan, RunPlan, TrainPlan
 from bloomery.train.failures import Unsound
 from bloomery.train.kernels import build_kernels, settle_tiles
-from bloomery.train.process import out_of_memory, set_up_process
+from bloomery.train.process import set_up_process
 from bloomery.train.recover import plan_without_kernel
 
 
@@ -30,31 +29,12 @@ class WrongNumbers(UserError):
     """The device computes something else than the CPU, in a part for which no safer kernel can be taken unasked."""
 
 
-@final
-@dataclass(frozen=True)
-class DeviceVerdict:
-    """Of one rank. `problem` is "" where the device is right."""
-
-    device: str
-    arch: str
-    torch: str
-    driver: str
-    problem: str = ""
-    detail: str = ""
-    fix: str = ""
-    in_attention: bool = False
-    unrepeatable: str = ""  # the part
-    skipped: str = ""  # why nothing was checked
-    seconds: float = 0.0
-    from_cache: bool = False  # it is the answer of an earlier check
-
-
-def is_checked(plan: RunPlan) -> bool:
-    """Whether the plan's device is: a GPU. A CPU that is compared with itself gives no news.
+def is_checked(device: str, config: ModelConfig) -> bool:
+    """Whether a step on the device is: on a GPU. A CPU that is compared with itself gives no news.
 
     Layers of transformers are compared with transformers' own forward instead (`model.transformers_checks`).
     """
-    return plan.train.device != "cpu" and plan.model.config.transformers_backend is None
+    return is_accelerator(device) and config.transformers_backend is None
 
 
 @final
@@ -102,7 +82,7 @@ def check_step_of_ranks(
 
     All ranks end alike. Raises Unsound where attention is at fault, WrongNumbers for other parts.
     """
-    if not mesh.all_gather_json(check_step and is_checked(plan))[0]:
+    if not mesh.all_gather_json(check_step and is_checked(plan.train.device, plan.model.config))[0]:
         return
     machine_file = run_dir / "machine.json"
     machine = read_machine(machine_file) if machine_file.is_file() else None
@@ -162,41 +142,3 @@ def warn_of_bits(train: TrainPlan, verdicts: list[DeviceVerdict], emit: Emit) ->
             fix="set train.attention=blockwise or train.compile=false; or train.deterministic=false",
         )
     emit(Warned(reason=f"{problem}: a repeated or resumed run will differ in its last digits"))
-
-
-def judge(
-    plan: RunPlan, machine: Machine | None, begins: Callable[[], None] = lambda: None
-) -> DeviceVerdict:
-    """Check this process's device, or read that it was checked. `begins`: called before a check."""
-    identity = identity_of(plan.train.device, machine)
-    verdict = DeviceVerdict(identity.device, identity.arch, identity.torch, identity.driver)
-    try:
-        key = key_of(plan, identity)
-        earlier_examination = known_answer(key)
-        if earlier_examination is None:
-            begins()
-        examination = earlier_examination or examine(plan)
-    except UserError as error:
-        return replace(verdict, skipped=error.problem)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return replace(verdict, skipped="not enough memory for the small model")
-    if earlier_examination is None:
-        keep_answer(key, identity, examination)
-    verdict = replace(
-        verdict,
-        unrepeatable=next(iter(examination.unrepeatable), ""),
-        seconds=examination.seconds,
-        from_cache=earlier_examination is not None,
-    )
-    if not examination.faults:
-        return verdict
-    fault = examination.faults[0]
-    return replace(
-        verdict,
-        problem=problem_of(plan.train, fault),
-        detail=fault.detail,
-        fix=fix_of(fault, cure_of(plan, fault)),
-        in_attention=fault.kind == "attention",
-    )

@@ -24,7 +24,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.quantized import NF4_LEVELS, Buffers, dynamic_levels
 from bloomery.model.io.weights import quantized_weights
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan, RunPlan
 from bloomery.recipe.objectives import Pretrain
 from bloomery.recipe.schema import Adapter, Lora, Quantize
 from bloomery.train.objectives.build import Objective, build_objective
@@ -155,25 +155,22 @@ def _last_names(modules: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
 
 
-def small_batch(plan: RunPlan) -> Batch:
-    """Random tokens in the plan's layout: packed documents, padding at the end of a row, or one text."""
-    sequences = plan.train.micro_batch_size
-    length = plan.data.sequence_length
+def small_batch(data: DataPlan, *, sequences: int, vocab_size: int) -> Batch:
+    """Random tokens in the layout: packed documents, padding at the end of a row, or one text."""
+    length = data.sequence_length
     generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(
-        plan.model.config.vocab_size, (sequences, length + 1), generator=generator
-    )
+    tokens = torch.randint(vocab_size, (sequences, length + 1), generator=generator)
     trained_on = torch.rand(sequences, length, generator=generator) >= MASKED_SHARE
 
     # Documents of every row in another order. `fixed` has none; `padded` has one, and padding after it.
     documents = torch.zeros(sequences, length, dtype=torch.int64)
-    if plan.data.layout == "packed" and length == LENGTH:
+    if data.layout == "packed" and length == LENGTH:
         for row in range(sequences):
             lengths = torch.tensor([*DOCUMENT_LENGTHS[row:], *DOCUMENT_LENGTHS[:row]])
             documents[row] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    elif plan.data.layout == "packed":
+    elif data.layout == "packed":
         documents[:, length // 3 :] = 1
-    elif plan.data.layout == "padded":
+    elif data.layout == "padded":
         documents[:, -(length // 8) :] = -1
     number_T = torch.arange(length)
     is_first = torch.ones_like(documents, dtype=torch.bool)
@@ -268,7 +265,12 @@ def build_pair(plan: RunPlan) -> ModelPair:
     plan_on_cpu = exact_plan(plan)
     exact = Side(plan_on_cpu, trained_part(plan_on_cpu))
     copy_weights(tested.model, exact.model)
-    return ModelPair(tested, exact, small_batch(plan))
+    batch = small_batch(
+        plan.data,
+        sequences=plan.train.micro_batch_size,
+        vocab_size=plan.model.config.vocab_size,
+    )
+    return ModelPair(tested, exact, batch)
 
 
 def trained_part(plan: RunPlan) -> ModelAndOptimizer:

@@ -62,8 +62,9 @@ def recipe_plan(recipe: str, overrides: Sequence[str], machine: Machine) -> "Run
 
 def examined(plan: "RunPlan") -> Result:
     """The check of the plan's device, and of the settings that may help where it is wrong."""
-    from bloomery.check.cures import cure_of
-    from bloomery.check.examination import examine, problem_of
+    from bloomery.check.examination import examine
+    from bloomery.check.known_devices import identity_of
+    from bloomery.check.verdict import verdict_of
     from bloomery.plan.resolve import child_environment
     from bloomery.train.kernels import build_kernels
     from bloomery.train.process import set_up_process
@@ -78,22 +79,16 @@ def examined(plan: "RunPlan") -> Result:
         "unrepeatable": ", ".join(examination.unrepeatable),
     }
     result = {"outcome": "ok", "seconds": examination.seconds, "facts": facts}
-    if not examination.faults:
+    # After a fatal error no setting is tried: other probes try the other precisions.
+    verdict = verdict_of(plan, identity_of(plan.train.device, None), examination)
+    if not verdict.problem:
         return result
-
-    fault = examination.faults[0]
-    cure = cure_of(plan, fault)  # None after a fatal error: other probes try the other precisions
-    problem = problem_of(plan.train, fault)
+    setting = f": {verdict.setting_text}" if verdict.setting else ""
     return result | {
         "outcome": "wrong",
-        "message": problem if cure is None else f"{problem}: {cure.text}",
-        "error": fault.error if fault.error < float("inf") else None,
-        "facts": facts
-        | {
-            "part": fault.part,
-            "detail": fault.detail,
-            "fix": "" if cure is None else cure.setting,
-        },
+        "message": f"{verdict.problem}{setting}",
+        "error": verdict.error if verdict.error < float("inf") else None,
+        "facts": facts | {"part": verdict.part, "detail": verdict.detail, "fix": verdict.setting},
     }
 
 

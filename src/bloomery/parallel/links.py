@@ -314,7 +314,7 @@ class Transfer:
 
 @final
 @dataclass(frozen=True)
-class PipelineLink:
+class PipelineTrial:
     """A transport over which every transfer arrived. `slowest`: the transfer that sets the pace of the pipeline."""
 
     transport: PipelineTransport
@@ -330,7 +330,7 @@ class PipelineLink:
 
 def try_pipeline_links(
     mesh: Mesh, plan: TrainPlan, rank_names: Sequence[str]
-) -> PipelineLink | None:
+) -> PipelineTrial | None:
     """Tries the transport between stages that the plan names, for "auto" both. Returns the faster trial.
 
     None without a pipeline. `rank_names`: of each rank, with its layers and its host. Raises UserError, with the same
@@ -341,7 +341,7 @@ def try_pipeline_links(
         return None
     assert mesh.groups is not None, "a pipeline has groups"
     num_edges = mesh.stages * plan.pipeline_chunks - 1
-    trials = list[PipelineLink]()
+    trials = list[PipelineTrial]()
     if plan.pipeline_link != "device":
         host_transport = HostTransport(under_way=2 * num_edges)
         trials.append(try_edges(mesh, host_transport, "host", num_edges, rank_names))
@@ -364,7 +364,7 @@ def try_edges(
     name: PipelineTransport,
     num_edges: int,
     rank_names: Sequence[str],
-) -> PipelineLink:
+) -> PipelineTrial:
     """Every edge in both directions: one after the other, timed, then all of them at once. Raises UserError."""
     directions = list(product(range(num_edges), (FORWARD, BACKWARD)))
     transfers = [_transfer(mesh, edge, direction) for edge, direction in directions]
@@ -405,7 +405,7 @@ def try_edges(
     )
     edge, direction = directions[index]
     slowest = _transfer(mesh, edge, direction, data_rank=receiver % mesh.data_world)
-    return PipelineLink(name, slowest, bytes_per_second=4 * count_of(mesh.device) / seconds)
+    return PipelineTrial(name, slowest, bytes_per_second=4 * count_of(mesh.device) / seconds)
 
 
 def _transfer(mesh: Mesh, edge: int, direction: int, data_rank: int | None = None) -> Transfer:

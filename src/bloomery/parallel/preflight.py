@@ -39,7 +39,7 @@ from bloomery.parallel.environment import (
 from bloomery.parallel.links import (
     GPU_FIX,
     LinkRates,
-    PipelineLink,
+    PipelineTrial,
     run_within,
     try_neighbors,
     try_pipeline_links,
@@ -75,7 +75,7 @@ class Preflight:
     rates: LinkRates
     free_bytes: int
     seconds: float
-    link: PipelineLink | None = None
+    link: PipelineTrial | None = None
 
     def __str__(self) -> str:
         ranks_by_host = Counter(self.hosts)
