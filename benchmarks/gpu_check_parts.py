@@ -367,7 +367,7 @@ def probed(names: tuple[str, ...]) -> Found:
     from bloomery.hardware.probes import run_probes
 
     here = detect()
-    extra = attention_probes.specs(here)
+    extra = attention_probes.attention_probe_specs(here)
     found = run_probes(
         here, extra=extra, only=names, on_progress=lambda name, _done, _of: print(name, flush=True)
     )

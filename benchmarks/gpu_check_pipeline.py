@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bloomery.launch.supervisor import rank_environment
+from bloomery.launch.supervisor import local_rank_variables
 from bloomery.monitor.events import StepDone, read_events
 from bloomery.plan.pipeline import even_groups
 from bloomery.plan.resolve import child_environment
@@ -54,7 +54,7 @@ def pipelined(*, tiny: bool) -> dict[str, Any]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, str(folder / "two")],
-                env=environment | rank_environment(rank, STAGES, str(folder / "meeting")),
+                env=environment | local_rank_variables(rank, STAGES, str(folder / "meeting")),
             )
             for rank in range(STAGES)
         ]

@@ -312,14 +312,14 @@ def test_probes_in_their_child_process():
 
 def test_a_gpu_is_probed_in_each_precision_and_a_cpu_not_at_all():
     gpu = read_machine(MACHINES / "mi300x-node.json")
-    assert [spec.name for spec in step_probes.specs(gpu)] == [
+    assert [spec.name for spec in step_probes.step_probe_specs(gpu)] == [
         "step-float32",
         "step-float16",
         "step-bfloat16",
         "step-compiled",
     ]
     cpu = read_machine(MACHINES / "laptop-without-a-gpu.json")
-    assert step_probes.specs(cpu) == ()
+    assert step_probes.step_probe_specs(cpu) == ()
 
 
 # Bounds

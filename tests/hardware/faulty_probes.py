@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bloomery.hardware.probe_worker import compared, leave, main
+from bloomery.hardware.probe_worker import exit_at_once, main, result_of_error
 
 
 def fine(name, job):
@@ -25,11 +25,11 @@ def hang(name, job):
 
 
 def wrong(name, job):
-    return compared(0.5, "float32")
+    return result_of_error(0.5, "float32")
 
 
 def nan(name, job):
-    return compared(float("nan"), "bfloat16")
+    return result_of_error(float("nan"), "bfloat16")
 
 
 def raises(name, job):
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     known = {
         each.__name__: each for each in (fine, segfault, hang, wrong, nan, raises, sees, leaves)
     }
-    leave(main(known))
+    exit_at_once(main(known))

@@ -15,9 +15,9 @@ from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Softwar
 from bloomery.hardware.probes import (
     ProbeSpec,
     cache_key,
+    machine_probe_specs,
     probe,
     run_probes,
-    specs,
     with_cached_probes,
 )
 from bloomery.hardware.profile import build_profile
@@ -116,7 +116,7 @@ def test_progress_names_each_probe_and_counts():
 
 def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):
     here = detect()
-    extra = attention_probes.specs(here)
+    extra = attention_probes.attention_probe_specs(here)
     found = run_probes(
         here, extra=extra, only={"device", "matmul-float32", "attention", "backend-sdpa"}
     )
@@ -172,7 +172,7 @@ def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(
 
 def test_what_is_probed_depends_on_the_machine():
     def names(subject: Machine) -> set[str]:
-        return {spec.name for spec in specs(subject, build_profile(subject))}
+        return {spec.name for spec in machine_probe_specs(subject, build_profile(subject))}
 
     alone = names(machine())
     assert {"matmul-bfloat16", "attention-flash", "all-reduce"} <= alone
@@ -191,7 +191,7 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     small = CARD.model_copy(update={"index": 0, "memory_bytes": CARD.memory_bytes // 2})
     two = machine(small, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2")
     profile = build_profile(two)
-    joint = {spec.name for spec in specs(two, profile) if spec.every_device}
+    joint = {spec.name for spec in machine_probe_specs(two, profile) if spec.every_device}
     assert joint == {"device-0", "all-reduce", "p2p"}  # "device" is the second
     wanted = [
         ProbeSpec(name=f"sees-{joint}", module="faulty_probes", every_device=joint)
@@ -218,7 +218,7 @@ def test_no_probe_joins_an_integrated_and_a_discrete_gpu(monkeypatch):
         here = machine(*devices, build="rocm", torch="2.13.0+rocm7.2")
         software = here.software.model_copy(update={"environment": environment})
         here = here.model_copy(update={"software": software})
-        return [spec for spec in specs(here, build_profile(here)) if spec.every_device]
+        return [spec for spec in machine_probe_specs(here, build_profile(here)) if spec.every_device]
 
     assert joint(integrated, cards[0]) == []
     three = joint(integrated, *cards)
@@ -241,7 +241,7 @@ def test_no_probe_joins_an_integrated_and_a_discrete_gpu(monkeypatch):
 
 
 def test_every_backend_of_a_device_is_probed():
-    alone = {spec.name for spec in attention_probes.specs(machine())}
+    alone = {spec.name for spec in attention_probes.attention_probe_specs(machine())}
     assert "backend-per_document" in alone and "backend-varlen" not in alone
-    amd = attention_probes.specs(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
+    amd = attention_probes.attention_probe_specs(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
     assert {spec.name for spec in amd} >= {"backend-varlen", "backend-flex", "backend-blockwise"}

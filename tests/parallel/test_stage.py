@@ -8,7 +8,7 @@ from plans_for_tests import tiny_config
 
 from bloomery.model.heads import Logits, Values
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.parallel.stage import cut
+from bloomery.parallel.stage import keep_stage
 from bloomery.plan.pipeline import even_groups, stage_of
 
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def test_stages_in_turn_compute_what_the_whole_decoder_does(case, stages, chunks
     for index in range(stages):
         model = copy.deepcopy(whole)
         model.zero_grad()
-        cut(model, stage_of(config, index, stages, even_groups(5, stages * chunks)))
+        keep_stage(model, stage_of(config, index, stages, even_groups(5, stages * chunks)))
         model.model.link = link
         models.append(model)
     for chunk in range(chunks):

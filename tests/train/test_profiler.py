@@ -17,7 +17,7 @@ from bloomery.train.diagnostics.profiler import (
     SAVED_TENSORS_READABLE,
     Live,
     live_tensors,
-    page,
+    memory_page,
 )
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
@@ -200,7 +200,7 @@ def test_equal_tensors_are_one_line():
     found = [Live(SAVED, (2, 3), "float32", "cpu", 2**20)] * 3 + [
         Live("weights", (), "float32", "cpu", 4)
     ]
-    lines = page(found, "title", "cpu").splitlines()
+    lines = memory_page(found, "title", "cpu").splitlines()
     assert any(
         line.split()
         == ["saved", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]

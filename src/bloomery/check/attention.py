@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from bloomery.check.comparison import Numbers, backward_numbers, drawn, on_device, wrong_quantities
+from bloomery.check.comparison import Numbers, backward_numbers, drawn, wrong_quantities
 from bloomery.check.rounding import TF32, bound_in, device_roundoff
 from bloomery.facts.counting import layers_by_attention
 from bloomery.infer.forward import matmul_dtype
@@ -66,11 +66,10 @@ def attention_numbers(
         )
 
     dtype = matmul_dtype(precision)
-    on_side = {
-        name: on_device(tensor, device, dtype, precision=precision)
-        for name, tensor in inputs.items()
-    }
-    return backward_numbers("attention", attended, on_side, {}, device=device, precision=precision)
+    typed_inputs = {name: (tensor, dtype) for name, tensor in inputs.items()}
+    return backward_numbers(
+        "attention", attended, typed_inputs, {}, device=device, precision=precision
+    )
 
 
 def check_attention(model: ModelPlan, train: TrainPlan, *, sequence_length: int) -> None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from bloomery.core.device import is_accelerator
 from bloomery.facts.attention import BACKENDS
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.probe_worker import Compute, Result, check, leave, main, seconds_of
+from bloomery.hardware.probe_worker import (
+    Compute,
+    Result,
+    compared_with_float64,
+    exit_at_once,
+    main,
+    seconds_with_gradients,
+)
 from bloomery.hardware.probes import ProbeSpec
 from bloomery.hardware.profile import build_profile
 
@@ -22,7 +29,7 @@ TIMED_ON_CPU = 1024  # tokens
 TIMED_ON_GPU = 4096
 
 
-def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
+def attention_probe_specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     """A probe of every backend that the device of the machine has."""
     device = build_profile(machine).device.value
     names = (name for name, facts in BACKENDS.items() if facts.runs_on(device))
@@ -48,12 +55,12 @@ def backend(name: str, job: Mapping[str, Any]) -> Result:
     keys = (2, 2, TOKENS, 64)
     run = attention(kind, 2, TOKENS, device)
     reference = attention("math", 2, TOKENS, "cpu")
-    result = check(run, reference, (queries, keys, keys, queries), device, dtype)
+    result = compared_with_float64(run, reference, (queries, keys, keys, queries), device, dtype)
 
     # One longer sequence, timed.
     tokens = TIMED_ON_GPU if is_accelerator(device) else TIMED_ON_CPU
     timed = attention(kind, 1, tokens, device)
-    seconds = seconds_of(timed, ((1, 8, tokens, 64),) * 4, device, dtype)
+    seconds = seconds_with_gradients(timed, ((1, 8, tokens, 64),) * 4, device, dtype)
     return result | {
         "seconds": seconds,
         "facts": {"kernel": kernel(kind, device, dtype), "tokens": str(tokens)},
@@ -108,4 +115,4 @@ def _documents(sequences: int, tokens: int, device: str, *, packed: bool) -> "Te
 
 
 if __name__ == "__main__":
-    leave(main({"backend": backend}))
+    exit_at_once(main({"backend": backend}))

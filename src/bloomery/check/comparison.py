@@ -19,7 +19,7 @@ RESULT = "results"
 
 @final
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """What differs by more than rounding, by how much, and how much rounding explains; relative errors."""
 
     quantity: str  # such as "loss", "gradient of lm_head.weight"
@@ -32,7 +32,7 @@ class Difference:
 class PartResult:
     """`different_bits`: the device gave other bits when it computed the same once more."""
 
-    differences: tuple[Difference, ...]
+    differences: tuple[Deviation, ...]
     different_bits: bool
 
 
@@ -40,7 +40,7 @@ def wrong_quantities(
     runs: Sequence[Mapping[str, Tensor]],
     exact: Mapping[str, Tensor],
     bound_of_numbers: Callable[[Tensor], float],
-) -> tuple[Difference, ...]:
+) -> tuple[Deviation, ...]:
     """What differs from `exact` by more than the bound in any run of the same computation.
 
     Wrong in one run counts: memory that is read before it is written may hold the right numbers once. A gradient that
@@ -57,7 +57,7 @@ def wrong_quantities(
             for numbers in runs
         )
         if not error <= bound:
-            wrong.append(Difference(quantity, error, bound))
+            wrong.append(Deviation(quantity, error, bound))
     return tuple(wrong)
 
 
@@ -79,17 +79,10 @@ def drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype).float()
 
 
-def on_device(
-    tensor: Tensor, device: torch.device, dtype: torch.dtype, *, precision: str
-) -> Tensor:
-    """An input: float32 where the device computes in float32, else in `dtype`."""
-    return tensor.to(device, torch.float32 if precision == "float32" else dtype)
-
-
 def backward_numbers(
     name: str,
     compute: Callable[..., Tensor],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, tuple[Tensor, torch.dtype]],
     modules: Mapping[str, nn.Module],
     *,
     device: torch.device,
@@ -98,9 +91,14 @@ def backward_numbers(
 ) -> Numbers:
     """The result of `compute` of the inputs, and the gradients of these and of the modules' trainable parameters.
 
-    Backward begins with `gradient`, or with drawn numbers, and runs outside of autocast, as in a step.
+    `inputs`: drawn numbers, and the dtype that they have unless everything is float32. Backward begins with `gradient`,
+    or with drawn numbers, and runs outside of autocast, as in a step.
     """
-    leaves = {leaf: tensor.detach().requires_grad_() for leaf, tensor in inputs.items()}
+    is_float32 = precision == "float32"
+    leaves = {
+        leaf: tensor.to(device, torch.float32 if is_float32 else dtype).detach().requires_grad_()
+        for leaf, (tensor, dtype) in inputs.items()
+    }
     parameters = {
         f"{prefix}{parameter_name}": parameter
         for prefix, module in modules.items()

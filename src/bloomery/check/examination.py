@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from bloomery.check.comparison import RESULT, Difference, PartResult
+from bloomery.check.comparison import RESULT, Deviation, PartResult
 from bloomery.check.parts import Kind, examine_part, parts_of
 from bloomery.check.small_model import ModelPair, build_pair, small_plan
 from bloomery.check.updates import examine_optimizer
@@ -147,7 +147,7 @@ def examine_step(pair: ModelPair) -> tuple[list[Fault], bool]:
     exact = exact_step(pair)
     steps = [step_on_device(pair) for _ in range(2)]
     # The first step that differs is enough.
-    differences: list[Difference] = []
+    differences: list[Deviation] = []
     for numbers in steps:
         differences = differences or step_differences(pair, numbers, exact)
     faults = [

@@ -21,7 +21,6 @@ from bloomery.check.comparison import (
     PartResult,
     backward_numbers,
     drawn,
-    on_device,
     wrong_quantities,
 )
 from bloomery.check.rounding import UNIT_ROUNDOFF, bound_in, typical_size
@@ -70,7 +69,7 @@ ROUNDINGS: Mapping[Kind, int] = {
 
 @final
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """`name`: what a user reads, such as q_proj. `compute`: the numbers of one side, by quantity.
 
     `terms`: of its longest sum.
@@ -90,7 +89,7 @@ class Part:
         return bound + self.extra
 
 
-def examine_part(part: Part, pair: ModelPair) -> PartResult:
+def examine_part(part: StepPart, pair: ModelPair) -> PartResult:
     """Computes the part twice on the device and once on the CPU. Raises what the device raises."""
     exact = numbers_on_cpu(part, pair)
     first = numbers_on_device(part, pair)
@@ -115,15 +114,15 @@ def spoil_free_memory(device: torch.device) -> None:
     del blocks
 
 
-def numbers_on_device(part: Part, pair: ModelPair) -> Numbers:
+def numbers_on_device(part: StepPart, pair: ModelPair) -> Numbers:
     return part.compute(pair.tested)
 
 
-def numbers_on_cpu(part: Part, pair: ModelPair) -> Numbers:
+def numbers_on_cpu(part: StepPart, pair: ModelPair) -> Numbers:
     return part.compute(pair.exact)
 
 
-def parts_of(pair: ModelPair) -> Iterator[Part]:
+def parts_of(pair: ModelPair) -> Iterator[StepPart]:
     """The parts of the small model, the ones that others are made of first."""
     model = pair.tested.model
     block = block_of(pair.tested)
@@ -132,7 +131,7 @@ def parts_of(pair: ModelPair) -> Iterator[Part]:
 
     # Weights that are read, and matmuls with them.
     if dict(quantized_weights(model)):
-        yield Part("dequantization", "dequantization", _dequantized_weights(pair), 1)
+        yield StepPart("dequantization", "dequantization", _dequantized_weights(pair), 1)
     for path, module in block.named_modules():
         if path.endswith("_proj") and hasattr(module, "forward") and _input_width(module):
             yield from _matmul_parts(path, module, pair, num_tokens)
@@ -141,27 +140,27 @@ def parts_of(pair: ModelPair) -> Iterator[Part]:
     for path, width in _norms(model):
         is_stream = "layernorm" in path or path == "model.norm"
         compute = _module_numbers(path, width, pair, is_stream=is_stream)
-        yield Part(path.rpartition(".")[2], "norm", compute, max(width, num_tokens))
+        yield StepPart(path.rpartition(".")[2], "norm", compute, max(width, num_tokens))
     if config.positions == "rotary":
         # Angles are products of positions and frequencies: float32 keeps so much of them.
         extra = 8 * UNIT_ROUNDOFF[torch.float32] * pair.batch.tokens.shape[1]
-        yield Part("rotary positions", "rotary", rotated, 1, extra=extra)
+        yield StepPart("rotary positions", "rotary", rotated, 1, extra=extra)
     for layer in layers_by_attention(config):
         compute = _attention_numbers(layer, pair)
         name = "attention" if layer.window is None else "attention with a window"
-        yield Part(name, "attention", compute, pair.batch.tokens.shape[1])
-    yield Part("MLP activation", "activation", _activation_numbers(pair), 1)
-    yield Part("embedding", "embedding", embedded_rows, num_tokens)
-    yield Part(
+        yield StepPart(name, "attention", compute, pair.batch.tokens.shape[1])
+    yield StepPart("MLP activation", "activation", _activation_numbers(pair), 1)
+    yield StepPart("embedding", "embedding", embedded_rows, num_tokens)
+    yield StepPart(
         "cross-entropy head", "head", _head_numbers(pair), max(config.vocab_size, num_tokens)
     )
 
     # A layer of them all; compiled it is another program.
     widest_inner = max(layer.intermediate_size for layer in layers(config))
     layer_terms = max(widest_inner, config.hidden_size, num_tokens)
-    yield Part("layer", "layer", _layer_numbers(pair, compiled=False), layer_terms)
+    yield StepPart("layer", "layer", _layer_numbers(pair, compiled=False), layer_terms)
     if pair.tested.plan.train.compile:
-        yield Part(
+        yield StepPart(
             "compiled layer", "compiled layer", _layer_numbers(pair, compiled=True), layer_terms
         )
 
@@ -170,9 +169,6 @@ def block_of(side: Side, layer: int = 0) -> Block:
     block = side.model.model.layers[layer]
     assert isinstance(block, Block)
     return block
-
-
-# Inputs, the same numbers on both sides
 
 
 def _computed(
@@ -184,18 +180,14 @@ def _computed(
     *,
     gradient: Tensor | None = None,
 ) -> Numbers:
-    """`backward_numbers` of a side; `inputs`: drawn numbers, and what a device takes them in."""
-    precision = side.plan.train.precision
+    """`backward_numbers` of a side."""
     return backward_numbers(
         name,
         compute,
-        {
-            name: on_device(tensor, side.device, dtype, precision=precision)
-            for name, (tensor, dtype) in inputs.items()
-        },
+        inputs,
         modules,
         device=side.device,
-        precision=precision,
+        precision=side.plan.train.precision,
         gradient=gradient,
     )
 
@@ -217,7 +209,9 @@ def _dequantized_weights(pair: ModelPair) -> Callable[[Side], Numbers]:
     return numbers
 
 
-def _matmul_parts(path: str, module: nn.Module, pair: ModelPair, num_tokens: int) -> Iterator[Part]:
+def _matmul_parts(
+    path: str, module: nn.Module, pair: ModelPair, num_tokens: int
+) -> Iterator[StepPart]:
     """The linear map without its adapter, then with it."""
     name = path.rpartition(".")[2]
     width = _input_width(module)
@@ -229,12 +223,12 @@ def _matmul_parts(path: str, module: nn.Module, pair: ModelPair, num_tokens: int
             with adapters_disabled(side.model):
                 return numbers(side)
 
-        yield Part(name, "matmul", base_numbers, terms)
-        yield Part(f"adapter of {name}", "adapter", numbers, terms)
+        yield StepPart(name, "matmul", base_numbers, terms)
+        yield StepPart(f"adapter of {name}", "adapter", numbers, terms)
     elif isinstance(module, nn.Linear | QuantizedLinear):
-        yield Part(name, "matmul", numbers, terms)
+        yield StepPart(name, "matmul", numbers, terms)
     else:  # a module of PEFT
-        yield Part(f"adapter of {name}", "adapter", numbers, terms)
+        yield StepPart(f"adapter of {name}", "adapter", numbers, terms)
 
 
 def _input_width(module: nn.Module) -> int:

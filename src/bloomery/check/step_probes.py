@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.probe_worker import Result, leave, main
+from bloomery.hardware.probe_worker import Result, exit_at_once, main
 from bloomery.hardware.probes import ProbeSpec
 from bloomery.hardware.profile import build_profile
 
@@ -24,7 +24,7 @@ SECONDS = 120.0
 COMPILED_SECONDS = 240.0  # the compiler takes minutes on a slow CPU
 
 
-def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
+def step_probe_specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     """One for each precision, and one of compiled layers, where a GPU trains. A CPU would be compared with itself."""
     profile = build_profile(machine)
     if profile.accelerator is None:
@@ -38,7 +38,7 @@ def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     )
 
 
-def step(name: str, job: Mapping[str, Any]) -> Result:
+def probe_step(name: str, job: Mapping[str, Any]) -> Result:
     """`step-bfloat16`, uncompiled; `step-compiled`. "wrong" names the part; `facts`: the setting that is right."""
     kind = name.partition("-")[2]
     precision = job["dtype"] if kind == COMPILED else kind
@@ -93,4 +93,4 @@ def examined(plan: "RunPlan") -> Result:
 
 
 if __name__ == "__main__":
-    leave(main({"step": step}))
+    exit_at_once(main({"step": probe_step}))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from bloomery.check.comparison import SEED, Difference, PartResult, drawn
+from bloomery.check.comparison import SEED, Deviation, PartResult, drawn
 from bloomery.check.rounding import SAFETY, UNIT_ROUNDOFF, bound_of, tile_error, typical_size
 from bloomery.check.small_model import ModelPair, Side
 from bloomery.facts.counting import Shape
@@ -87,7 +87,7 @@ def examine_optimizer(pair: ModelPair) -> PartResult:
                 loud_side, weight, before, exact, products, steps=OPTIMIZER_STEPS
             )
             if not error <= bound:
-                wrong_quantities.append(Difference(f"update of {name}", error, bound))
+                wrong_quantities.append(Deviation(f"update of {name}", error, bound))
     return PartResult(tuple(wrong_quantities), different_bits)
 
 
@@ -158,7 +158,7 @@ def update_differences(
     gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     weights_before: Mapping[str, Tensor],
-) -> list[Difference]:
+) -> list[Deviation]:
     """The update of each weight against the optimizer's formula in float64, applied to the device's own gradients.
 
     So wrong gradients and a wrong optimizer are told apart, and the signs that a first step of AdamW takes of small
@@ -180,7 +180,7 @@ def update_differences(
         optimizer = exact_optimizer(plan, name, shape)
         exact = optimizer.step(before, gradient.double().cpu())
         error, bound = update_error(side, weights[name], before, exact, products)
-        update_errors.append(Difference(f"update of {name}", error, bound))
+        update_errors.append(Deviation(f"update of {name}", error, bound))
     return update_errors
 
 

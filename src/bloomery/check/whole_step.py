@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from bloomery.check.comparison import Difference, natural_size
+from bloomery.check.comparison import Deviation, natural_size
 from bloomery.check.rounding import bound_in, tile_error
 from bloomery.check.small_model import ModelPair, Side
 from bloomery.check.updates import update_differences
@@ -129,22 +129,22 @@ def exact_step(pair: ModelPair) -> StepNumbers:
     )
 
 
-def step_differences(pair: ModelPair, numbers: StepNumbers, exact: StepNumbers) -> list[Difference]:
+def step_differences(pair: ModelPair, numbers: StepNumbers, exact: StepNumbers) -> list[Deviation]:
     """What differs by more than rounding, in the order in which a step computes it."""
     bound = step_bound(pair.tested)
 
     # The loss: logits of a fresh model have a deviation of `LOGIT_DEVIATION`, and so much of them is rounded off.
     loss_error = abs(numbers.loss - exact.loss)
     loss_bound = bound * max(LOGIT_DEVIATION, 1e-3) + 1e-6 * abs(exact.loss)
-    all_differences = [Difference("loss", loss_error, loss_bound)]
+    all_differences = [Deviation("loss", loss_error, loss_bound)]
     if not numbers.gradients:
-        all_differences.append(Difference("norm of the gradients", math.inf, bound))
+        all_differences.append(Deviation("norm of the gradients", math.inf, bound))
     else:
         relative = abs(numbers.grad_norm / exact.grad_norm - 1.0)
         norm_bound = max(
             step_bound(pair.tested, gradient.dtype) for gradient in numbers.gradients.values()
         )
-        all_differences.append(Difference("norm of the gradients", relative, norm_bound))
+        all_differences.append(Deviation("norm of the gradients", relative, norm_bound))
         all_differences += gradient_differences(numbers.gradients, exact.gradients, pair.tested)
         all_differences += update_differences(
             pair.tested, numbers.gradients, numbers.weights, exact.weights
@@ -171,10 +171,10 @@ def step_bound(side: Side, dtype: torch.dtype = torch.float32) -> float:
 
 def gradient_differences(
     gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], side: Side
-) -> list[Difference]:
+) -> list[Deviation]:
     """Of each parameter, the last layer first: backward computes in that order."""
     return [
-        Difference(
+        Deviation(
             f"gradient of {name}",
             tile_error(gradients[name], exact[name], least_size=natural_size(name, exact))
             if name in gradients

@@ -158,7 +158,10 @@ def load_machine(file: Path | None, *, probe: bool) -> Machine:
     if not probe:
         return local
     unprobed = local.model_copy(update={"probes": ()})  # earlier failures do not affect new probes
-    extra = (*attention_probes.specs(unprobed), *step_probes.specs(unprobed))
+    extra = (
+        *attention_probes.attention_probe_specs(unprobed),
+        *step_probes.step_probe_specs(unprobed),
+    )
     probes = run_probes(unprobed, extra=extra, on_progress=_progress)
     return unprobed.model_copy(update={"probes": probes})
 

@@ -1,6 +1,7 @@
 """A check of this CPU, about a second of work kept per boot: products and copies of one core. Does not import torch.
 
-Many virtual machines share a CPU's name and differ in speed, so a name says little about either.
+Many virtual machines share a CPU's name and differ in speed, so a name says little about either. It measures speed
+alone: whether a device computes right is the question of `probe_worker` and of `bloomery.check`.
 """
 
 import json

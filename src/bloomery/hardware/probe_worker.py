@@ -32,7 +32,7 @@ TIMING_SECONDS = 1.0
 CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
 
-def compared(error: float, dtype: str, **fields: Any) -> Result:
+def result_of_error(error: float, dtype: str, **fields: Any) -> Result:
     """ "wrong" if the error is larger than rounding errors, or NaN."""
     limit = TOLERANCE[dtype]
     if error <= limit:
@@ -76,7 +76,9 @@ def best_seconds(work: Callable[[], object], device: str) -> float:
     return min(times)
 
 
-def check(run: Compute, reference: Compute, shapes: Shapes, device: str, dtype: str) -> Result:
+def compared_with_float64(
+    run: Compute, reference: Compute, shapes: Shapes, device: str, dtype: str
+) -> Result:
     """`run` of normal values and its gradients, compared with `reference` in float64 on the CPU. The last of the
     `shapes` is that of the result.
     """
@@ -97,10 +99,10 @@ def check(run: Compute, reference: Compute, shapes: Shapes, device: str, dtype: 
         if x.grad is not None and y.grad is not None
     ]
     assert len(pairs) == len(shapes)
-    return compared(worst_error(pairs), dtype)
+    return result_of_error(worst_error(pairs), dtype)
 
 
-def seconds_of(run: Compute, shapes: Shapes, device: str, dtype: str) -> float:
+def seconds_with_gradients(run: Compute, shapes: Shapes, device: str, dtype: str) -> float:
     """The time of `run` and its gradients. The last of the `shapes` is that of the result."""
     import torch
 
@@ -120,12 +122,14 @@ def checked_matmul(device: str, dtype: str, *, size: int) -> Result:
     """A small matmul and its gradients; then the time and the rate at `size`."""
     import torch
 
-    result = check(torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), device, dtype)
-    seconds = seconds_of(torch.matmul, ((size, size),) * 3, device, dtype)
+    result = compared_with_float64(
+        torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), device, dtype
+    )
+    seconds = seconds_with_gradients(torch.matmul, ((size, size),) * 3, device, dtype)
     return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
 
 
-def check_attention(run: Compute, device: str, dtype: str) -> Result:
+def compared_attention(run: Compute, device: str, dtype: str) -> Result:
     """Causal attention of 256 tokens."""
     import torch
 
@@ -134,7 +138,7 @@ def check_attention(run: Compute, device: str, dtype: str) -> Result:
         scores = (q @ k.mT / 8.0).masked_fill(~causal, float("-inf"))
         return torch.softmax(scores, -1) @ v
 
-    return check(run, reference, ((2, 4, 256, 64),) * 4, device, dtype)
+    return compared_with_float64(run, reference, ((2, 4, 256, 64),) * 4, device, dtype)
 
 
 LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
@@ -222,21 +226,21 @@ def main(probes: Mapping[str, Run]) -> int:
         try:
             result = (probes.get(name) or probes[name.partition("-")[0]])(name, job)
         except Exception as error:  # any error of a driver or library is the result
-            result = {"outcome": "failed", "message": one_line(error)}
+            result = {"outcome": "failed", "message": error_line(error)}
         reply(job, {"name": name} | result)
         if result["outcome"] not in ("ok", "absent"):
             break
     return 0
 
 
-def leave(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """Exits without shutting down the driver, which takes seconds and crashes some drivers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}".replace(str(Path.home()), "~")[:300]
 
@@ -277,9 +281,9 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
         "warp_size": str(getattr(properties, "warp_size", "")),
     }
     torch_device = f"cuda:{index}"
-    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, torch_device, job["dtype"]) | {
-        "facts": facts
-    }
+    return compared_with_float64(
+        torch.matmul, torch.matmul, ((64, 64),) * 3, torch_device, job["dtype"]
+    ) | {"facts": facts}
 
 
 def matmul(name: str, job: Mapping[str, Any]) -> Result:
@@ -307,13 +311,13 @@ def attention(name: str, job: Mapping[str, Any]) -> Result:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     try:
-        result = check_attention(run, job["device"], job["dtype"])
+        result = compared_attention(run, job["device"], job["dtype"])
     except RuntimeError as error:
         if "No available kernel" in str(error) or "not compiled" in str(error):
-            return {"outcome": "absent", "message": one_line(error)}
+            return {"outcome": "absent", "message": error_line(error)}
         raise
     tokens = 1024 if job["device"] == "cpu" else 4096
-    seconds = seconds_of(run, ((1, 8, tokens, 64),) * 4, job["device"], job["dtype"])
+    seconds = seconds_with_gradients(run, ((1, 8, tokens, 64),) * 4, job["device"], job["dtype"])
     return result | {"seconds": seconds, "facts": {"tokens": str(tokens)}}
 
 
@@ -338,7 +342,7 @@ def compile_(_: str, job: Mapping[str, Any]) -> Result:
     grads = [p.grad for p in device_block.parameters() if p.grad is not None]
     seconds = time.perf_counter() - begun_at
     error = worst_error(zip((result.detach(), *grads), (exact.detach(), *truth), strict=True))
-    return compared(error, "float32", seconds=seconds)
+    return result_of_error(error, "float32", seconds=seconds)
 
 
 def blas(_: str, job: Mapping[str, Any]) -> Result:
@@ -348,7 +352,7 @@ def blas(_: str, job: Mapping[str, Any]) -> Result:
     return result | {"facts": {"TORCH_BLAS_PREFER_HIPBLASLT": preference} | result["facts"]}
 
 
-def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
+def nf4_round_trip(_: str, job: Mapping[str, Any]) -> Result:
     """Quantize to nf4 and back: the error of nf4 is known, and a faulty kernel exceeds it by far."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return {"outcome": "absent", "message": "not installed"}
@@ -394,8 +398,8 @@ def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
         result: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return result.transpose(1, 2)
 
-    result = check_attention(run, job["device"], dtype)
-    seconds = seconds_of(run, ((1, 8, 4096, 64),) * 4, job["device"], dtype)
+    result = compared_attention(run, job["device"], dtype)
+    seconds = seconds_with_gradients(run, ((1, 8, 4096, 64),) * 4, job["device"], dtype)
     return result | {"seconds": seconds, "facts": {"version": __version__, "tokens": "4096"}}
 
 
@@ -483,7 +487,7 @@ PROBES: dict[str, Run] = {
     "attention": attention,
     "compile": compile_,
     "blas": blas,
-    "bitsandbytes": bitsandbytes,
+    "bitsandbytes": nf4_round_trip,
     "flash-attn": flash_attn,
     "bandwidth": bandwidth,
     "cpu-check": cpu_check,
@@ -493,4 +497,4 @@ PROBES: dict[str, Run] = {
 }
 
 if __name__ == "__main__":
-    leave(main(PROBES))
+    exit_at_once(main(PROBES))

@@ -59,7 +59,7 @@ def run_probes(
 ) -> tuple[Probe, ...]:
     """All probes of this machine, or those in `only` (a name, or its first part: "matmul"). Results are cached.
 
-    `extra`: probes of the caller, such as `check.attention_probes.specs`; they run last.
+    `extra`: probes of the caller, such as `check.attention_probes.attention_probe_specs`; they run last.
     Empty without an installed torch. A crash or hang of a probe does not affect the caller.
     """
     if machine.software.torch is None:
@@ -67,7 +67,7 @@ def run_probes(
     profile = build_profile(machine)
     selected = [
         spec
-        for spec in (*specs(machine, profile), *extra)
+        for spec in (*machine_probe_specs(machine, profile), *extra)
         if only is None or spec.name in only or spec.name.partition("-")[0] in only
     ]
     arch = profile.accelerator.arch if profile.accelerator else ""
@@ -85,7 +85,7 @@ def with_cached_probes(machine: Machine) -> Machine:
     return machine.model_copy(update={"probes": _probes_of(_cache().get(cache_key(machine)))})
 
 
-def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
+def machine_probe_specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
     """The probes of a machine, the fastest first."""
     accelerator = profile.accelerator
     peers = training_peers(machine, accelerator) if accelerator is not None else []

@@ -46,7 +46,7 @@ class HeldTensor:
 
 @final
 @dataclass(frozen=True)
-class Piece:
+class HeldBytes:
     """Contiguous bytes of a stored tensor, from byte `start` on, that `rank` holds as its tensor of that name."""
 
     rank: int
@@ -68,7 +68,7 @@ class OwnedTensor:
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeldBytes, ...]
     owner: int
     file: str
 
@@ -207,7 +207,7 @@ def _pieces(
     held_tensors: Sequence[HeldTensor],
     rows_by_rank: Sequence[Sequence[int]],
     mesh: Mesh,
-) -> tuple[Piece, ...]:
+) -> tuple[HeldBytes, ...]:
     """From the owner's replica; where the owner is of another stage, from the first replica of the tensor's stage."""
     sender = stored.stage * mesh.data_world
     if stored.owner // mesh.data_world == stored.stage:
@@ -216,11 +216,11 @@ def _pieces(
     for start, index in stored.sources:
         held = held_tensors[index]
         if not held.is_rows:
-            pieces.append(Piece(sender, held.name, start, held.rows * held.row_bytes))
+            pieces.append(HeldBytes(sender, held.name, start, held.rows * held.row_bytes))
             continue
         for rank in _shards(sender, mesh):
             size = rows_by_rank[rank][index] * held.row_bytes
-            pieces.append(Piece(rank, held.name, start, size))
+            pieces.append(HeldBytes(rank, held.name, start, size))
             start += size
     return tuple(piece for piece in pieces if piece.size)
 

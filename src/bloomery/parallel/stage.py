@@ -6,7 +6,7 @@ from bloomery.facts.config import Stage
 from bloomery.model.decoder import Backbone, Decoder
 
 
-def cut(model: Decoder, stage: Stage) -> None:
+def keep_stage(model: Decoder, stage: Stage) -> None:
     """Keeps one stage of a whole decoder, in place; what remains has the names that it had.
 
     Cut on the meta device, the weights of other stages never take memory. A stage needs a link to the others before

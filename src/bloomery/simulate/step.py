@@ -28,7 +28,7 @@ from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import PipelineLink, StageParameters
-from bloomery.parallel.stage import cut
+from bloomery.parallel.stage import keep_stage
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.pipeline import even_groups, most_in_flight, stage_of
 from bloomery.plan.types import RunPlan
@@ -282,7 +282,7 @@ def _model_and_optimizer(
     if stage is not None:
         stage_parameters = StageParameters.of(model)
         stream_dtype = model.model.embed_tokens.weight.dtype
-        cut(model, stage)
+        keep_stage(model, stage)
         model.model.link = PipelineLink(
             pipeline,
             FakeTransport(),

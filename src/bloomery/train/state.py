@@ -22,7 +22,7 @@ from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_of
-from bloomery.parallel.stage import cut
+from bloomery.parallel.stage import keep_stage
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
@@ -284,7 +284,7 @@ def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:
     """Keep the layers of this rank's stage, in place, with links to the other stages. On the meta device."""
     # The residual stream has the dtype of the embedding, which only some stages keep.
     stream_dtype = model.model.embed_tokens.weight.dtype
-    cut(model, stage_of(model.config, mesh.stage, mesh.stages, train.pipeline_layers))
+    keep_stage(model, stage_of(model.config, mesh.stage, mesh.stages, train.pipeline_layers))
     # Before a send waits for an earlier one, each edge of the pipeline may have one under way in both directions.
     model.model.link = PipelineLink(
         mesh,

@@ -137,7 +137,7 @@ def _saved_in_node(node: Any) -> Iterator[Tensor]:
         yield from (content for content in contents if isinstance(content, Tensor))
 
 
-def page(tensors: list[Live], title: str, device: str) -> str:
+def memory_page(tensors: list[Live], title: str, device: str) -> str:
     """A table of memory by purpose, then the largest groups of equal tensors."""
     lines = [title, *_totals(device)]
     if not SAVED_TENSORS_READABLE:
@@ -197,7 +197,7 @@ def write_memory(
         tensors = live_tensors(model_and_optimizer)
     path.parent.mkdir(exist_ok=True)
     path.with_name(path.name + ".memory.txt").write_text(
-        page(tensors, title, device), encoding="utf-8"
+        memory_page(tensors, title, device), encoding="utf-8"
     )
     blocks = memory_blocks(device)
     if blocks is not None:  # torch's own format is a pickle
@@ -341,11 +341,11 @@ class _Recording:
         if self.last_step > self.first_step:
             steps = f"steps {self.first_step} to {self.last_step}"
         title = f"{steps}, {seconds:.2f} s including profiling"
-        text = table(list(self._profile.key_averages()), title, self.device)
+        text = operator_table(list(self._profile.key_averages()), title, self.device)
         (folder / f"{name}.operators.txt").write_text(text, encoding="utf-8")
 
 
-def table(operators: list[Any], title: str, device: str) -> str:
+def operator_table(operators: list[Any], title: str, device: str) -> str:
     """Operators by self time; `operators`: torch's FunctionEventAvg."""
 
     def self_seconds(operator: Any) -> float:
