@@ -145,7 +145,7 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     others = any(
         live.purpose == SAVED for live in live_tensors(build_state(plan).model_and_optimizer)
     )  # of earlier tests
-    short = run_short_of_memory(plan, tmp_path, Allocator(place, rows=4, times=1))
+    short = run_short_of_memory(plan, tmp_path, Allocator(place, rows=4, failures=1))
     (told,) = short.of(Recovered)
     step = 2 if place == "evaluation" else 1
     name = f"profile/step-{step:08d}-full-1.memory.txt"
