@@ -505,7 +505,7 @@ def test_json_of_a_run(workshop, monkeypatch):
 
 def test_json_of_the_doctor(workshop, monkeypatch):
     told = asked(workshop, monkeypatch, "doctor", "--json")
-    assert list(told) == ["ready", "findings", "machine", "then"]
+    assert list(told) == ["ready", "findings", "machine", "then", "plugins"]
     machine = json.loads((the_run(workshop) / "machine.json").read_text())
     assert set(told["machine"]) == set(machine) and set(told["machine"]["host"]) == set(
         machine["host"]

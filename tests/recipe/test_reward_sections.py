@@ -69,8 +69,8 @@ def test_defaults_are_those_of_trl(read):
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
-        ("[{pyton: 'a.py:f'}]", "a reward with python, verifier, model or function"),
-        ("[score]", "a reward with python, verifier, model or function"),
+        ("[{pyton: 'a.py:f'}]", "a reward with python, verifier, model, function or plugin"),
+        ("[score]", "a reward with python, verifier, model, function or plugin"),
         ("[{python: a.py}]", "FILE:FUNCTION"),
         ("[{python: 'a.py:my score'}]", "FILE:FUNCTION"),
         ("[{verifier: mth}]", "did you mean math"),

@@ -78,16 +78,24 @@ class Commands(click.Group):
     """A click group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Bloomery's commands, then those of installed packages."""
         del ctx
-        return list(COMMANDS)
+        from bloomery.core.plugins import plugin_names
+
+        return [*COMMANDS, *(name for name in plugin_names("commands") if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the module of that command, and of no other."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            command = getattr(importlib.import_module(module), attribute)
+            assert isinstance(command, click.Command)
+        else:
+            from bloomery.cli.plugins import plugin_command
+
+            command = plugin_command(cmd_name)
+            if command is None:
+                return None
         if ctx.resilient_parsing:
             from bloomery.cli.completion import complete_paths
 
@@ -97,18 +105,31 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        commands = self.list_commands(ctx)
         name = args[0]
-        if name not in commands and not name.startswith("-"):
+        # Plug-ins are looked up for other names alone: reading what is installed takes as long as `--version`.
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        commands = self.list_commands(ctx)
+        if name not in commands:
             hint = "`bloomery --help` lists the commands"
             fix = did_you_mean(name, commands, hint, shown="`bloomery {}`")
             raise UserError(f"no such command: {name!r}", where="the command line", fix=fix, code=2)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from bloomery.core.plugins import installed_plugins
+
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        plugins = [
+            (plugin.name, f"Of the package {plugin.package}.")
+            for plugin in installed_plugins()
+            if plugin.kind == "commands" and plugin.name not in COMMANDS
+        ]
+        if plugins:
+            with formatter.section("Commands of plug-ins"):
+                formatter.write_dl(plugins)
 
 
 @click.group(

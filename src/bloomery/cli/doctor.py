@@ -130,6 +130,7 @@ def command(
 
     # Without a task: the page, with what a packaged recipe would need once the problems are fixed.
     from bloomery.cli.doctor_page import page, preview, then_document, then_lines
+    from bloomery.cli.plugins import plugin_documents
 
     result = preview(checked_machine, findings)
     if as_json:
@@ -138,6 +139,7 @@ def command(
             "findings": documents,
             "machine": anonymous(checked_machine),
             "then": then_document(result),
+            "plugins": plugin_documents(),
         }
         print_json(summary)
     else:

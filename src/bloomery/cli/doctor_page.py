@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.cli.plan import brief_document
+from bloomery.cli.plugins import plugin_lines
 from bloomery.core.errors import UserError
 from bloomery.core.text import broken
 from bloomery.core.units import GIB, format_seconds
@@ -118,6 +119,7 @@ def page(
     lines.append("")
     for label, text in machine_facts(machine):
         lines += _labelled(label, [text])
+    lines += _labelled("plug-ins", plugin_lines())
     lines.append("")
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)

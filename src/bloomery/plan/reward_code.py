@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.recipe.rewards import AnyReward, PythonReward, reward_name
+from bloomery.core.plugins import find_plugin, plugin_names
+from bloomery.recipe.rewards import AnyReward, PluginReward, PythonReward, reward_name
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MOST = 2**24  # bytes of a file of Python
@@ -45,6 +46,20 @@ def refuse_missing_function(reward: PythonReward) -> None:
         f"the reward {name} has no function {function} in {path}",
         where=file,
         fix=f"its functions are: {', '.join(functions) or 'none'}",
+        code=2,
+    )
+
+
+def refuse_missing_plugin(reward: PluginReward) -> None:
+    """Raises UserError for a reward that no installed package brings."""
+    if find_plugin("rewards", reward.plugin) is not None:
+        return
+    names = plugin_names("rewards")
+    fix = f"the installed ones are: {', '.join(names)}" if names else "install the package with pip"
+    raise UserError(
+        f"no installed package brings the reward {reward.plugin}",
+        where="rewards",
+        fix=fix,
         code=2,
     )
 

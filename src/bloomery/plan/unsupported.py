@@ -27,11 +27,11 @@ from bloomery.model.adapters.settings import method_name, method_settings, refus
 from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.reward_code import refuse_missing_function
+from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_plugin
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.objectives import Rollouts
-from bloomery.recipe.rewards import PythonReward, VerifierReward, reward_name
+from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
 # So many weights that the average of bits per weight counts scales of scales too.
@@ -245,6 +245,8 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             _refuse_verifier(reward)
         elif isinstance(reward, PythonReward):
             refuse_missing_function(reward)
+        elif isinstance(reward, PluginReward):
+            refuse_missing_plugin(reward)
     names = [reward_name(reward) for reward in recipe.rewards]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:

@@ -15,6 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import closest, expanded
 from bloomery.core.units import Duration
 from bloomery.recipe.mistakes import from_pydantic, models_at, place_of, refuse, secrets, step
+from bloomery.recipe.plugins import refuse_unusable
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.recipe.tools import refuse_file_of_a_tool, refuse_script
 from bloomery.recipe.values import write_duration
@@ -438,6 +439,13 @@ def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
 
 # Checking
 
+# Keys whose values may be names of plug-ins -> their kind.
+_PLUGIN_KEYS = {
+    ("model", "family"): "families",
+    ("optimizer", "kind"): "optimizers",
+    ("objective", "kind"): "objectives",
+}
+
 
 def _validated(
     data: dict[str, Any], origins: Mapping[KeyPath, Origin]
@@ -447,6 +455,8 @@ def _validated(
     sections: dict[str, Any] = {"model": {}, "data": {}}
     for key, value in data.items():
         sections[key] = {} if value is None and key in section_names else value
+    for (section, key), kind in _PLUGIN_KEYS.items():
+        refuse_unusable(kind, step(sections.get(section), key))
     mistakes = list(_contradictions(sections, origins))
     try:
         return Recipe.model_validate_json(json.dumps(sections), strict=True), mistakes

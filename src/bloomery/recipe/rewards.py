@@ -76,6 +76,15 @@ class FunctionReward(RewardSection):
     memory: Memory = key(4 * GIB, "Address space beyond that of the calling process.", "4GiB")
 
 
+class PluginReward(RewardSection):
+    plugin: str = Field(
+        description="Name of a reward that an installed package brings, as `bloomery doctor` lists it.",
+        examples=["politeness"],
+    )
+    timeout: WallTime = key(Duration(60.0, "seconds"), "Longest time of one call.")
+    memory: Memory = key(4 * GIB, "Address space of its process.", "4GiB")
+
+
 def _reward_tag(value: Any) -> str | None:
     """A reward has no `kind`: the key that it must have tells which one it is."""
     tags = {
@@ -83,6 +92,7 @@ def _reward_tag(value: Any) -> str | None:
         "verifier": "VerifierReward",
         "model": "ModelReward",
         "function": "FunctionReward",
+        "plugin": "PluginReward",
     }
     if isinstance(value, RewardSection):
         return type(value).__name__
@@ -94,16 +104,19 @@ AnyReward = Annotated[
     Annotated[PythonReward, Tag("PythonReward")]
     | Annotated[VerifierReward, Tag("VerifierReward")]
     | Annotated[ModelReward, Tag("ModelReward")]
-    | Annotated[FunctionReward, Tag("FunctionReward")],
+    | Annotated[FunctionReward, Tag("FunctionReward")]
+    | Annotated[PluginReward, Tag("PluginReward")],
     Discriminator(
         _reward_tag,
         custom_error_type="reward",
-        custom_error_message="a reward with python, verifier, model or function",
+        custom_error_message="a reward with python, verifier, model, function or plugin",
     ),
 ]
 
 
-def reward_name(reward: PythonReward | VerifierReward | ModelReward | FunctionReward) -> str:
+def reward_name(
+    reward: PythonReward | VerifierReward | ModelReward | FunctionReward | PluginReward,
+) -> str:
     """The name of a reward in metrics and files."""
     if reward.name is not None:
         return reward.name
@@ -113,4 +126,6 @@ def reward_name(reward: PythonReward | VerifierReward | ModelReward | FunctionRe
         return reward.verifier
     if isinstance(reward, FunctionReward):
         return reward.function
+    if isinstance(reward, PluginReward):
+        return reward.plugin
     return reward.model.rstrip("/").rpartition("/")[2]

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from bloomery.core.plugins import plugin_names
 from bloomery.core.units import Duration, Unit
 from bloomery.facts.attention import BACKENDS
 from bloomery.facts.config import Activation, NormKind, QueryNorm
@@ -19,6 +20,7 @@ from bloomery.facts.families import FAMILIES
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.facts.presets import PRESETS
 from bloomery.recipe.objectives import ObjectiveSection, Pretrain, any_objective
+from bloomery.recipe.plugins import add_plugins
 from bloomery.recipe.rewards import AnyReward
 from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import (
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     AttentionBackend = str
     AnyObjective = ObjectiveSection
 else:
+    add_plugins()
     FamilyName = FAMILIES.name_literal()
     PresetName = PRESETS.name_literal()
     OptimizerKind = OPTIMIZERS.name_literal()
@@ -223,27 +226,29 @@ class Chat(Section):
 
 
 Layout = Literal["packed", "padded", "fixed"]
-Format = (
-    Auto
-    | Literal[
-        "text",
-        "code",
-        "jsonl",
-        "json",
-        "csv",
-        "tsv",
-        "parquet",
-        "arrow",
-        "tokens",
-        "messages",
-        "sharegpt",
-        "alpaca",
-        "completion",
-        "preference",
-        "kto",
-        "prompts",
-    ]
+FORMAT_NAMES = (
+    "auto",
+    "text",
+    "code",
+    "jsonl",
+    "json",
+    "csv",
+    "tsv",
+    "parquet",
+    "arrow",
+    "tokens",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "completion",
+    "preference",
+    "kto",
+    "prompts",
 )
+if TYPE_CHECKING:
+    Format = str
+else:
+    Format = Literal[(*FORMAT_NAMES, *plugin_names("formats"))]
 
 
 class Source(Section):
@@ -646,6 +651,7 @@ class Recipe(Section):
                 "program_memory": "256MiB",
             },
             {"function": "score"},
+            {"plugin": "politeness"},
         ],
     )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")

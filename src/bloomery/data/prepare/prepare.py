@@ -26,7 +26,7 @@ from bloomery.data.shards import (
     read_manifest,
 )
 from bloomery.data.sources import arithmetic, builtin
-from bloomery.data.sources.formats import FORMATS
+from bloomery.data.sources.plugin_formats import format_plugin, is_row_format
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
 from bloomery.data.tokenizer.tokenizer import tokenizer_spec
 from bloomery.hub import data_place
@@ -58,10 +58,13 @@ def identity(loaded: LoadedRecipe) -> str:
     if (longest_prompt := max_prompt_tokens(recipe)) is not None:
         parts["max_prompt_tokens"] = longest_prompt
     formats = {recipe.data.format, *(source.format for source in recipe.data.sources)}
+    # Another version of a package may make other rows.
+    if plugins := [plugin.origin for plugin in map(format_plugin, sorted(formats)) if plugin]:
+        parts["plugins"] = plugins
     reads_text = recipe.objective.spec.reads_text
     if reads_text:  # can the keys of data.chat change the tokens?
         has_examples = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
-        formatted = has_examples or recipe.data.chat != Chat() or bool(formats & set(FORMATS))
+        formatted = has_examples or recipe.data.chat != Chat() or any(map(is_row_format, formats))
     else:
         formatted = recipe.data.builtin != "stdlib-code" and not formats <= {
             "text",

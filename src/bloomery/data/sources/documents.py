@@ -24,6 +24,7 @@ from bloomery.data.sources.formats import (
     refuse_text,
     refuse_unknown_roles,
 )
+from bloomery.data.sources.plugin_formats import format_plugin, is_row_format, read_rows
 from bloomery.data.sources.questions import (
     holds_turns,
     refuse_columns,
@@ -156,7 +157,7 @@ def open_dataset(
     source: Source, required_format: RequiredFormat = "text", *, split: str | None = None
 ) -> Dataset:
     """Raises UserError as `open_datasets` does. `split`: a split other than train."""
-    if source.format in FORMATS and required_format == "text":
+    if is_row_format(source.format) and required_format == "text":
         problem = f"format {source.format} is not plain text"
         raise UserError(
             problem, where="data.format", fix="set data.format to text, code, jsonl, ..."
@@ -220,7 +221,7 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
     columns = list[str]() or None
     reader = None
     try:
-        if file.format in TABLES:
+        if file.format in TABLES and format_plugin(dataset.format) is None:
             types = column_types(file.path, file.format)
             if dataset.required_format == "prompts":  # rewards may read any column
                 columns = list(types)
@@ -239,11 +240,11 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 for name, kind in types.items()
                 if columns is not None and name not in columns and kind != "null"
             }
-        for value in read_values(file.path, file.shown, file.format, columns):
+        for value in read_rows(file.path, file.shown, file.format, columns, format=dataset.format):
             if isinstance(value, BadRow):
                 yield value
                 continue
-            row = isinstance(value.content, dict) or dataset.format in FORMATS
+            row = isinstance(value.content, dict) or is_row_format(dataset.format)
             if row and reader is None:
                 reader, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
             try:
@@ -551,7 +552,8 @@ def peek(
     file = dataset.files[0]
     bad_row: BadRow | None = None
     try:
-        for value in islice(read_values(file.path, file.shown, file.format), _PEEKED):
+        values = read_rows(file.path, file.shown, file.format, format=dataset.format)
+        for value in islice(values, _PEEKED):
             if isinstance(value, Value):
                 if not isinstance(value.content, dict):
                     return None
@@ -607,7 +609,8 @@ def describe_rows(source: Source, required_format: RequiredFormat) -> str | None
     ):
         parts.append(f"separated by {CHARACTERS[delimiter]}s")
     try:
-        first_row = next(read_values(file.path, file.shown, file.format), None)
+        values = read_rows(file.path, file.shown, file.format, format=dataset.format)
+        first_row = next(values, None)
     except (
         UserError,
         EOFError,

@@ -13,7 +13,7 @@ from typing import Any
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import closest
 from bloomery.core.units import counted
-from bloomery.data.sources.formats import FORMATS
+from bloomery.data.sources.plugin_formats import is_row_format
 from bloomery.data.sources.readers import COMPRESSED
 from bloomery.data.sources.splits import Division, divide, split_of
 from bloomery.hub import PREFIX, data_place
@@ -89,7 +89,9 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return _saved_dataset(root, shown_root)
     names = sorted(_walk(root, source.glob))
-    candidates = names if source.glob else _recognized(names, rows=rows or source.format in FORMATS)
+    candidates = (
+        names if source.glob else _recognized(names, rows=rows or is_row_format(source.format))
+    )
     if not candidates:
         raise _nothing(root, source.glob, names)
     return [_file(source, root, shown_root, name) for name in _divided(source, candidates).train]
@@ -190,7 +192,9 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
         return {split: files for split, files in splits.items() if files}
     all_names = sorted(_walk(root, source.glob))
     candidates = (
-        all_names if source.glob else _recognized(all_names, rows=rows or source.format in FORMATS)
+        all_names
+        if source.glob
+        else _recognized(all_names, rows=rows or is_row_format(source.format))
     )
     divided = _divided(source, candidates).others if candidates else {}
     return {
@@ -216,7 +220,7 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
     ):
         return None
     all_names = sorted(_walk(root, None))
-    rows = rows or source.format in FORMATS
+    rows = rows or is_row_format(source.format)
     read_names = _recognized(all_names, rows=rows)
     unread_names = [
         name
@@ -254,7 +258,7 @@ def _may_be_data(name: str, read_names: list[str], *, rows: bool) -> bool:
 
 
 def _format(path: Path, format: str) -> str:
-    if format == "tokens" or format in FORMATS:
+    if format == "tokens" or is_row_format(format):
         return _format(path, "auto")
     if format != "auto":
         return format

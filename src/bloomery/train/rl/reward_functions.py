@@ -21,7 +21,7 @@ from bloomery.core.child import Channel, die_with_parent, kill_group, requests
 from bloomery.core.device import accelerators_in_use
 from bloomery.core.errors import UserError
 from bloomery.core.sockets import short_path
-from bloomery.recipe.rewards import FunctionReward, ModelReward, PythonReward, VerifierReward
+from bloomery.recipe.rewards import AnyReward, FunctionReward
 from bloomery.train.rl.rewards_worker import Reward, limit_memory, serve
 
 FOLDER = "BLOOMERY_REWARDS"  # the variable with the folder of the sockets
@@ -83,7 +83,7 @@ def connect(name: str) -> Channel:
 
 
 def refuse_missing_functions(
-    rewards: Iterable[PythonReward | VerifierReward | ModelReward | FunctionReward],
+    rewards: Iterable[AnyReward],
 ) -> None:
     """Raises UserError for a function that this process was not given."""
     folder = os.environ.get(FOLDER)

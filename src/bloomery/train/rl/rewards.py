@@ -19,6 +19,7 @@ from bloomery.recipe.rewards import (
     AnyReward,
     FunctionReward,
     ModelReward,
+    PluginReward,
     PythonReward,
     VerifierReward,
     reward_name,
@@ -54,7 +55,9 @@ def worker_rewards(rewards: Sequence[AnyReward]) -> list[WorkerReward]:
     return [worker_reward(reward) for reward in rewards if not isinstance(reward, ModelReward)]
 
 
-def worker_reward(reward: PythonReward | VerifierReward | FunctionReward) -> WorkerReward:
+def worker_reward(
+    reward: PythonReward | VerifierReward | FunctionReward | PluginReward,
+) -> WorkerReward:
     """What the worker of a reward runs."""
     if isinstance(reward, FunctionReward):
         return WorkerReward(
@@ -69,6 +72,14 @@ def worker_reward(reward: PythonReward | VerifierReward | FunctionReward) -> Wor
         return WorkerReward(
             name=reward_name(reward),
             job={"file": file, "function": function},
+            weight=reward.weight,
+            timeout=reward.timeout.amount,
+            memory=reward.memory,
+        )
+    if isinstance(reward, PluginReward):
+        return WorkerReward(
+            name=reward_name(reward),
+            job={"plugin": reward.plugin},
             weight=reward.weight,
             timeout=reward.timeout.amount,
             memory=reward.memory,

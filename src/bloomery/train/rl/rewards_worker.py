@@ -19,6 +19,7 @@ from typing import Any, final
 
 from bloomery.core.child import accept, reply, requests
 from bloomery.core.errors import UserError
+from bloomery.core.plugins import find_plugin
 from bloomery.train.rl.verifiers import Unscored, verifier_of
 
 Reward = Callable[..., Any]
@@ -85,6 +86,8 @@ def loaded(job: Mapping[str, Any]) -> Reward:
     """The verifier, or the function of the file. Raises Unusable."""
     if "verifier" in job:
         return verifier_of(job["verifier"], job.get("settings", {}))
+    if "plugin" in job:
+        return plugin_reward(job["plugin"])
     path = Path(job["file"])
     function_name = job["function"]
     name = job["name"]
@@ -126,6 +129,19 @@ def loaded(job: Mapping[str, Any]) -> Reward:
             f"its functions are: {names or 'none'}",
         )
     reward: Reward = function
+    return reward
+
+
+def plugin_reward(name: str) -> Reward:
+    """The function that an installed package brings. Raises Unusable."""
+    plugin = find_plugin("rewards", name)
+    if plugin is None:
+        problem = f"no installed package brings the reward {name}"
+        raise Unusable(problem, "install it here; `bloomery doctor` lists what is installed")
+    try:
+        reward: Reward = plugin.load_function()
+    except UserError as error:
+        raise Unusable(error.problem, error.fix) from error
     return reward
 
 
