@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,74 @@ def test_a_package_that_is_broken_is_named_where_it_is_used(tmp_path, threads):
     bloomery([*words], environment, tmp_path)
     text = bloomery([*words, "optimizer.kind=sgd"], environment, tmp_path, code=1)
     assert "broken 2.0" in text
+
+
+OBJECTIVE_AND_FAMILY = """
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.objectives import OBJECTIVES
+from bloomery.recipe.objectives import ObjectiveSection
+from bloomery.recipe.plugins import ObjectivePlugin
+
+
+class Halved(ObjectiveSection):
+    kind: Literal["halved"] = Field(description="Half of the cross-entropy of the responses.")
+    share: float = Field(0.5, description="Share of the loss.")
+
+
+HALVED = ObjectivePlugin(
+    replace(OBJECTIVES["sft"], kind="halved", builder="more_code:build"), Halved
+)
+COUSIN = replace(FAMILIES["llama"], architecture="CousinForCausalLM")
+"""
+CODE_OF_THE_OBJECTIVE = """
+from dataclasses import replace
+
+from bloomery.train.objectives.build import likelihood
+
+
+def build(inputs):
+    whole = likelihood(inputs.scoring)
+
+    def halved(scores, batch):
+        parts = whole.loss(scores, batch)
+        return parts._replace(total=parts.total * inputs.objective.share)
+
+    return replace(whole, loss=halved)
+"""
+
+
+def test_an_objective_and_a_family_of_a_package_train(tmp_path, threads):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "more"\nversion = "1.0"\n'
+        '[project.entry-points."bloomery.objectives"]\nhalved = "more:HALVED"\n'
+        '[project.entry-points."bloomery.families"]\ncousin = "more:COUSIN"\n'
+        '[tool.setuptools]\npy-modules = ["more", "more_code"]\n'
+    )
+    (project / "more.py").write_text(OBJECTIVE_AND_FAMILY)
+    (project / "more_code.py").write_text(CODE_OF_THE_OBJECTIVE)
+    environment = installed(project, tmp_path / "site")
+
+    # The same weights under the name of the new family.
+    shutil.copytree(threads / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"model_type": "cousin", "architectures": ["CousinForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    rows = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(64)]
+    (tmp_path / "threads.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = {}
+    for name in ("halved", "sft"):
+        text = RECIPE.replace(", format: forum", "").replace("sft", name).replace("lion", "adamw")
+        (tmp_path / f"{name}.yaml").write_text(text.replace("max_steps: 6", "max_steps: 1"))
+        bloomery(["train", f"{name}.yaml", f"name={name}", "-d", "cpu"], environment, tmp_path)
+        (run,) = (tmp_path / "runs").glob(f"{name}*")
+        (step,) = [event for event in events_of(run) if event["event"] == "StepDone"]
+        losses[name] = step["loss"]
+    assert losses["halved"] == pytest.approx(losses["sft"] / 2, rel=1e-6)
