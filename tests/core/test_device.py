@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bloomery.core import device as door
+from bloomery.core.errors import UserError
 
 SOURCE = Path(__file__).parents[2] / "src/bloomery"
 VENDOR_WORDS = {*("cuda", "hip", "rocm", "nvidia", "amd", "xpu", "mps", "nccl", "rccl", "xccl")}
@@ -98,3 +99,5 @@ def test_a_kind_from_outside_of_torch_has_what_the_accelerator_api_asks_of_any()
 def test_backends_of_collectives_are_those_of_torch():
     assert door.collective_backends("cuda") == "cpu:gloo,cuda:nccl"
     assert door.collective_backends("xpu") == "cpu:gloo,xpu:xccl"
+    with pytest.raises(UserError, match="no backend"):
+        door.collective_backends("privateuseone")

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
 
+from bloomery.core.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -176,10 +178,21 @@ def collective_backends(device: AnyDevice) -> str:
 
 
 def device_backend(device: AnyDevice) -> str:
-    """The backend of torch.distributed between devices of this kind: nccl, xccl, gloo."""
+    """The backend of torch.distributed between devices of this kind: nccl, xccl, gloo.
+
+    Raises UserError where PyTorch names none.
+    """
     import torch.distributed as dist
 
-    return str(dist.get_default_backend_for_device(_type_of(device)))
+    device_type = _type_of(device)
+    backend = dist.Backend.default_device_backend_map.get(device_type)
+    if backend is None:
+        raise UserError(
+            f"torch.distributed has no backend for devices of the type {device_type}",
+            where="--devices",
+            fix="train on one device",
+        )
+    return str(backend)
 
 
 # Time: the work of an accelerator runs behind the host's.

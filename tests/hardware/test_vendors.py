@@ -1,0 +1,74 @@
+"""Kinds of devices that the tables know before their GPUs are detected: Intel's and Apple's."""
+
+import pytest
+from test_profile import amd, machine
+
+from bloomery.core.device import KINDS
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.facts.attention import supports
+from bloomery.hardware.doctor.diagnose import diagnose
+from bloomery.hardware.machine import MASKS, Accelerator, Machine, visible_devices
+from bloomery.hardware.profile import build_profile
+from bloomery.hardware.vendors import VENDORS
+from bloomery.runs.devices import chosen_devices
+
+
+def accelerator(vendor: str, index: int = 0) -> Accelerator:
+    return Accelerator(
+        index=index, vendor=vendor, name=f"a GPU of {vendor}", arch="new", memory_bytes=16 * GIB
+    )
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_training_runs_on_the_kind_of_its_vendor(vendor):
+    recorded = machine(accelerator(vendor), build=VENDORS[vendor].build)
+    assert Machine.model_validate_json(recorded.model_dump_json()) == recorded
+    profile = build_profile(recorded)
+    assert profile.device.value == VENDORS[vendor].device_type
+    assert profile.device.value in {kind.type for kind in KINDS}
+    # Not in gpus.toml: nothing is guessed of it.
+    assert profile.dtype.value == "float32"
+    assert profile.gpu is None and profile.arch is None
+    assert profile.compile.value is False
+    assert not {finding.id for finding in diagnose(recorded)} & {"wrong-build"}
+
+
+@pytest.mark.parametrize(("vendor", "other"), [("intel", "cuda"), ("amd", "xpu")])
+def test_pytorch_of_another_vendor_leaves_the_cpu(vendor, other):
+    profile = build_profile(machine(accelerator(vendor), build=other))
+    assert profile.device.value == "cpu"
+    assert VENDORS[vendor].build in profile.device.reason
+
+
+def test_each_vendor_has_its_own_mask():
+    gpus = (accelerator("intel", 0), accelerator("intel", 1), amd("gfx1030", 2))
+    shown = visible_devices(
+        machine(*gpus, environment={"ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": ""})
+    )
+    assert [gpu.index for gpu in shown] == [1]
+    assert MASKS[:3] == ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+def test_a_device_is_named_by_its_kind():
+    intel = machine(accelerator("intel"), build="xpu")
+    assert chosen_devices(intel, "xpu:0") == chosen_devices(intel, "xpu") == (intel, 1)
+    apple = machine(accelerator("apple"), build="cpu")
+    assert chosen_devices(apple, "mps") == (apple, 1)
+    for name in ("cuda:0", "mps", "xpu:1"):
+        with pytest.raises(UserError, match=f"no such device: '{name}'"):
+            chosen_devices(intel, name)
+
+
+@pytest.mark.parametrize(("name", "maker"), [("xpu:0", "Intel"), ("mps", "Apple")])
+def test_a_kind_that_is_not_detected_yet_is_refused_with_the_reason(name, maker):
+    with pytest.raises(UserError, match=f"does not detect GPUs of {maker} yet"):
+        chosen_devices(machine(amd("gfx1030")), name)
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps"])
+def test_attention_without_kernels_for_the_kind_is_not_chosen(device):
+    needs = dict(packed=True, window=False, softcap=False, dropout=False, device_type=device)
+    refused = {name for name in ("varlen", "flex", "triton", "compiled") if supports(name, **needs)}
+    assert refused == {"varlen", "flex", "triton", "compiled"}
+    assert supports("blockwise", **needs) is None
