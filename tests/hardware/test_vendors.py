@@ -31,6 +31,7 @@ def test_training_runs_on_the_kind_of_its_vendor(vendor):
     assert profile.dtype.value == "float32"
     assert profile.gpu is None and profile.arch is None
     assert profile.compile.value is False
+    assert profile.pin_memory.value == (vendor != "apple")
     assert not {finding.id for finding in diagnose(recorded)} & {"wrong-build"}
 
 

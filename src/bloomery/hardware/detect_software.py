@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlparse
 
 from bloomery.hardware.kfd import file_text
 from bloomery.hardware.machine import (
+    MASKS,
     Package,
     Setting,
     Software,
@@ -21,9 +22,7 @@ from bloomery.hardware.vendors import TRITONS, VENDORS, Build
 
 ENVIRONMENT = (
     "HSA_OVERRIDE_GFX_VERSION",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "CUDA_VISIBLE_DEVICES",
+    *MASKS,
     "CUDA_DEVICE_ORDER",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bloomery.core import Choice
+from bloomery.core.device import can
 from bloomery.core.files import private_folder, temporary_cache
 from bloomery.hardware.machine import (
     CUDA_ORDER,
@@ -85,7 +86,7 @@ def build_profile(machine: Machine) -> Profile:
     def set_by_user(name: str) -> tuple[str, ...]:
         """The user's variables that have the same effect as `name`."""
         # CUDA does not read AMD's masks
-        masks = MASKS if name == "HIP_VISIBLE_DEVICES" else (name,)
+        masks = VENDORS["amd"].masks if name == "HIP_VISIBLE_DEVICES" else (name,)
         return tuple(
             variable
             for variable in (ALLOCATORS if name in ALLOCATORS else masks)
@@ -106,7 +107,9 @@ def build_profile(machine: Machine) -> Profile:
             MEMORY_SHARE,
             so_that if accelerator.vendor == "amd" else "driver and libraries use the rest",
         )
-        if arch is not None and arch.cautious:
+        if not can(device.value, "streams"):
+            pin_memory = Choice(False, "no copy overlaps with the computation of such a device")
+        elif arch is not None and arch.cautious:
             pin_memory = Choice(False, f"safe choice for {accelerator.arch}; a batch has a few kB")
     return Profile(
         device=device,

@@ -8,6 +8,7 @@ from bloomery.core.units import GIB
 Vendor = Literal["amd", "nvidia", "intel", "apple"]
 # Of PyTorch. That for macOS computes on Apple's GPUs, and has no name of its own.
 Build = Literal["cpu", "cuda", "rocm", "xpu"]
+BUILD_NAMES: dict[Build, str] = {"cpu": "CPU", "cuda": "CUDA", "rocm": "ROCm", "xpu": "XPU"}
 
 
 @final

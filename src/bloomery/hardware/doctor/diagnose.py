@@ -21,7 +21,7 @@ from bloomery.hardware.doctor.symptoms import (
     match,
     vendors,
 )
-from bloomery.hardware.machine import MASKS, Machine, hidden, runtime_number
+from bloomery.hardware.machine import Machine, hidden, runtime_number
 from bloomery.hardware.profile import (
     best_device,
     build_profile,
@@ -30,6 +30,7 @@ from bloomery.hardware.profile import (
     mask_without_integrated,
 )
 from bloomery.hardware.specs import arch_spec
+from bloomery.hardware.vendors import VENDORS
 
 AMD = 0x1002
 NVIDIA = 0x10DE
@@ -243,7 +244,7 @@ def wsl(machine: Machine) -> Iterator[Finding]:
 def hiding(machine: Machine) -> Iterator[Finding]:
     """Environment variables that select GPUs and contradict each other, or hide every GPU."""
     environment = machine.software.environment
-    masks = [name for name in MASKS if environment.get(name)]
+    masks = [name for name in VENDORS["amd"].masks if environment.get(name)]
     mask = hidden(machine) if machine.accelerators else ""
     if len(masks) > 1 and masks[0] == "ROCR_VISIBLE_DEVICES" and "amd" in vendors(machine):
         num_visible = len(environment[masks[0]].split(","))

@@ -20,16 +20,10 @@ from bloomery.hardware.profile import (
     fitting_builds,
     install,
 )
-from bloomery.hardware.vendors import VENDORS
+from bloomery.hardware.vendors import BUILD_NAMES, VENDORS
 from bloomery.hardware.wheels import OLDEST_TORCH, series, wheel_table
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
-BUILDS = {
-    "cpu": ("CPU", "CPUs only"),
-    "cuda": ("CUDA", "NVIDIA"),
-    "rocm": ("ROCm", "AMD"),
-    "xpu": ("XPU", "Intel"),
-}
 TOGETHER_SECONDS = 120.0  # packages installed within this time belong to one pip command
 SHARED_KERNELS = {
     "gfx1150": "gfx115x",
@@ -70,9 +64,11 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
     if device is None or software.build is None:
         return
     vendor = VENDORS[device.vendor]
-    build, maker = BUILDS[software.build]
+    build = BUILD_NAMES[software.build]
     if software.build == vendor.build:
         return
+    makers = (other.name for other in VENDORS.values() if other.build == software.build != "cpu")
+    maker = next(makers, "CPUs only")
     evidence = [f"torch.version.{vendor.version} is None"]
     torch = next((package for package in software.packages if package.name == "torch"), None)
     if torch is not None and torch.installed:

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor.symptoms import Finding
 from bloomery.hardware.machine import Machine
-
-BUILD_NAMES = {"rocm": "ROCm", "cuda": "CUDA", "xpu": "XPU", "cpu": "CPU"}
+from bloomery.hardware.vendors import BUILD_NAMES
 
 
 def findings_headline(findings: Sequence[Finding]) -> str:
