@@ -26,7 +26,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Sampled,
     StepDone,
-    follow,
+    follow_events,
     from_json,
     last_per_step,
     read_events,
@@ -150,7 +150,7 @@ def test_a_future_that_a_rewind_gave_up_is_not_told():
 def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):
     path, ended, got = tmp_path / "events.jsonl", threading.Event(), []
     reader = threading.Thread(
-        target=lambda: got.extend(follow(path, ended.is_set, poll_seconds=0.005))
+        target=lambda: got.extend(follow_events(path, ended.is_set, poll_seconds=0.005))
     )
     reader.start()
     line = to_json(step_done(1)).encode()

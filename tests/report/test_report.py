@@ -32,7 +32,13 @@ from bloomery.report.charts import (
     prose,
     ticks,
 )
-from bloomery.report.record import check_claims, read_record, repeated_steps, reported, whole_view
+from bloomery.report.record import (
+    measured_claims,
+    read_run_record,
+    repeated_steps,
+    reported,
+    whole_view,
+)
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
 VOID = {"meta", "br", "hr"}
@@ -264,8 +270,8 @@ def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
 
 
 def test_claims_are_judged_by_what_happened(tmp_path):
-    record = read_record(run_folder(tmp_path, whole_run()))
-    verdicts = {verdict.claim: verdict for verdict in check_claims(record)}
+    record = read_run_record(run_folder(tmp_path, whole_run()))
+    verdicts = {verdict.claim: verdict for verdict in measured_claims(record)}
     assert {claim: verdict.verdict for claim, verdict in verdicts.items()} == {
         "100,000 tokens": "ok",
         "3 epochs": "unknown",
@@ -280,8 +286,8 @@ def test_claims_are_judged_by_what_happened(tmp_path):
 
 
 def test_claims_about_the_end_stay_open_before_it(tmp_path):
-    record = read_record(run_folder(tmp_path, [STARTED, step_done(10)]))
-    verdicts = {verdict.claim: verdict.verdict for verdict in check_claims(record)}
+    record = read_run_record(run_folder(tmp_path, [STARTED, step_done(10)]))
+    verdicts = {verdict.claim: verdict.verdict for verdict in measured_claims(record)}
     assert verdicts["100,000 tokens"] == verdicts["90 s to 2 min"] == "unknown"
 
 
@@ -354,7 +360,7 @@ def test_a_worker_that_died_is_marked_on_the_curve_like_a_kill(tmp_path):
         RunEnded(step=2, status="failed", error="killed by `SIGKILL`", time=3.0),
     ]
     folder = run_folder(tmp_path, events)
-    assert [(mark.step, mark.kind) for mark in read_record(folder).marks] == [(2, "kill")]
+    assert [(mark.step, mark.kind) for mark in read_run_record(folder).marks] == [(2, "kill")]
     told = write_report(folder).read_text()
     assert (
         "killed or failed" in told
@@ -391,7 +397,7 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
     record = SimpleNamespace(
         plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0
     )
-    assert ("training time, s", 104.0, 149.0) in page.compared(record)
+    assert ("training time, s", 104.0, 149.0) in page.planned_and_measured(record)
 
 
 def test_both_axes_of_a_chart_have_a_name():
@@ -436,5 +442,5 @@ def test_evaluations_of_a_killed_run_are_the_last_told(tmp_path):
     folder = run_folder(
         tmp_path, [STARTED, step_done(1), exam(1, 9.0), Resumed(step=0, path=""), exam(1, 8.0)]
     )
-    assert [event.perplexity for event in read_record(folder).evals] == [8.0]
+    assert [event.perplexity for event in read_run_record(folder).evals] == [8.0]
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[2])["perplexity"] == 9.0

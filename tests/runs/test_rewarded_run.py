@@ -15,7 +15,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.store import write_plan
 from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.report.page import page
-from bloomery.report.record import read_record
+from bloomery.report.record import read_run_record
 from bloomery.runs.consent import note_code, reward_files
 from ranks import fields, train
 
@@ -93,7 +93,7 @@ def test_rewards_of_a_run_from_elsewhere_start_only_when_they_are_named(run, tmp
 
 def test_the_report_has_rewards_and_completions(run):
     run_dir, _, _ = run
-    html = page(read_record(run_dir), (), "rl")
+    html = page(read_run_record(run_dir), (), "rl")
     for title in ("Reward", "Length of completions", "Entropy", "Time of a step"):
         assert f"<b>{title}</b>" in html
     assert "reward of held-out prompts" in html

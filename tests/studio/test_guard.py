@@ -9,7 +9,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from studio_for_tests import TOKEN
 
 from bloomery.serve.listen import hosts_of
-from bloomery.studio.guard import Guard
+from bloomery.studio.guard import StudioGuard
 
 LIVE = "ws://127.0.0.1:8100/live"
 
@@ -25,7 +25,7 @@ async def socket(websocket: WebSocket) -> None:
 
 def client(host: str = "127.0.0.1") -> TestClient:
     routes = [Route("/{rest:path}", page, methods=["GET", "POST"]), WebSocketRoute("/live", socket)]
-    guard = Guard(Starlette(routes=routes), TOKEN, hosts_of(host), 8100)
+    guard = StudioGuard(Starlette(routes=routes), TOKEN, hosts_of(host), 8100)
     return TestClient(guard, base_url="http://127.0.0.1:8100", follow_redirects=False)
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_token_in_the_address_sets_no_cookie() -> None:
 
 
 def test_the_key_of_the_opened_address_is_good_once() -> None:
-    guard = Guard(Starlette(routes=[Route("/", page)]), TOKEN, hosts_of("127.0.0.1"), 8100)
+    guard = StudioGuard(Starlette(routes=[Route("/", page)]), TOKEN, hosts_of("127.0.0.1"), 8100)
     key = guard.new_key()
     options = {"base_url": "http://127.0.0.1:8100", "follow_redirects": False}
     with TestClient(guard, **options) as browser, TestClient(guard, **options) as neighbor:

@@ -35,7 +35,7 @@ def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:
 
 def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> None:
     from bloomery.infer.model_folder import note_best
-    from bloomery.studio.models_page import row_of_table, stored_models
+    from bloomery.studio.models_page import model_cells, stored_models
 
     checkpoints = make_run("<b>full") / "checkpoints"
     make_folder(checkpoints / "step-00000020", model_type="llama")
@@ -59,7 +59,7 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
         "./bytes\\xff": ("rename it: no page shows its name", 1000, False),
         "./escape\\x1b": ("rename it: no page shows its name", 1000, False),
     }
-    json.dumps([row_of_table(model) for model in models.values()], ensure_ascii=False).encode()
+    json.dumps([model_cells(model) for model in models.values()], ensure_ascii=False).encode()
 
 
 def test_an_export_is_a_command_of_the_chosen_format() -> None:

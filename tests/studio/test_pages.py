@@ -112,7 +112,7 @@ def test_an_error_of_studio_is_told_where_it_happened(monkeypatch) -> None:
         raise ValueError("no name")
 
     monkeypatch.setattr("bloomery.studio.application.machine_page", fail)
-    monkeypatch.setattr("bloomery.studio.runs_page.row_of_table", refuse)
+    monkeypatch.setattr("bloomery.studio.runs_page.run_cells", refuse)
     make_run("demo")
 
     async def visit(user) -> None:

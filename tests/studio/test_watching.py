@@ -341,8 +341,8 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
     """A line that another program wrote: those of Bloomery have a checksum."""
     needs_nicegui()
     from bloomery.studio.compare_page import snapshot_of
-    from bloomery.studio.run_charts import figures_of
-    from bloomery.studio.runs_page import row_of_table
+    from bloomery.studio.run_charts import run_figures
+    from bloomery.studio.runs_page import run_cells
 
     make_run("whole", end=RunEnded(step=40, status="done"))
     step = json.loads(to_json(step_done(20)))
@@ -357,14 +357,14 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
             path.write_text(f"{line}\n{path.read_text()}{line}\n")
     (Path("runs") / "whole" / "metrics.json").write_text(f'{{"seconds": {number}}}')
     watching = Watching()
-    rows = [row_of_table(row) for row in watching.rows()]
+    rows = [run_cells(row) for row in watching.rows()]
     assert len(rows) > 15
     json.dumps(rows, allow_nan=False)
     for row in rows:
         run = watching.run(row["name"])
         run.update()
         assert run.problem == ""
-        assert dict(figures_of(run))["Step"]
+        assert dict(run_figures(run))["Step"]
         points = snapshot_of(run, "hours").points
         json.dumps({name: values.tolist() for name, values in points.items()}, allow_nan=False)
 
@@ -372,8 +372,8 @@ def test_a_number_that_no_run_has_spoils_no_list(number: str) -> None:
 def test_the_list_has_the_figures_that_decide() -> None:
     """The validation loss; of a run that is judged by rewards the reward, and no loss near 0."""
     needs_nicegui()
-    from bloomery.studio.run_charts import figures_of
-    from bloomery.studio.runs_page import row_of_table, visible_columns
+    from bloomery.studio.run_charts import run_figures
+    from bloomery.studio.runs_page import run_cells, visible_columns
 
     make_run("text", end=RunEnded(step=40, status="done"))
     started = RunStarted(
@@ -398,7 +398,7 @@ def test_the_list_has_the_figures_that_decide() -> None:
     make_run("rollouts", events=[started, *steps])
     make_run("held-out", events=[started, *steps, held_out])
     watching = Watching()
-    rows = {row.name: row_of_table(row) for row in watching.rows()}
+    rows = {row.name: run_cells(row) for row in watching.rows()}
     assert rows["text"]["validation_loss"] > 0 and rows["text"]["shown"]["validation_loss"]
     assert rows["text"]["reward"] is None and rows["text"]["loss"] > 0
     assert rows["rollouts"]["loss"] is rows["rollouts"]["validation_loss"] is None
@@ -410,12 +410,12 @@ def test_the_list_has_the_figures_that_decide() -> None:
     # The figure on the page of a run is a moving average, and says so.
     run = watching.run("text")
     run.update()
-    assert [name for name in dict(figures_of(run)) if name.startswith("Loss, moving average")]
+    assert [name for name in dict(run_figures(run)) if name.startswith("Loss, moving average")]
 
 
 def test_a_name_that_no_page_shows_is_taken_for_no_other_run() -> None:
     needs_nicegui()
-    from bloomery.studio.runs_page import row_of_table
+    from bloomery.studio.runs_page import run_cells
 
     names = [
         "demo",
@@ -430,7 +430,7 @@ def test_a_name_that_no_page_shows_is_taken_for_no_other_run() -> None:
     for name in names:
         make_run(name, end=RunEnded(step=40, status="done"))
     watching = Watching()
-    rows = [row_of_table(row) for row in watching.rows()]
+    rows = [run_cells(row) for row in watching.rows()]
     json.dumps(rows, ensure_ascii=False).encode()  # as it is sent
     assert len({row["name"] for row in rows}) == len(names)
     opened = list[str]()

@@ -19,8 +19,8 @@ from bloomery.parallel.process_group import join
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import LayoutPlan, ParallelPlan, RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.report.page import compared
-from bloomery.report.record import read_record
+from bloomery.report.page import planned_and_measured
+from bloomery.report.record import read_run_record
 from ranks import Ranks, fields, losses, on_ranks, ranks, train
 
 MESHES = {
@@ -350,7 +350,7 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
             0 < seconds < step["step_seconds"] for seconds in step["communication_seconds"].values()
         )
     rows = {
-        title: (planned, measured) for title, planned, measured in compared(read_record(tmp_path))
+        title: (planned, measured) for title, planned, measured in planned_and_measured(read_run_record(tmp_path))
     }
     for name in names:
         mean = sum(step["communication_seconds"][name] for step in steps) / len(steps)

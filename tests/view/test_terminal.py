@@ -22,7 +22,7 @@ from bloomery.monitor.events import (
     StepChecked,
     Warned,
 )
-from bloomery.monitor.words import STARTING_PHASES, devices_of, log_line
+from bloomery.monitor.words import STARTING_PHASES, devices_text, log_line
 from bloomery.view.facts import RunFacts
 from bloomery.view.plot import sparkline
 from bloomery.view.screen import Screen, frame, screen_view
@@ -461,9 +461,9 @@ def test_several_devices_are_counted_with_their_axes() -> None:
             **facts,
         )
 
-    assert devices_of(started()) == "MI300X"
+    assert devices_text(started()) == "MI300X"
     assert (
-        devices_of(started(world_size=8, mesh={"replicate": 2, "shard": 4}))
+        devices_text(started(world_size=8, mesh={"replicate": 2, "shard": 4}))
         == "8 x MI300X (replicate 2, shard 4)"
     )
 

@@ -45,7 +45,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Saved,
     StepDone,
-    follow,
+    follow_events,
     read_events,
 )
 from bloomery.monitor.words import progress_text
@@ -263,7 +263,7 @@ def follow_run(folder: Path, *arguments: str, poll_seconds: float = 0.05) -> Gen
     # `close`, an exception of the caller and a second Ctrl+C end here, too: no process is left behind.
     try:
         try:
-            yield from follow(
+            yield from follow_events(
                 events,
                 lambda: process.poll() is not None,
                 start=known_bytes,

@@ -42,7 +42,7 @@ from bloomery.monitor.events import (
     Saved,
     StepDone,
     Warned,
-    follow,
+    follow_events,
     read_events,
 )
 from bloomery.recipe.values import LONGEST_PROFILE
@@ -259,7 +259,7 @@ def _events_after(runner: Runner, send_request: Callable[[], None]) -> Iterator[
     events = runner.folder.events
     size = events.stat().st_size if events.exists() else 0
     send_request()
-    yield from follow(events, lambda: not runner.working, start=size)
+    yield from follow_events(events, lambda: not runner.working, start=size)
 
 
 _COLUMNS = ("run", "state", "step", "loss", "val bpb", "reward", "on disk")

@@ -31,7 +31,7 @@ from bloomery.launch.stage_ends import (
     hosts_of_ranks,
     stack_file,
 )
-from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
+from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow_events
 from bloomery.parallel.collective_notes import CollectiveNote, SharedNote
 from bloomery.parallel.environment import RENDEZVOUS, node_name
 from bloomery.plan.store import read_plan
@@ -417,7 +417,7 @@ def _follow_events(
     absence = None if board is None else _Absence(board, on_event)
     poll_seconds = POLL_SECONDS if board is None else SHARED_POLL_SECONDS
     over = partial(_over, group, board, absence)
-    for event in follow(folder.events, over, start=start, poll_seconds=poll_seconds):
+    for event in follow_events(folder.events, over, start=start, poll_seconds=poll_seconds):
         group.saves |= isinstance(event, Phase) and event.name == "saving"
         if board is not None and isinstance(event, RunStarted):
             board.met()

@@ -10,7 +10,7 @@ from bloomery.monitor.events import EvalDone, Event, StepDone, Warned
 from bloomery.monitor.history import FEW, Diagnosis, PlanFacts, RunHistory, history_of, middle
 from bloomery.monitor.reward_rules import why_rewards_do_not_rise
 
-__all__ = ["Diagnoser", "Diagnosis", "PlanFacts", "diagnose", "why_not_learning", "why_slow"]
+__all__ = ["Diagnoser", "Diagnosis", "PlanFacts", "diagnose_run", "why_not_learning", "why_slow"]
 Rule = Callable[[RunHistory, PlanFacts], Iterable[Diagnosis]]
 _CHECK_STEPS = (10, 25, 50, 100, 200, 500)  # then every thousand steps, and at evaluations
 ENOUGH = 50  # steps before the curve is checked
@@ -614,7 +614,7 @@ def why_slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
     return [*diagnoses, *_late(history, facts, explained=bool(diagnoses))]
 
 
-def diagnose(events: Iterable[Event], facts: PlanFacts) -> list[Diagnosis]:
+def diagnose_run(events: Iterable[Event], facts: PlanFacts) -> list[Diagnosis]:
     """Why the loss does not fall, then why the run is slow."""
     history = history_of(events)
     return [*why_not_learning(history, facts), *why_slow(history, facts)]

@@ -624,7 +624,7 @@ class Tail:
                 yield event
 
 
-def follow(
+def follow_events(
     path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1
 ) -> Iterator[Event]:
     """Events of a file as they are written, beginning at byte `start`, until the writer has ended and all is read.

@@ -116,7 +116,7 @@ def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
     return loss if accuracy is None else f"{loss}, accuracy {accuracy:.{digits - 2}%}"
 
 
-def devices_of(event: RunStarted) -> str:
+def devices_text(event: RunStarted) -> str:
     """The device; of several their number, with the axes of the mesh: "8 x MI300X (replicate 2, shard 4)"."""
     if event.world_size == 1:
         return event.device
@@ -135,7 +135,7 @@ def log_line(event: Event) -> str:
 
     match event:
         case RunStarted():
-            devices = devices_of(event)
+            devices = devices_text(event)
             return f"bloomery {event.version}: {event.parameters:,} parameters on {devices}, {event.attention}"
         case Phase():
             if not event.total and not event.done:

@@ -23,11 +23,11 @@ def write_report(
     Raises UserError when there are no events or the place is not writable.
     """
     from bloomery.report.page import page
-    from bloomery.report.record import read_record
+    from bloomery.report.record import read_run_record
 
     run_dir = run_dir.absolute()
     progress("reading the events")
-    record = read_record(run_dir)
+    record = read_run_record(run_dir)
     progress("drawing the page")
     html = page(record, extras, run_dir.name)
     path = out or run_dir / "report.html"

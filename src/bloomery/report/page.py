@@ -33,11 +33,11 @@ from bloomery.report.charts import (
     line_chart,
     render,
 )
-from bloomery.report.record import RunRecord, check_claims, read_record
+from bloomery.report.record import RunRecord, measured_claims, read_run_record
 from bloomery.report.rewards import (
     METRIC_UNITS,
     PREFERENCES,
-    points_of,
+    metric_points,
     reward_charts,
     reward_series,
     shown_completions,
@@ -103,7 +103,7 @@ def page(
         memory=_memory(record),
         compared=[
             (title, _short(planned), _short(measured), f"{measured / planned - 1:+.0%}")
-            for title, planned, measured in compared(record)
+            for title, planned, measured in planned_and_measured(record)
             if planned and measured
         ],
         incidents=[
@@ -116,7 +116,7 @@ def page(
         ],
         completions=shown_completions(record.folder),
         **_samples(record),
-        measured=check_claims(record),
+        measured=measured_claims(record),
         planned=planned_claims,
         machine=_machine(record),
         again=commands,
@@ -132,7 +132,7 @@ def _main_chart(record: RunRecord) -> Markup:
 
 
 def _rewards(record: RunRecord) -> list[Series]:
-    return reward_series(record, smooth(points_of(record.steps, "reward")))
+    return reward_series(record, smooth(metric_points(record.steps, "reward")))
 
 
 def _losses(record: RunRecord) -> list[Series]:
@@ -149,7 +149,7 @@ def _losses(record: RunRecord) -> list[Series]:
 
 def loss_plot(folder: Path) -> Plot:
     """The loss chart of a run. Raises UserError when it has no step yet."""
-    record = read_record(folder)
+    record = read_run_record(folder)
     is_scored = record.summary.scores_completions
     series = _rewards(record) if is_scored else _losses(record)
     raw, _, validation = series
@@ -470,7 +470,7 @@ def _memory(record: RunRecord) -> Markup | None:
     return bar_chart(Bars("Memory per device", rows, name, note, highlighted="measured peak"))
 
 
-def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
+def planned_and_measured(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     """Title with unit, planned value, measured value."""
     plan = record.plan
     summary = record.summary

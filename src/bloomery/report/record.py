@@ -14,7 +14,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, Duration, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
-from bloomery.monitor.diagnosis import diagnose
+from bloomery.monitor.diagnosis import diagnose_run
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -114,7 +114,7 @@ class RunRecord:
         return [*(Mark(save.step, "save", "checkpoint") for save in self.saves), *drawn]
 
 
-def read_record(folder: Path) -> RunRecord:
+def read_run_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
     reader = RunReader(folder, whole_view())
     events = reader.read_all()
@@ -155,7 +155,7 @@ def read_record(folder: Path) -> RunRecord:
         manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         expected=_expected(recipe),
-        diagnoses=tuple(diagnose(events, diagnosis_facts(plan, machine))) if plan else (),
+        diagnoses=tuple(diagnose_run(events, diagnosis_facts(plan, machine))) if plan else (),
     )
 
 
@@ -215,7 +215,7 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
     return Repeated(min(compared), max(compared), len(compared), different)
 
 
-def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
+def measured_claims(record: RunRecord) -> tuple[Verdict, ...]:
     """One verdict per claim of the recipe, from the measured figures."""
     summary = record.summary
     dataset_tokens = record.manifest.train.tokens if record.manifest else 0

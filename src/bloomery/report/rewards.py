@@ -107,7 +107,7 @@ def reward_series(record: RunRecord, smoothed: Sequence[Point]) -> list[Series]:
         (event.step, event.metrics["reward"]) for event in record.evals if "reward" in event.metrics
     ]
     return [
-        Series("reward of each rollout", points_of(record.steps, "reward"), "raw"),
+        Series("reward of each rollout", metric_points(record.steps, "reward"), "raw"),
         Series("smoothed", smoothed, "line"),
         Series("held-out prompts", held_out, "eval"),
     ]
@@ -122,14 +122,14 @@ def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
         lines = [
             Series(line, points, f"d{number % 8}")
             for number, (name, line) in enumerate(rewards.items())
-            if (points := points_of(record.steps, name))
+            if (points := metric_points(record.steps, name))
         ]
         charts.append(line_chart("Rewards, without their weights", lines, unit="mean"))
     for title, unit, metrics in GROUPS:
         lines = [
             Series(line, points, f"d{number}")
             for number, (name, line) in enumerate(metrics.items())
-            if (points := points_of(record.steps, name))
+            if (points := metric_points(record.steps, name))
         ]
         if lines:
             charts.append(line_chart(title, lines, unit=unit, from_zero=True))
@@ -163,7 +163,7 @@ def _seconds(steps: Sequence[StepDone]) -> Markup:
     return line_chart("Time of a step", lines, unit="seconds", from_zero=True)
 
 
-def points_of(steps: Sequence[StepDone], name: str) -> list[Point]:
+def metric_points(steps: Sequence[StepDone], name: str) -> list[Point]:
     return [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
 
 

@@ -19,7 +19,7 @@ from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
 from bloomery.studio.frame import failure_of, page
-from bloomery.studio.guard import Guard
+from bloomery.studio.guard import StudioGuard
 from bloomery.studio.machine_page import Sensors, machine_page
 from bloomery.studio.model_server import ModelServers
 from bloomery.studio.models_page import models_page
@@ -138,7 +138,7 @@ def serve_studio(
     gc.freeze()
     port = listener.getsockname()[1]
     url = url_of(host, port)
-    guard = Guard(application, token, hosts_of(host), port, for_notebook=for_notebook)
+    guard = StudioGuard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
     first_page = f"{url.rstrip('/')}{address}"
     answer(

@@ -133,7 +133,7 @@ def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
         charts = dict(_single_curves(run))
         return Snapshot(
             state=_state_of(run),
-            metrics=dict(metrics_of(run)),
+            metrics=dict(compared_metrics(run)),
             scores_of_others=_scores_of_others(run),
             charts=charts,
             points={curve: run.curves.points_over(axis, curve) for curve, _ in charts.values()},
@@ -373,7 +373,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     ]
 
 
-def metrics_of(run: OpenRun) -> Iterator[tuple[str, str]]:
+def compared_metrics(run: OpenRun) -> Iterator[tuple[str, str]]:
     """Labels and values. Hold the lock of the run."""
     summary = run.summary
     plan = run.reader.plan

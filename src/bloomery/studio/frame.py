@@ -33,17 +33,17 @@ _SCRIPT = Path(__file__).with_name("studio.js")
 _COLORS = "bloomery_colors"  # a cookie: dark or light
 
 
-class Place(NamedTuple):
+class PageLink(NamedTuple):
     path: str
     name: str
 
 
-PLACES = (
-    Place("/", "Runs"),
-    Place("/new", "New run"),
-    Place("/compare", "Compare"),
-    Place("/models", "Models"),
-    Place("/machine", "Machine"),
+PAGE_LINKS = (
+    PageLink("/", "Runs"),
+    PageLink("/new", "New run"),
+    PageLink("/compare", "Compare"),
+    PageLink("/models", "Models"),
+    PageLink("/machine", "Machine"),
 )
 
 
@@ -82,7 +82,7 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
         ui.label("Bloomery").classes("text-lg font-semibold max-sm:hidden")
         nav = ui.element("nav").classes("flex flex-nowrap sm:gap-1 min-w-0 overflow-x-auto")
         with nav.props('aria-label="Pages"'):
-            for place in PLACES:
+            for place in PAGE_LINKS:
                 link = ui.link(place.name, place.path).classes("studio-link whitespace-nowrap")
                 if place.path == path:
                     link.props("aria-current=page")

@@ -26,7 +26,7 @@ _HEADERS = {
 
 
 @final
-class Guard:
+class StudioGuard:
     """Refuses requests without the token, for another host, or from a page of another origin.
 
     The printed address has the token: it becomes a cookie, and leaves the address. A program sends it as

@@ -151,7 +151,7 @@ def _show_reading(reading: SensorReading) -> None:
             ui.label(name).classes("font-semibold whitespace-nowrap")
             ui.label(harmless(reading.name)).classes("opacity-75 text-sm truncate min-w-0")
         with ui.row().classes("gap-x-5 gap-y-1"):
-            for label, value in figures_of(reading):
+            for label, value in sensor_figures(reading):
                 with ui.column().classes("gap-0"):
                     ui.label(label).classes("text-xs opacity-75")
                     ui.label(value).classes("text-base font-medium")
@@ -162,7 +162,7 @@ def _show_reading(reading: SensorReading) -> None:
             ui.label(f"throttled: {harmless(reading.throttled)}").classes("text-negative")
 
 
-def figures_of(reading: SensorReading) -> Iterator[tuple[str, str]]:
+def sensor_figures(reading: SensorReading) -> Iterator[tuple[str, str]]:
     """Labels and values of the sensors that answered."""
     limit = figure(reading.critical, ".0f", " °C")
     memory = figure(reading.memory_gib, ".1f", "")

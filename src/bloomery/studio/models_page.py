@@ -80,7 +80,7 @@ _CARD = """
 
 
 @dataclass(frozen=True)
-class StoredModel:
+class ListedModel:
     """A model on disk. `model`: the MODEL argument of commands, without its step. `changed`: seconds since 1970."""
 
     model: str
@@ -96,34 +96,34 @@ class StoredModel:
         return self.model if self.step is None else f"{self.model}@{self.step}"
 
 
-def stored_models() -> list[StoredModel]:
+def stored_models() -> list[ListedModel]:
     """Checkpoints of the runs in `runs/`, and model folders next to it; the newest first."""
-    models = list[StoredModel]()
+    models = list[ListedModel]()
     for run in all_runs():
         with suppress(UserError, OSError):  # a run that is deleted meanwhile, or not readable
             models += _of_run(run)
     for folder in _export_folders():
         with suppress(OSError):
             size, changed = _size_of(folder)
-            models.append(StoredModel(f"./{folder}", None, kind_of(folder), size, changed))
+            models.append(ListedModel(f"./{folder}", None, kind_of_model(folder), size, changed))
     plain = [model if is_plain(model.model) else _renamed(model) for model in models]
     return sorted(plain, key=lambda model: -model.changed)
 
 
-def _renamed(model: StoredModel) -> StoredModel:
+def _renamed(model: ListedModel) -> ListedModel:
     """With escapes, under which no command finds another model."""
     return replace(model, model=one_line(model.model), kind="rename it: no page shows its name")
 
 
-def _of_run(run: Path) -> Iterator[StoredModel]:
+def _of_run(run: Path) -> Iterator[ListedModel]:
     checkpoints = run / "checkpoints"
     best = best_on_disk(checkpoints)
     for step in sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)}):
         folder = folder_of_step(checkpoints, step)
         with suppress(FileNotFoundError):  # a newer checkpoint has replaced it
             size, changed = _size_of(folder)
-            yield StoredModel(
-                f"runs/{run.name}", step, kind_of(folder), size, changed, is_best=step == best
+            yield ListedModel(
+                f"runs/{run.name}", step, kind_of_model(folder), size, changed, is_best=step == best
             )
 
 
@@ -145,7 +145,7 @@ def _size_of(folder: Path) -> tuple[int, float]:
     return weights, folder.stat().st_mtime
 
 
-def kind_of(folder: Path) -> str:
+def kind_of_model(folder: Path) -> str:
     """A full model by its architecture, an adapter by its base; "damaged" where that cannot be read."""
     is_adapter = (folder / "adapter_config.json").is_file()
     name = "adapter_config.json" if is_adapter else "config.json"
@@ -157,7 +157,7 @@ def kind_of(folder: Path) -> str:
     return harmless(f"{ADAPTER} {Path(str(text)).name}" if is_adapter else f"full, {text}")
 
 
-def row_of_table(model: StoredModel) -> dict[str, Any]:
+def model_cells(model: ListedModel) -> dict[str, Any]:
     """Values to sort by, and `shown`: the text of each cell."""
     return {
         "model": model.argument,
@@ -221,7 +221,7 @@ async def models_page(commands: Commands) -> None:
 
         async def update() -> None:
             exports.update()
-            rows = [row_of_table(model) for model in await asyncio.to_thread(stored_models)]
+            rows = [model_cells(model) for model in await asyncio.to_thread(stored_models)]
             if rows != table.rows:
                 table.rows = rows
             table.props(remove="loading")

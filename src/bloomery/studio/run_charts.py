@@ -34,7 +34,7 @@ class Chart:
     of_devices: bool = False
 
 
-def figures_of(opened: OpenRun) -> Iterator[tuple[str, str]]:
+def run_figures(opened: OpenRun) -> Iterator[tuple[str, str]]:
     """Labels and values, each next to the plan's figure."""
     reader = opened.reader
     summary = opened.summary

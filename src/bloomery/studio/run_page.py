@@ -16,7 +16,7 @@ from bloomery.studio.commands import Commands
 from bloomery.studio.frame import STATUS_COLORS, CommandView, notify, page, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
-from bloomery.studio.run_charts import charts_of, evaluations_of, figures_of
+from bloomery.studio.run_charts import charts_of, evaluations_of, run_figures
 from bloomery.studio.run_sections import EventList, drawers_of
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, timeline_of
 from bloomery.view.curves import NO_POINTS
@@ -186,7 +186,7 @@ class RunPage:
             self._events.show(timeline)
 
     def _draw_figures(self) -> None:
-        figures = dict(figures_of(self.opened))
+        figures = dict(run_figures(self.opened))
         if list(figures) != list(self._values):
             self._figures.clear()
             self._values = {}

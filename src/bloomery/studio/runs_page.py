@@ -91,7 +91,7 @@ _CARD = (
 )
 
 
-def row_of_table(row: RunRow) -> dict[str, Any]:
+def run_cells(row: RunRow) -> dict[str, Any]:
     """Values to sort by, and `shown`: the text of each cell."""
 
     speed = figure(row.speed, ",.0f", "")
@@ -135,7 +135,7 @@ def visible_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 async def runs_page(watching: Watching, commands: Commands) -> None:
     # A first look at hundreds of runs may take a second: the page does not wait for it.
-    rows = [row_of_table(row) for row in watching.known_rows()]
+    rows = [run_cells(row) for row in watching.known_rows()]
     with page("Runs", "/"):
         with ui.row().classes("w-full items-center") as tools:
             ui.label("Runs").classes("text-xl font-semibold").props("role=heading aria-level=1")
@@ -187,7 +187,7 @@ async def runs_page(watching: Watching, commands: Commands) -> None:
 
         async def update() -> None:
             deleting.update()
-            new_rows = [row_of_table(row) for row in await asyncio.to_thread(watching.rows)]
+            new_rows = [run_cells(row) for row in await asyncio.to_thread(watching.rows)]
             if new_rows != table.rows:
                 table.rows = new_rows
                 table.props["visible-columns"] = visible_columns(new_rows)

@@ -5,12 +5,10 @@ from typing import Literal, final
 
 from bloomery.monitor.events import (
     Event,
-    Phase,
     Recovered,
     Resumed,
     RunEnded,
     Saved,
-    StepChecked,
     StepDone,
     Warned,
 )
@@ -26,8 +24,6 @@ IncidentKind = Literal[
     "stop",
     "failure",
     "end",
-    "check",
-    "request",
     "save",
     "note",
 ]
@@ -47,15 +43,15 @@ class Incident:
 
 def incident_of(event: Event, seconds: float) -> Incident | None:
     """None for a measurement. A kill has no event: what runs on without an end tells it."""
-    kind = _kind_of(event)
-    if kind is None:
-        return None
-    return Incident(event.step, event.time, seconds, kind, incident_text(event) or "")
+    text = incident_text(event)
+    return (
+        None if text is None else Incident(event.step, event.time, seconds, _kind_of(event), text)
+    )
 
 
-def _kind_of(event: Event) -> IncidentKind | None:
+def _kind_of(event: Event) -> IncidentKind:
     match event:
-        case StepDone(loss=None):
+        case StepDone():
             return "skip"
         case Resumed():
             return "resume"
@@ -67,10 +63,6 @@ def _kind_of(event: Event) -> IncidentKind | None:
             return "end"
         case RunEnded():
             return "stop" if event.status == "stopped" else "failure"
-        case StepChecked():
-            return "check"
-        case Phase(name="paused" | "stopping"):
-            return "request"
         case Saved():
             return "save"
-    return None
+    return "note"

@@ -38,7 +38,7 @@ from bloomery.monitor.words import (
     BEST_CHECKPOINT,
     STARTING_PHASES,
     checked_text,
-    devices_of,
+    devices_text,
     eval_text,
     incident_text,
 )
@@ -292,7 +292,7 @@ class PlainView:
                 trainable = (
                     f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
                 )
-                place = f"on {devices_of(event)}, attention: {event.attention}"
+                place = f"on {devices_text(event)}, attention: {event.attention}"
                 place += f", {event.epochs}" if event.epochs else ""
                 self._titled("model", f"{event.parameters:,} parameters{trainable} {place}")
             case Phase():
