@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bloomery.facts.attention import choose, supports
+from bloomery.facts.attention import choose_backend, supports
 from bloomery.hardware.specs import arch_spec
 
 
@@ -35,7 +35,7 @@ def test_no_torch_is_imported() -> None:
     ],
 )
 def test_choices(device, fused, length, packed, window, softcap, dropout, expected) -> None:
-    choice = choose(
+    choice = choose_backend(
         device,
         arch_has_fused=fused,
         sequence_length=length,
@@ -50,7 +50,7 @@ def test_choices(device, fused, length, packed, window, softcap, dropout, expect
 
 @pytest.mark.parametrize(("fused", "dropout"), [(False, 0.0), (True, 0.1)])
 def test_without_triton_blockwise_remains(fused, dropout) -> None:
-    choice = choose(
+    choice = choose_backend(
         "cuda",
         arch_has_fused=fused,
         sequence_length=1024,
@@ -70,7 +70,7 @@ def test_without_triton_blockwise_remains(fused, dropout) -> None:
 def test_a_backend_without_a_kernel_for_the_gpu_is_left_out(arch, expected) -> None:
     """FlashAttention-2, the kernel of varlen_attn, begins at sm_80; FlexAttention needs torch.compile."""
     spec = arch_spec(arch)
-    choice = choose(
+    choice = choose_backend(
         "cuda",
         arch_has_fused=True,
         sequence_length=1024,
@@ -96,7 +96,7 @@ def test_a_choice_always_honours_the_recipe() -> None:
         ("2.9.1", "2.13.0"),
     )
     for device, fused, length, packed, window, softcap, dropout, float32, torch in wanted:
-        backend = choose(
+        backend = choose_backend(
             device,
             arch_has_fused=fused,
             sequence_length=length,

@@ -24,8 +24,8 @@ class Cpo(ObjectiveSection):
 
 
 OPTIMIZERS.add(
-    "lion",
-    OptimizerSpec(name="Lion", state_values=lambda _, shape: 1, update_bytes=lambda _: 0.0),
+    "sign",
+    OptimizerSpec(name="Sign", state_values=lambda _, shape: 1, update_bytes=lambda _: 0.0),
 )
 OBJECTIVES.add("cpo", ObjectiveSpec("cpo", "pairs", "pair"))
 OBJECTIVE_SECTIONS.add("cpo", Cpo)
@@ -34,10 +34,10 @@ from bloomery.core.errors import UserError
 from bloomery.plan.unsupported import FEATURES
 from bloomery.recipe.load import json_schema, load_recipe
 
-recipe = load_recipe("llama2-7b-lora-qa-tiny", ["optimizer.kind=lion", "objective.kind=cpo"]).recipe
-assert recipe.optimizer.kind == "lion" and isinstance(recipe.objective, Cpo)
+recipe = load_recipe("llama2-7b-lora-qa-tiny", ["optimizer.kind=sign", "objective.kind=cpo"]).recipe
+assert recipe.optimizer.kind == "sign" and isinstance(recipe.objective, Cpo)
 assert recipe.objective.spec.data_kind == "pairs"
-assert json_schema()["$defs"]["OptimizerSection"]["properties"]["kind"]["enum"][-1] == "lion"
+assert json_schema()["$defs"]["OptimizerSection"]["properties"]["kind"]["enum"][-1] == "sign"
 assert len([row for row in FEATURES if row.is_used_by(recipe)]) >= 2
 try:
     load_recipe("demo", ["optimizer.kind=sofia"])
@@ -49,7 +49,7 @@ except UserError as error:
 def test_a_recipe_takes_what_is_added_before_its_schema_is_built() -> None:
     done = subprocess.run([sys.executable, "-c", ADDS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "must be adamw, muon, adafactor or lion, not 'sofia'" in done.stdout
+    assert "must be adamw, muon, adafactor or sign, not 'sofia'" in done.stdout
 
 
 def test_names_are_added_once_and_in_time() -> None:

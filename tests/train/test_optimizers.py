@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from bloomery.check.updates import exact_optimizer, products_of
 from bloomery.core.errors import UserError
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
@@ -121,6 +122,28 @@ def test_adamw_is_torchs_with_decay_on_matrices_and_embeddings_only():
         reference.step()
     for our_weight, their_weight in zip(weights(our_model), weights(their_model), strict=True):
         torch.testing.assert_close(our_weight, their_weight, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_are_those_of_the_exact_formula(kind):
+    plan = PLAN.model_copy(update={"kind": kind})
+    trained = toy()
+    optimizer = build_optimizer(trained, plan)
+    expected = {name: p.detach().double() for name, p in trained.named_parameters()}
+    formulas = {name: exact_optimizer(plan, name, tuple(w.shape)) for name, w in expected.items()}
+    for step in range(3):
+        give_gradients(trained, step)
+        for name, parameter in trained.named_parameters():
+            gradient = parameter.grad.double()
+            expected[name] = formulas[name].step(expected[name], gradient)
+        optimizer.step(1.0)
+    for name, parameter in trained.named_parameters():
+        # Products of matrices may be in bfloat16.
+        has_products = products_of(plan, name, tuple(parameter.shape), parameter.device) is not None
+        tolerance = 5e-3 if has_products else 1e-5
+        torch.testing.assert_close(
+            parameter.detach().double(), expected[name], atol=tolerance, rtol=0
+        )
 
 
 @pytest.mark.parametrize("part", ["matrices", "norms"])

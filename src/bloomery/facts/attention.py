@@ -101,7 +101,7 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def choose(
+def choose_backend(
     device_type: str,
     *,
     arch_has_fused: bool,

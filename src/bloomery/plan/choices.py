@@ -160,7 +160,7 @@ def choose_attention(
             absent["triton"] = refusal
 
     if requested == "auto":
-        choice = attention_facts.choose(
+        choice = attention_facts.choose_backend(
             kind,
             arch_has_fused=profile.attention.value == "fused",
             sequence_length=recipe.data.sequence_length,
@@ -219,7 +219,7 @@ def decodes_with_kernel(
     refusal = _triton_refusal(config, profile, precision=precision, length=length, is_set=False)
     if refusal is not None:
         absent.setdefault("triton", refusal)
-    choice = attention_facts.choose(
+    choice = attention_facts.choose_backend(
         profile.device.value,
         arch_has_fused=profile.attention.value == "fused",
         sequence_length=length,

@@ -113,7 +113,7 @@ class MeshWorkload:
         """The split with the number of layers of each group, where a pipeline has not been cut yet."""
         if split.pipeline == 1 or split.layers:
             return split
-        return stages.cut(
+        return stages.cut_layers(
             step,
             split,
             self.rate,
@@ -147,7 +147,7 @@ def fewest_devices(parallel: Parallel) -> int:
     return math.lcm(devices, parallel.context) if "auto" in sizes else devices
 
 
-def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
+def assumed_devices(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     """Devices per node, and nodes: those of the command line (more than one device in all), else one node with as many
     devices as the recipe splits over.
 
@@ -414,7 +414,7 @@ def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
     )
 
 
-def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
+def choose_layout(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     """The layout to train in, and the reason. `candidates`: simplest first.
 
     It is the simplest one that fits and takes at most 3% more time than the fastest: 10% more where that is a pipeline
@@ -540,7 +540,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             stage_seconds=_stage_seconds(workload, candidate),
         )
 
-    best, reason = choose(candidates)
+    best, reason = choose_layout(candidates)
     node_link = fabric.node_link
     network = fabric.network
     return best, ParallelPlan(

@@ -92,7 +92,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     recipe, optimizer_choices = with_usual_values(loaded_recipe.recipe, config)
 
     # Without a number of devices from the caller the recipe's sizes of `parallel` count.
-    gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
+    gpus, nodes = mesh.assumed_devices(recipe.parallel, gpus=gpus, nodes=nodes)
     refuse_mesh(profile, gpus=gpus, nodes=nodes)
 
     # How a step computes comes first: the length of the run in steps follows from its batch.

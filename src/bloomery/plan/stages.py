@@ -162,7 +162,7 @@ def micro_batch_sizes(
     yield max((size for size in sizes if sequences // size >= enough), default=sizes[0])
 
 
-def cut(
+def cut_layers(
     step: StepShape,
     split: MeshSplit,
     rate: Rate | None,

@@ -225,7 +225,8 @@ def _translated(edit: str) -> tuple[tuple[str, ...], str] | None:
     patterns = (pattern for pattern in rows if "*" in pattern and fnmatchcase(name, pattern))
     is_ours = name in OPTIMIZERS  # no pattern is for them
     text = rows.get(name) or (None if is_ours else rows.get(next(patterns, "")))
-    if text is None:
+    # A row may still say that an optimizer is not supported which was added since.
+    if text is None or (is_ours and text.startswith("#")):
         return None
     texts, reason = _split(text)
     edits = (part if re.match(r"[a-z_.]+=", part) else f"{key}={part}" for part in texts)

@@ -55,7 +55,7 @@ class Reading:
     unread: dict[str, str] = field(default_factory=dict)
 
 
-def read_file(path: Path) -> Reading:
+def read_foreign_file(path: Path) -> Reading:
     """The keys of a file of another tool. Raises UserError (code 2)."""
     limit = _NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_BYTES
     text = read_input(path, limit, code=2).decode("utf-8-sig", errors="replace")

@@ -22,7 +22,7 @@ from bloomery.recipe.aliases import (
     plain,
 )
 from bloomery.recipe.import_draft import Draft, Setting, ToolFile
-from bloomery.recipe.import_files import read_file
+from bloomery.recipe.import_files import read_foreign_file
 from bloomery.recipe.import_mlx import mlx_lm
 from bloomery.recipe.import_rules import axolotl, llama_factory, trl
 from bloomery.recipe.import_swift import swift
@@ -53,7 +53,7 @@ _RULES: Mapping[str, Callable[[Draft], None]] = MappingProxyType(
 
 def import_recipe(path: Path) -> tuple[str, str]:
     """The recipe as YAML and the tool whose file it was. Raises UserError (code 2)."""
-    reading = read_file(path)
+    reading = read_foreign_file(path)
     file = recognized(reading.keys, path, program=reading.program, unread=reading.unread)
     if file is None:
         raise not_recognized(reading.keys, path)

@@ -14,12 +14,27 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.text import closest, expanded
 from bloomery.core.units import Duration
-from bloomery.recipe.mistakes import from_pydantic, models_at, place_of, refuse, secrets, step
+from bloomery.recipe.mistakes import (
+    from_pydantic,
+    models_at,
+    place_of,
+    refuse,
+    secrets,
+    value_below,
+)
 from bloomery.recipe.plugins import refuse_unusable
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.recipe.tools import refuse_file_of_a_tool, refuse_script
 from bloomery.recipe.values import write_duration
-from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
+from bloomery.recipe.yaml import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    KeyPath,
+    Mistake,
+    Origin,
+    YamlDocument,
+    read_yaml,
+)
 
 # Keys that exclude each other: a layer that sets one of them drops the others that it would inherit.
 _ALTERNATIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -112,7 +127,7 @@ def merged_text(text: str, overrides: Sequence[str]) -> dict[str, Any]:
     return merged.data if isinstance(merged.data, dict) else {}
 
 
-def _loaded(name: str, label: str, base: Document, overrides: Sequence[str]) -> LoadedRecipe:
+def _loaded(name: str, label: str, base: YamlDocument, overrides: Sequence[str]) -> LoadedRecipe:
     layers = [base, *(_with_kinds(_override(override)) for override in overrides)]
     document = reduce(_merged, layers)
 
@@ -253,7 +268,7 @@ def _safe_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "recipe"
 
 
-def _read(file: _RecipeFile) -> Document:
+def _read(file: _RecipeFile) -> YamlDocument:
     folder = Path.cwd() if file.packaged else file.path.parent
     refuse_script(file.path)
     try:
@@ -261,28 +276,28 @@ def _read(file: _RecipeFile) -> Document:
             text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text (byte {error.start})"
-        return Document(None, {}, [Mistake((), file.label, problem, "save it as UTF-8")])
+        return YamlDocument(None, {}, [Mistake((), file.label, problem, "save it as UTF-8")])
     except OSError as error:
         problem = f"the recipe cannot be read: {error.strerror}"
         raise UserError(problem, where=str(file.path), fix="fix its permissions", code=2) from error
     return read_yaml(text, source=file.label, folder=folder)
 
 
-def _extended(file: _RecipeFile, children: tuple[Path, ...]) -> Document:
+def _extended(file: _RecipeFile, children: tuple[Path, ...]) -> YamlDocument:
     """A file merged onto what it extends. `children`: the files that extend it."""
     return _onto_parent(_with_kinds(_read(file)), file.label, file.path, children)
 
 
 def _onto_parent(
-    document: Document, label: str, recipe_path: Path, children: tuple[Path, ...]
-) -> Document:
+    document: YamlDocument, label: str, recipe_path: Path, children: tuple[Path, ...]
+) -> YamlDocument:
     """The recipe of a file, merged onto what it extends. `label`: its name in messages."""
     if not isinstance(document.data, dict):
         if document.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
             fix = "see `bloomery recipes show everything`"
             document.mistakes.append(Mistake((), label, problem, fix))
-        return Document(None, document.origins, document.mistakes)
+        return YamlDocument(None, document.origins, document.mistakes)
     parent = document.data.pop("extends", None)
     if parent is None:
         return document
@@ -290,7 +305,7 @@ def _onto_parent(
     # What is wrong with the parent is a mistake of this key; the other keys are checked as well.
     place = place_of(("extends",), document.origins)
 
-    def without_parent(problem: str, fix: str = "") -> Document:
+    def without_parent(problem: str, fix: str = "") -> YamlDocument:
         document.mistakes.append(Mistake(("extends",), place, problem, fix))
         return document
 
@@ -309,25 +324,25 @@ def _onto_parent(
     return _merged(base, document)
 
 
-def _with_kinds(document: Document) -> Document:
+def _with_kinds(document: YamlDocument) -> YamlDocument:
     """The document with `{kind: value}` for each scalar that stands for a section."""
     for path in _WITH_KIND:
         holder = document.data
         for part in path[:-1]:
-            holder = step(holder, part)
+            holder = value_below(holder, part)
         if isinstance(holder, dict) and isinstance(value := holder.get(path[-1]), str):
             holder[path[-1]] = {"kind": value}
             document.origins[*path, "kind"] = document.origins[path]
     return document
 
 
-def _override(override: str) -> Document:
+def _override(override: str) -> YamlDocument:
     """`section.key=value` as a document; the value is YAML, and text where it cannot be."""
     dotted_key, equals, text = override.partition("=")
     path = tuple(dotted_key.strip().split("."))
 
-    def refused(problem: str, fix: str = "", at: KeyPath = ()) -> Document:
-        return Document({}, {}, [Mistake(at, _COMMAND_LINE, problem, fix)])
+    def refused(problem: str, fix: str = "", at: KeyPath = ()) -> YamlDocument:
+        return YamlDocument({}, {}, [Mistake(at, _COMMAND_LINE, problem, fix)])
 
     if not equals or not all(path):
         return refused(f"{dotted_key[:80]!r} is no override", "write train.epochs=2")
@@ -338,7 +353,7 @@ def _override(override: str) -> Document:
 
     value = read_yaml(text, source=_COMMAND_LINE, folder=Path.cwd())
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
-        value = Document(text)  # data.glob=*.go is not YAML: keep the text
+        value = YamlDocument(text)  # data.glob=*.go is not YAML: keep the text
 
     # The value's own paths lie below the key; each section on the way has an origin, too.
     sections = [path[:length] for length in range(1, len(path) + 1)]
@@ -351,19 +366,19 @@ def _override(override: str) -> Document:
     data = value.data
     for part in reversed(path):
         data = {part: data}
-    return Document(data, origins, mistakes)
+    return YamlDocument(data, origins, mistakes)
 
 
-def _merged(base: Document, over: Document) -> Document:
+def _merged(base: YamlDocument, over: YamlDocument) -> YamlDocument:
     """`over` laid onto `base`: sections merge key by key, everything else is replaced."""
     mistakes = base.mistakes + over.mistakes
     if not isinstance(base.data, dict) or not isinstance(over.data, dict):
         usable = over if isinstance(over.data, dict) else base
-        return Document(usable.data, usable.origins, mistakes)
+        return YamlDocument(usable.data, usable.origins, mistakes)
     origins = dict(base.origins)
     data = _laid(base.data, over.data, (), origins)
     origins |= {path: origin for path, origin in over.origins.items() if path}
-    return Document(data, origins, mistakes)
+    return YamlDocument(data, origins, mistakes)
 
 
 def _laid(
@@ -456,7 +471,7 @@ def _validated(
     for key, value in data.items():
         sections[key] = {} if value is None and key in section_names else value
     for (section, key), kind in _PLUGIN_KEYS.items():
-        refuse_unusable(kind, step(sections.get(section), key))
+        refuse_unusable(kind, value_below(sections.get(section), key))
     mistakes = list(_contradictions(sections, origins))
     try:
         return Recipe.model_validate_json(json.dumps(sections), strict=True), mistakes
@@ -536,7 +551,7 @@ def _sections_at(
     elif pattern:
         keys = range(len(data)) if pattern[0] == "*" and isinstance(data, list) else pattern[:1]
         for key in keys:
-            yield from _sections_at(step(data, key), pattern[1:], (*path, key))
+            yield from _sections_at(value_below(data, key), pattern[1:], (*path, key))
 
 
 def _absolute_or_split(value: str, folder: Path) -> str:

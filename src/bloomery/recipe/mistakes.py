@@ -125,7 +125,7 @@ def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
     """pydantic's location without the names of union members, which are no keys."""
     path: list[str | int] = []
     for part in detail["loc"]:
-        if (inner := step(data, part, _ABSENT)) is not _ABSENT:
+        if (inner := value_below(data, part, _ABSENT)) is not _ABSENT:
             data = inner
             path.append(part)
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
@@ -133,7 +133,7 @@ def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
     return tuple(path)
 
 
-def step(data: Any, part: str | int, absent: object = None) -> Any:
+def value_below(data: Any, part: str | int, absent: object = None) -> Any:
     """The value below a key or an index of nested data, else `absent`."""
     if isinstance(data, dict):
         return data.get(part, absent)
@@ -154,11 +154,11 @@ def _mistakes(
 
     # Keys that are missing or unknown, and sections of no known kind.
     if error_type == "missing":
-        in_list = isinstance(reduce(step, path, data), list)
+        in_list = isinstance(reduce(value_below, path, data), list)
         problem = "a value is missing in this list" if in_list else "is missing"
         return [Mistake(path, place, problem)]
     if error_type == "extra_forbidden":
-        return _unknown(path, value, reduce(step, path[:-1], data), origins)
+        return _unknown(path, value, reduce(value_below, path[:-1], data), origins)
     if error_type in ("union_tag_invalid", "union_tag_not_found"):
         return _kind(path, value, origins)
 

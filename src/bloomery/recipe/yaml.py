@@ -74,7 +74,7 @@ class Mistake:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """The content of one file or one override."""
 
     data: Any
@@ -91,7 +91,7 @@ class _TooMuch(Exception):
         super().__init__(what, fix)
 
 
-def read_yaml(text: str, *, source: str, folder: Path) -> Document:
+def read_yaml(text: str, *, source: str, folder: Path) -> YamlDocument:
     """Parse `text`. Nothing is raised for bad input: the document lists its mistakes, each with its line.
 
     >>> read_yaml("rate: 1e-4", source="a.yaml", folder=Path()).data
@@ -99,11 +99,11 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
     """
     document = _document(text, source)
     origins = {path: replace(origin, folder=folder) for path, origin in document.origins.items()}
-    return Document(deepcopy(document.data), origins, list(document.mistakes))
+    return YamlDocument(deepcopy(document.data), origins, list(document.mistakes))
 
 
 @lru_cache(maxsize=256)  # points of a sweep, and recipes with one parent, read the same texts again
-def _document(text: str, source: str) -> Document:
+def _document(text: str, source: str) -> YamlDocument:
     """The document of `text`, with the working folder as that of its origins."""
     reader = _Reader(source)
     try:
@@ -118,8 +118,8 @@ def _document(text: str, source: str) -> Document:
     except (YAMLError, YAMLStreamError, _TooMuch) as error:
         line, problem, fix = _explain(error, text)
         place = f"{source} line {line}" if line else source
-        return Document(None, {}, [Mistake((), place, problem, fix)])
-    return Document(data, reader.origins, reader.mistakes)
+        return YamlDocument(None, {}, [Mistake((), place, problem, fix)])
+    return YamlDocument(data, reader.origins, reader.mistakes)
 
 
 @final

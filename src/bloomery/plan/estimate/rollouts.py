@@ -155,7 +155,7 @@ def sampling_parts(shape: RolloutShape) -> dict[str, float]:
     }
     if not step.on_gpu:
         parts["decoding copies"] = decoding_copies(shape)
-        parts["rollout"] = stored_bytes(shape)
+        parts["rollout"] = rollout_bytes(shape)
     return parts
 
 
@@ -171,7 +171,7 @@ def decoding_copies(shape: RolloutShape) -> float:
     return 4.0 * padded_share * adapter_values + head_bytes
 
 
-def stored_bytes(shape: RolloutShape) -> float:
+def rollout_bytes(shape: RolloutShape) -> float:
     """Bytes of the rollout that is trained on: ids, log-probabilities as sampled and under the old model, as Python has
     them. On a CPU they share its memory.
     """
@@ -201,7 +201,7 @@ def with_stored_rollout(shape: RolloutShape, training: MemoryEstimate) -> Memory
     """The step's memory with reward models, and with the rollout that it trains on, which a GPU does not hold."""
     parts = training.parts | reward_model_parts(shape)
     if not shape.step.on_gpu:
-        parts["rollout"] = stored_bytes(shape) + packed_bytes(shape)
+        parts["rollout"] = rollout_bytes(shape) + packed_bytes(shape)
         freed_bytes = ROLLOUT_FRAGMENTATION * (parts["activations"] + parts["logits"])
         parts["fragmentation"] = parts.get("fragmentation", 0.0) + freed_bytes
     kept_bytes = sum(parts.values()) - training.total
