@@ -17,7 +17,14 @@ PACKAGES = [path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_
 MODULE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:[./][a-z]\w*)+(?![\w/-])")
 FILES = (".py", ".toml", ".html", ".cpp", ".jsonl")
 # Attributes of a decoder and of a recipe, and run folders.
-NO_MODULES = ("model.layers", "model.embed_tokens", "model.generate", "recipe.parallel", "runs/")
+NO_MODULES = (
+    "model.layers",
+    "model.tokenizer",
+    "model.embed_tokens",
+    "model.generate",
+    "recipe.parallel",
+    "runs/",
+)
 SUFFIXES = ("json", "jsonl", "safetensors", "html", "md")
 
 
@@ -58,7 +65,9 @@ def test_comments_name_modules_that_exist(package: str) -> None:
     assert gone == []
 
 
-PAGES = sorted([*(ROOT / "docs/decisions").glob("*.md"), *(ROOT / "docs/contributing").glob("*.md")])
+PAGES = sorted(
+    [*(ROOT / "docs/decisions").glob("*.md"), *(ROOT / "docs/contributing").glob("*.md")]
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

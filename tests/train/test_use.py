@@ -69,7 +69,7 @@ def run_of(prepared, base, folder, *, quantize="nf4", precision="float32", adapt
     return run, plan
 
 
-def figure(decoder, plan):
+def loss_of(decoder, plan):
     """What the run's own evaluation gives for that model."""
     decoder.model.backend = plan.model.attention
     for block in decoder.model.layers:
@@ -78,7 +78,7 @@ def figure(decoder, plan):
         plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation"
     )
     sizes = load_tokenizer(plan.data.prepared).token_bytes()
-    found = evaluate(
+    result = evaluate(
         decoder,
         loader,
         build_objective(plan),
@@ -87,7 +87,7 @@ def figure(decoder, plan):
         token_bytes=sizes,
         limit=None,
     )
-    return found.loss
+    return result.loss
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_the_loaded_model_has_the_runs_own_figure(
     run, plan = run_of(
         prepared, base, tmp_path / "run", quantize=quantize, precision=precision, adapter=adapter
     )
-    told = []
+    lines = []
     for load in (load_model, load_to_evaluate):
-        decoder, _ = load(run.folder, step="last", use=Use("cpu"), on_load=told.append)
-        assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
+        decoder, _ = load(run.folder, step="last", use=Use("cpu"), on_load=lines.append)
+        assert loss_of(decoder, plan) == run.of(EvalDone)[-1].loss
         assert bool(dict(quantized_weights(decoder))) == (quantize != "none")
-    assert not any("differ" in line for line in told)
-    assert all(f"{quantize} base" in line or quantize == "none" for line in told)
+    assert not any("differ" in line for line in lines)
+    assert all(f"{quantize} base" in line or quantize == "none" for line in lines)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -125,23 +125,24 @@ def test_a_whole_model_keeps_its_matrices_as_products_read_them(prepared, tmp_pa
     decoder, _ = load_model(run.folder, step="last", use=Use("cpu"))
     assert decoder.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
     assert decoder.model.norm.weight.dtype == torch.float32
-    assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
+    assert loss_of(decoder, plan) == run.of(EvalDone)[-1].loss
 
 
 def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     run, plan = run_of(prepared, base, tmp_path / "run")
-    own, heard = run.of(EvalDone)[-1].loss, []
+    run_loss = run.of(EvalDone)[-1].loss
+    lines = []
     for quantize in ("none", "int8"):
         decoder, _ = load_to_evaluate(
-            run.folder, step="last", use=Use("cpu", quantize), on_load=heard.append
+            run.folder, step="last", use=Use("cpu", quantize), on_load=lines.append
         )
-        assert figure(decoder, plan) != own
-    said = [line for line in heard if "results differ" in line]
+        assert loss_of(decoder, plan) != run_loss
+    warnings = [line for line in lines if "results differ" in line]
     assert (
-        len(said) == 2
-        and "nf4 weights" in said[0]
-        and "not quantized" in said[0]
-        and "int8" in said[1]
+        len(warnings) == 2
+        and "nf4 weights" in warnings[0]
+        and "not quantized" in warnings[0]
+        and "int8" in warnings[1]
     )
     words = [
         str(run.folder),
@@ -152,85 +153,88 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
         "--json",
     ]
     results = [
-        CliRunner().invoke(cli, ["eval", *words, *more])
-        for more in ([], ["--quantize", "none"], ["-d", "cpu"])
+        CliRunner().invoke(cli, ["eval", *words, *flags])
+        for flags in ([], ["--quantize", "none"], ["-d", "cpu"])
     ]
-    losses = [json.loads(each.stdout)["loss"] for each in results]
+    losses = [json.loads(result.stdout)["loss"] for result in results]
     assert losses[0] == losses[2] != losses[1]
-    assert ["results differ" in each.stderr for each in results] == [False, True, False]
+    assert ["results differ" in result.stderr for result in results] == [False, True, False]
     assert "nf4 base" in results[0].stderr
 
 
 def test_a_device_without_the_runs_precision_says_so(prepared, base, tmp_path):
     run, plan = run_of(prepared, base, tmp_path / "run")
-    trained_elsewhere = plan.train.model_copy(update={"device": "cuda", "precision": "bfloat16"})
-    write_plan(plan.model_copy(update={"train": trained_elsewhere}), run.folder / "plan.json")
-    told = []
-    decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), on_load=told.append)
-    assert "bfloat16, which CPU lacks" in told[0]
+    train_plan = plan.train.model_copy(update={"device": "cuda", "precision": "bfloat16"})
+    write_plan(plan.model_copy(update={"train": train_plan}), run.folder / "plan.json")
+    lines = []
+    decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), on_load=lines.append)
+    assert "bfloat16, which CPU lacks" in lines[0]
     assert decoder.model.embed_tokens.weight.dtype == torch.float32
-    load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), on_load=told.append)
-    assert sum("lacks" in line for line in told) == 1
+    load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), on_load=lines.append)
+    assert sum("lacks" in line for line in lines) == 1
 
 
 def test_a_whole_model_is_quantized_when_asked(base, tmp_path, prepared):
     for file in prepared.glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, tmp_path)
-    plain, _ = load_model(tmp_path, use=Use("cpu"))
-    small, _ = load_model(tmp_path, use=Use("cpu", "int8"))
+    whole_model, _ = load_model(tmp_path, use=Use("cpu"))
+    quantized_model, _ = load_model(tmp_path, use=Use("cpu", "int8"))
     tokens = torch.arange(24)[None] * 7 % CONFIG.vocab_size
     with torch.no_grad():
-        away = float((plain(tokens).head - small(tokens).head).abs().max())
-    assert 0 < away < 0.05
-    assert len(dict(quantized_weights(small))) == 7 * CONFIG.num_layers
+        difference = float((whole_model(tokens).head - quantized_model(tokens).head).abs().max())
+    assert 0 < difference < 0.05
+    assert len(dict(quantized_weights(quantized_model))) == 7 * CONFIG.num_layers
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp_path, monkeypatch):
     run, _ = run_of(prepared, base, tmp_path / "run", quantize="none")
-    kept = []
-    monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
+    free_bytes = []
+    monkeypatch.setattr(Use, "free_bytes", lambda _: free_bytes[0])
     monkeypatch.setattr(sys.modules[Use.__module__], "WORKSPACE", 0)
     monkeypatch.setattr(
         "bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken")
     )
-    kept[:] = [90_000]
-    with pytest.raises(UserError, match="does not fit") as refused:
+    free_bytes[:] = [90_000]
+    with pytest.raises(UserError, match="does not fit") as caught:
         load_model(run.folder, use=Use("cpu"))
-    assert "--quantize int8" in refused.value.fix
-    kept[:] = [1000]
-    with pytest.raises(UserError) as refused:
+    assert "--quantize int8" in caught.value.fix
+    free_bytes[:] = [1000]
+    with pytest.raises(UserError) as caught:
         load_model(run.folder, use=Use("cpu"))
-    assert "a smaller model" in refused.value.fix
-    kept[:] = [10**8]
-    with pytest.raises(UserError) as refused:
+    assert "a smaller model" in caught.value.fix
+    free_bytes[:] = [10**8]
+    with pytest.raises(UserError) as caught:
         load_used(find_model(run.folder, "last"), Use("cpu"), cached=(10**6, 4096))
-    assert "--max-requests" in refused.value.fix
+    assert "--max-requests" in caught.value.fix
 
 
 def test_a_server_plans_the_longest_context_that_fits(prepared, base, tmp_path, monkeypatch):
     run, _ = run_of(prepared, base, tmp_path / "run", quantize="none")
-    files, module, lines = find_model(run.folder, "last"), sys.modules[Use.__module__], list[str]()
+    files = find_model(run.folder, "last")
+    module = sys.modules[Use.__module__]
+    lines: list[str] = []
     decoder = load_used(files, Use("cpu"))
     config = decoder.config
-    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    heads = config.num_layers * config.num_kv_heads * config.head_dim
-    token = 4 * 2 * heads * decoder.model.embed_tokens.weight.itemsize
+    weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    head_numbers = config.num_layers * config.num_kv_heads * config.head_dim
+    token_bytes = 4 * 2 * head_numbers * decoder.model.embed_tokens.weight.itemsize
     monkeypatch.setattr(module, "WORKSPACE", 0)
     monkeypatch.setattr(module, "MIN_CONTEXT", 8)
     # Four slots take half of what is free beside the weights; two models a quarter each.
-    for parts, wanted in ((1, 24), (2, 8)):
-        monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 2 * 24 * token + 10)
+    for parts, context in ((1, 24), (2, 8)):
+        monkeypatch.setattr(Use, "free_bytes", lambda _: weight_bytes + 2 * 24 * token_bytes + 10)
         assert (
-            load_fitting(files, Use("cpu"), slots=4, parts=parts, on_load=lines.append)[1] == wanted
+            load_fitting(files, Use("cpu"), slots=4, parts=parts, on_load=lines.append)[1]
+            == context
         )
         assert (
             "--max-context" in lines[-1]
-            and f"{wanted} of the model's {config.max_positions}" in lines[-1]
+            and f"{context} of the model's {config.max_positions}" in lines[-1]
         )
     monkeypatch.setattr(Use, "free_bytes", lambda _: 10**12)
     assert load_fitting(files, Use("cpu"), slots=4)[1] == config.max_positions
-    monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 8 * token - 1)
+    monkeypatch.setattr(Use, "free_bytes", lambda _: weight_bytes + 8 * token_bytes - 1)
     with pytest.raises(UserError, match="does not fit"):
         load_fitting(files, Use("cpu"), slots=4)
 
@@ -264,25 +268,28 @@ def test_a_quantized_base_is_never_whole_in_memory(tmp_path):
     small = replace(
         config, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2
     )
-    for name, each in (("large", config), ("small", small)):
+    for name, model_config in (("large", config), ("small", small)):
         (tmp_path / name).mkdir()
-        write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
-    file = (tmp_path / "large/model.safetensors").stat().st_size
+        write_model(model_state(fresh_decoder(model_config, seed=0)), model_config, tmp_path / name)
+    file_bytes = (tmp_path / "large/model.safetensors").stat().st_size
     words = [sys.executable, "-c", PROBE, str(tmp_path / "small"), str(tmp_path / "large")]
-    told = subprocess.run(words, capture_output=True, text=True)
-    peak, held = map(int, told.stdout.split())
-    assert held < 0.17 * file
-    assert peak < held + 60e6 < 0.6 * file
+    output = subprocess.run(words, capture_output=True, text=True)
+    peak, model_bytes = map(int, output.stdout.split())
+    assert model_bytes < 0.17 * file_bytes
+    assert peak < model_bytes + 60e6 < 0.6 * file_bytes
 
 
 @pytest.mark.parametrize("verb", ["chat", "generate", "eval"])
 def test_devices_that_are_not_here_are_refused(base, verb):
     prompts = {"generate": ["--prompt", "x"], "eval": ["--data", str(base / "config.json")]}
-    for devices, said in (("0,1", "no such device: '0'"), ("cuda:7", "no such device: 'cuda:7'")):
+    for devices, problem in (
+        ("0,1", "no such device: '0'"),
+        ("cuda:7", "no such device: 'cuda:7'"),
+    ):
         words = [verb, str(base), "-d", devices, *prompts.get(verb, [])]
-        done = CliRunner().invoke(cli, words)
-        assert isinstance(done.exception, UserError) or said in done.output
-        assert said in (done.output + str(done.exception))
+        result = CliRunner().invoke(cli, words)
+        assert isinstance(result.exception, UserError) or problem in result.output
+        assert problem in (result.output + str(result.exception))
 
 
 def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(
@@ -340,33 +347,37 @@ def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepare
     adapter_on(config, tmp_path / "large", prepared)
     adapter_on(CONFIG, tmp_path / "small", prepared)
     command = [sys.executable, "-c", MERGE, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True)
-    assert int(told.stdout) < 0.35 * (tmp_path / "large/model.safetensors").stat().st_size
+    output = subprocess.run(command, capture_output=True, text=True)
+    assert int(output.stdout) < 0.35 * (tmp_path / "large/model.safetensors").stat().st_size
     for name in ("small", "large"):
         folder = tmp_path / name
-        whole = merged_state(
+        expected = merged_state(
             load_decoder(folder / "adapter", base=folder, dtype=torch.float32), torch.float32
         )
-        stored = load_file(folder / "merged/model.safetensors")
-        assert stored.keys() == whole.keys()
-        assert all(torch.equal(stored[name], whole[name]) for name in stored)
+        stored_tensors = load_file(folder / "merged/model.safetensors")
+        assert stored_tensors.keys() == expected.keys()
+        assert all(torch.equal(stored_tensors[name], expected[name]) for name in stored_tensors)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_eval_of_a_run_gives_the_loss_that_the_run_logged(prepared, base, tmp_path, precision):
     run, _ = run_of(prepared, base, tmp_path / "run", precision=precision)
     words = ["eval", str(run.folder), "--step", "last", "-d", "cpu", "--json"]
-    others = ([], ["--no-bos"], ["--data", str(prepared)])
-    own, whole, named = (CliRunner().invoke(cli, [*words, *more]) for more in others)
-    assert own.exit_code == whole.exit_code == named.exit_code == 0, own.output
+    flag_lists = ([], ["--no-bos"], ["--data", str(prepared)])
+    validation, without_bos, named_data = (
+        CliRunner().invoke(cli, [*words, *flags]) for flags in flag_lists
+    )
+    assert validation.exit_code == without_bos.exit_code == named_data.exit_code == 0, (
+        validation.output
+    )
     logged = run.of(EvalDone)[-1]
-    said = json.loads(own.stdout)
-    assert (said["loss"], said["tokens"], said["bits_per_byte"]) == (
+    figures = json.loads(validation.stdout)
+    assert (figures["loss"], figures["tokens"], figures["bits_per_byte"]) == (
         logged.loss,
         logged.tokens,
         logged.bits_per_byte,
     )
-    assert "sequences of 32 tokens" in own.stderr
-    assert "whole texts with a context of up to 64 tokens" in whole.stderr
-    assert json.loads(whole.stdout)["loss"] != logged.loss
-    assert "packed sequences" not in named.stderr
+    assert "sequences of 32 tokens" in validation.stderr
+    assert "whole texts with a context of up to 64 tokens" in without_bos.stderr
+    assert json.loads(without_bos.stdout)["loss"] != logged.loss
+    assert "packed sequences" not in named_data.stderr
