@@ -1,53 +1,36 @@
-"""The check of one step before a run: another implementation on the CPU stands for the GPU, with and without faults."""
+"""The check of one step: another implementation on the CPU stands for the GPU, with and without faults."""
 
 import json
 import math
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from click.testing import CliRunner
 from faulty_devices import (
-    ALL_LINEAR,
-    CONFIG,
     FAULTS,
-    Sides,
     crash,
     other_bits,
     plan_of,
     transposed_gradient,
 )
 from healthy_devices import healthy_plans
-from plans_for_tests import tiny_config, tiny_plan
-from runs_of_the_loop import RECIPE, Run
+from plans_for_tests import tiny_plan
 
-from bloomery.check import run_start, step_probes
-from bloomery.check import verdict as verdicts
 from bloomery.check.examination import examine
-from bloomery.check.known_devices import FILE, identity_of, keep_answer, key_of, known_answer
-from bloomery.check.rounding import UNIT_ROUNDOFF, bound_of, device_roundoff, tile_error
-from bloomery.check.run_start import WrongNumbers, check_step_of_ranks
-from bloomery.check.small_model import small_plan
+from bloomery.check.known_devices import FILE, identity_of, key_of
+from bloomery.check.run_start import check_step_of_ranks
 from bloomery.check.updates import exact_optimizer
 from bloomery.check.verdict import judge
-from bloomery.cli import train as train_command
 from bloomery.core.files import cache_folder
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
-from bloomery.hardware.machine import Probe, read_machine
-from bloomery.hardware.probes import ProbeSpec, probe
-from bloomery.monitor.events import Phase, StepChecked, Warned
+from bloomery.monitor.events import StepChecked
 from bloomery.monitor.words import checked_text
-from bloomery.parallel.process_group import join
-from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Peft, Quantize
-from bloomery.runs import flow, lifecycle
-from bloomery.train.failures import Unsound
+from bloomery.recipe.schema import Peft
 from bloomery.train.optim.muon import iteration_dtype
-from ranks import on_ranks, ranks
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 # Which of the faults every test run injects; the others cost as much time again.
 QUICK = (
@@ -58,22 +41,6 @@ QUICK = (
 )
 soak = pytest.mark.soak
 MACHINES = Path(__file__).parents[1] / "machines"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def sides(monkeypatch) -> Sides:
-    return Sides(monkeypatch)
-
-
-@pytest.fixture
-def checks_the_cpu(monkeypatch):
-    """As if the CPU of the plan was a GPU."""
-    monkeypatch.setattr(run_start, "is_checked", lambda *_: True)
 
 
 # Faults are found and named
@@ -283,83 +250,6 @@ def test_fifty_configurations_differ():
     assert len(keys) == 50
 
 
-# The probes of the doctor and of scripts/gpu_check.sh
-
-
-def test_a_probe_names_the_part_and_the_way_out(sides):
-    FAULTS["swapped heads"][0](sides)
-    result = step_probes.examined(plan_of())
-    assert result["outcome"] == "wrong"
-    assert result["message"] == (
-        "this CPU computes wrong results in attention with float32: use blockwise attention"
-    )
-    assert result["facts"]["fix"] == "train.attention=blockwise"
-    assert Probe.model_validate(result | {"name": "step-float32"}).outcome == "wrong"
-
-
-@pytest.mark.soak
-def test_probes_in_their_child_process():
-    """The child of a doctor on a GPU, here with the CPU in its place."""
-    kinds = ("float32", "bfloat16", "compiled")
-    specs = [
-        ProbeSpec(name=f"step-{kind}", module=step_probes.__name__, seconds=200) for kind in kinds
-    ]
-    job = {"device": "cpu", "dtype": "float32", "arch": "", "recipe": "go-coder-tiny"}
-    results = probe(specs, job, environment=dict(os.environ))
-    assert [result.outcome for result in results] == ["ok", "ok", "ok"], results
-    assert [result.facts["precision"] for result in results] == ["float32", "bfloat16", "float32"]
-
-
-def test_a_gpu_is_probed_in_each_precision_and_a_cpu_not_at_all():
-    gpu = read_machine(MACHINES / "mi300x-node.json")
-    assert [spec.name for spec in step_probes.step_probe_specs(gpu)] == [
-        "step-float32",
-        "step-float16",
-        "step-bfloat16",
-        "step-compiled",
-    ]
-    cpu = read_machine(MACHINES / "laptop-without-a-gpu.json")
-    assert step_probes.step_probe_specs(cpu) == ()
-
-
-# Bounds
-
-
-def test_bounds_follow_from_the_precision():
-    assert bound_of(2.0**-8, roundings=4) == pytest.approx(4 * (2 * 2.0**-8 + 2.0**-24))
-    numbers = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    for dtype, roundoff in UNIT_ROUNDOFF.items():
-        rounded = numbers.double().to(dtype) if dtype != torch.float32 else numbers.double().float()
-        error = tile_error(rounded, numbers.double())
-        assert error <= roundoff  # one rounding, and its mean square is a third
-        assert dtype == torch.float32 or error > roundoff / 4
-
-
-def test_a_gpu_rounds_more_often_than_its_dtype_says():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert device_roundoff(torch.float32, cpu) == 2.0**-24
-    assert device_roundoff(torch.float32, gpu, arch="gfx1030") == 2.0**-22
-    assert device_roundoff(torch.float32, gpu, arch="sm_90", in_attention=True) == 2.0**-11
-    assert device_roundoff(torch.float16, gpu, arch="gfx90a") == 2.0**-8
-    assert device_roundoff(torch.float16, gpu, arch="gfx942") == 2.0**-11
-
-
-def test_one_wrong_tile_of_a_large_matrix_is_seen():
-    exact = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
-    wrong = exact.clone()
-    wrong[1000:1016, 64:80] = exact[:16, :16]
-    # A two-hundredth of the whole matrix's norm.
-    assert float((wrong - exact).norm() / exact.norm()) < 0.02
-    assert tile_error(wrong, exact) > 0.3
-
-
-def test_a_gradient_that_cancels_is_measured_by_what_cancels():
-    rounding = 1e-6 * torch.randn(64, generator=torch.Generator().manual_seed(0))
-    assert tile_error(rounding, torch.zeros(64)) > 1
-    assert tile_error(rounding, torch.zeros(64), least_size=1.0) < 1e-5
-    assert tile_error(torch.full((64,), torch.nan), torch.ones(64)) == float("inf")
-
-
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
 def test_the_exact_optimizers_are_torchs(kind):
     """Three updates of a matrix in float64, next to PyTorch's own optimizer."""
@@ -392,178 +282,3 @@ def test_the_exact_optimizers_are_torchs(kind):
     torch.testing.assert_close(
         parameter.detach(), weight, rtol=0, atol=0.02 if kind == "muon" else 1e-12
     )
-
-
-# What is checked, and when
-
-
-def test_the_small_model_has_the_widths_of_the_run():
-    config = tiny_config(
-        **CONFIG | {"vocab_size": 151_936 + 3, "num_layers": 6},
-        sliding_window=(None, 512, None, 512, None, 512),
-        rotary_layers=(True,) * 6,
-    )
-    small = small_plan(tiny_plan(config=config, data={"sequence_length": 1024})).model.config
-    assert (small.hidden_size, small.num_heads, small.num_layers) == (64, 4, 2)
-    assert small.sliding_window == (None, 61)  # one layer of each kind, and the window matters
-    assert small.vocab_size % 128 == (151_936 + 3) % 128
-
-
-def test_rates_and_lengths_are_no_reason_to_check_again():
-    plan = plan_of()
-    identity = identity_of(plan.train.device, None)
-    key = key_of(plan, identity)
-    assert key_of(plan_of(optimizer={"learning_rate": 1e-5}, train={"steps": 9}), identity) == key
-    for other in (
-        plan_of(train={"precision": "float16"}),
-        plan_of(optimizer={"kind": "muon"}),
-        plan_of(model={"attention": "blockwise"}),
-        plan_of(config={"hidden_size": 128}),
-        plan_of(quantize=Quantize(kind="int8"), adapter=ALL_LINEAR),
-    ):
-        assert key_of(other, identity) != key
-
-
-def test_an_answer_holds_for_its_device_and_driver():
-    plan = plan_of()
-    identity = identity_of(plan.train.device, None)
-    keep_answer(key_of(plan, identity), identity, examine(plan))
-    assert known_answer(key_of(plan, identity)) is not None
-    for name in ("driver", "torch", "arch", "device", "unit"):
-        other = replace(identity, **{name: "another"})
-        assert known_answer(key_of(plan, other)) is None
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_a_run_is_checked_once(prepared, tmp_path, monkeypatch):
-    plan = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 1})
-    (checked,) = Run(plan, tmp_path / "first").of(StepChecked)
-    assert checked.problem == "" and not checked.from_cache and checked.seconds > 0
-    assert checked.torch == torch.__version__
-
-    monkeypatch.setattr(verdicts, "examine", lambda _plan: pytest.fail("checked again"))
-    second = Run(plan, tmp_path / "second")
-    (checked_again,) = second.of(StepChecked)
-    assert checked_again.from_cache
-    assert "check" not in [phase.name for phase in second.of(Phase)]
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_the_check_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
-    plan = tiny_plan(
-        prepared, config=tiny_config(vocab_size=300, residual_dropout=0.1), train={"steps": 2}
-    )
-    checked = Run(plan, tmp_path / "checked")
-    monkeypatch.setattr(run_start, "is_checked", lambda *_: False)
-    unchecked = Run(plan, tmp_path / "unchecked")
-    assert unchecked.of(StepChecked) == []
-    assert checked.losses() == unchecked.losses()
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_a_run_on_a_wrong_device_does_not_begin(prepared, tmp_path, sides):
-    FAULTS["wrong rotation"][0](sides)
-    plan = tiny_plan(prepared, config=tiny_config(vocab_size=300), train={"steps": 1})
-    with pytest.raises(WrongNumbers, match="wrong results in rotary positions"):
-        Run(plan, tmp_path / "run")
-    assert not (tmp_path / "run/checkpoints").exists()
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_wrong_attention_has_a_fallback(tmp_path, sides):
-    FAULTS["swapped heads"][0](sides)
-    with pytest.raises(Unsound):
-        check_step_of_ranks(plan_of(), tmp_path, lambda _event: None)
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_a_check_that_is_switched_off_does_nothing(tmp_path, sides):
-    FAULTS["wrong rotation"][0](sides)
-    events = []
-    check_step_of_ranks(plan_of(), tmp_path, events.append, check_step=False)
-    assert events == []
-
-
-@pytest.mark.usefixtures("checks_the_cpu")
-def test_different_bits_warn_and_end_a_deterministic_run(tmp_path, sides):
-    other_bits(sides)
-    events = []
-    check_step_of_ranks(plan_of(train={"precision": "bfloat16"}), tmp_path, events.append)
-    (warning,) = [event for event in events if isinstance(event, Warned)]
-    assert "different bits when it computes attention twice" in warning.reason
-    deterministic = plan_of(train={"precision": "bfloat16", "deterministic": True})
-    with pytest.raises(WrongNumbers, match="different bits"):
-        check_step_of_ranks(deterministic, tmp_path, events.append)
-
-
-def on_two_ranks(plan_json: str, folder: str) -> list[str]:
-    """As two ranks whose second one has a wrong device: the sentences of their errors."""
-    plan = RunPlan.model_validate_json(plan_json)
-    mesh = replace(join(plan.train), hosts=("n1", "n2"))
-    events: list[object] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", f"{folder}/{mesh.rank}")
-        patch.setattr(run_start, "is_checked", lambda *_: True)
-        if mesh.rank == 1:
-            FAULTS["wrong rotation"][0](Sides(patch))
-        with pytest.raises(WrongNumbers) as caught:
-            check_step_of_ranks(plan, Path(folder), events.append, mesh)
-        # What rank 0 says counts: the others were started without the flag.
-        check_step_of_ranks(plan, Path(folder), events.append, mesh, check_step=mesh.rank != 0)
-    assert caught.value.fix.endswith("start the ranks on other hosts than n2")
-    return [caught.value.problem, caught.value.where.partition(",")[0], caught.value.host]
-
-
-@soak
-def test_all_ranks_refuse_alike(tmp_path):
-    plan = on_ranks(plan_of(), replicate=2)
-    first, second = ranks(2).call(on_two_ranks, plan.model_dump_json(), str(tmp_path))
-    assert first == second
-    assert "rotary positions" in first[0] and first[1:] == ["rank 1 on n2", "n2"]
-
-
-@pytest.mark.parametrize("words", [("train", "tiny.yaml"), ("resume", "run")])
-def test_the_flag_reaches_the_training_process(words, monkeypatch, tmp_path):
-    """From the command line to the arguments of the child."""
-    asked = []
-    monkeypatch.setattr(lifecycle, "run_to_end", lambda flow, _work: asked.append(flow.check_step))
-    monkeypatch.setattr(train_command, "conclude", lambda _run: 0)
-    if words[0] == "train":
-        monkeypatch.chdir(tmp_path)
-        Path("text").mkdir()
-        Path("text/a.py").write_text("x = 1\n" * 1000)
-        Path("tiny.yaml").write_text(RECIPE)
-        result = CliRunner().invoke(train_command.command, [words[1], "--no-check"])
-        assert result.exit_code == 0, result.output
-        assert asked == [False]
-        return
-    monkeypatch.setattr(train_command, "find_run", lambda _name: tmp_path)
-    monkeypatch.setattr(
-        lifecycle, "resume", lambda _folder, **settings: asked.append(settings["check_step"])
-    )
-    monkeypatch.setattr(train_command, "conclude", lambda _run: 0)
-    CliRunner().invoke(train_command.resume_command, [words[1], "--no-check"])
-    assert asked == [False]
-
-
-def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
-    arguments = []
-
-    class Flow:
-        check_step = False
-        folder = SimpleNamespace(fallback=Path("/nonexistent/fallback"))
-
-        def stage(self, _stage, given, _environment, _plan):
-            arguments.extend(given)
-            return SimpleNamespace(code=0)
-
-    monkeypatch.setattr(flow, "training_environment", lambda *_: {})
-    machine = read_machine(MACHINES / "laptop-without-a-gpu.json")
-    flow.train(Flow(), plan_of(), machine, resumed=True)
-    assert arguments == ["--resumed", "--no-check"]
-
-
-def test_a_cpu_is_not_compared_with_itself(tmp_path):
-    events = []
-    check_step_of_ranks(plan_of(), tmp_path, events.append)
-    assert events == []
