@@ -13,7 +13,7 @@ from bloomery.facts.attention import BACKENDS, supports
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.attention.tile_times import ROUNDS, Clock, Workload, launches, seconds_on_gpu
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
-from bloomery.model.attention.triton_attention import Launch, arch_of
+from bloomery.model.attention.triton_attention import KernelLaunch, arch_of
 
 Found = dict[str, Any]
 LENGTHS = (2048, 8192, 512, 4096, 1024)  # what matters most comes first: time may run out
@@ -133,7 +133,7 @@ def timed_tiles(dtype: torch.dtype, device: str, clock: Clock = seconds_on_gpu) 
     return rows
 
 
-def _tile_rows(launch: Launch, candidates: tuple[TileShape, ...], clock: Clock) -> Iterator[Found]:
+def _tile_rows(launch: KernelLaunch, candidates: tuple[TileShape, ...], clock: Clock) -> Iterator[Found]:
     for tile in candidates:
         row: Found = {"kernel": launch.kernel, "width": launch.width, "tile": list(tile)}
         try:

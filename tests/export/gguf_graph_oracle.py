@@ -26,10 +26,10 @@ from bloomery.export.gguf_format import (
     USER_DEFINED,
     composes,
     gguf_library,
-    layout,
+    gguf_tensors,
     splits,
 )
-from bloomery.export.gguf_import import dequantized
+from bloomery.export.gguf_import import dequantized_tensor
 from bloomery.export.layouts import load_in_float32
 from bloomery.export.verify import TEXTS
 from bloomery.infer.load import Use
@@ -460,8 +460,8 @@ def check_gguf(path: Path, files: ModelFiles, *, kind: str) -> Parity:
 def fill_from_file(decoder: Decoder, tensors: Mapping[str, Any]) -> None:
     """Replaces the parameters of a decoder by those of a file, dequantized."""
     parameters = dict(decoder.named_parameters())
-    for piece in layout(decoder.config):
-        whole = piece.apply(dequantized(tensors[piece.name]), undo=True)
+    for piece in gguf_tensors(decoder.config):
+        whole = piece.apply(dequantized_tensor(tensors[piece.name]), undo=True)
         for part, rows in zip(
             piece.parts, whole.split([len(parameters[name]) for name in piece.parts]), strict=True
         ):

@@ -27,7 +27,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import gguf as gguf_export
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
-from bloomery.export.gguf_format import Piece, fallbacks, vocabulary
+from bloomery.export.gguf_format import GgufTensor, fallbacks, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.ollama import export_ollama
 from bloomery.export.verify import error_bound
@@ -170,9 +170,9 @@ def test_the_oracle_finds_what_would_answer_nonsense(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if harm == "order of q and k":
-        apply = Piece.apply
+        apply = GgufTensor.apply
         monkeypatch.setattr(
-            Piece, "apply", lambda self, whole, *, undo=False: apply(self, whole, undo=True)
+            GgufTensor, "apply", lambda self, whole, *, undo=False: apply(self, whole, undo=True)
         )
     elif harm == "rope base":
         monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", lambda self, base: None)

@@ -49,9 +49,11 @@ def test_rows_of_a_batch_may_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("small_blocks")
 def test_foreign_and_far_blocks_are_skipped() -> None:
     first_BT = torch.tensor([[0] * 5 + [5] * 7, [0] * 3 + [3] * 9])
-    task = blockwise.Task(first_BT, blockwise.reach_of(first_BT), None, None, None, 1.0, 0.0)
+    task = blockwise.AttentionCall(
+        first_BT, blockwise.reach_of(first_BT), None, None, None, 1.0, 0.0
+    )
     assert _touched(task) == [[0], [1, 0], [2, 1], [3, 2, 1]]
-    assert _touched(blockwise.Task(None, None, None, 2, None, 1.0, 0.0)) == [
+    assert _touched(blockwise.AttentionCall(None, None, None, 2, None, 1.0, 0.0)) == [
         [0],
         [1, 0],
         [2, 1],
@@ -59,7 +61,7 @@ def test_foreign_and_far_blocks_are_skipped() -> None:
     ]
 
 
-def _touched(task: blockwise.Task) -> list[list[int]]:
+def _touched(task: blockwise.AttentionCall) -> list[list[int]]:
     return [[tile.keys.start // 3 for tile in tiles] for _, tiles in task.query_blocks(12)]
 
 
@@ -115,7 +117,7 @@ def test_activation_checkpointing_regenerates_the_same_mask(backend: str) -> Non
 
 @pytest.mark.usefixtures("small_blocks")
 def test_dropped_shares_are_those_of_the_asked_rate() -> None:
-    task = blockwise.Task(None, None, torch.tensor(9), None, None, 1.0, 0.25)
+    task = blockwise.AttentionCall(None, None, torch.tensor(9), None, None, 1.0, 0.25)
     masks = [
         task.dropped(blockwise.Tile(n, slice(0), False), torch.empty(3, 99, 33)) for n in range(4)
     ]

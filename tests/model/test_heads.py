@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from bloomery.model import heads
-from bloomery.model.heads import LabelScores, LastLogits, Logits, Settings, label_scores
+from bloomery.model.heads import LabelScores, LastLogits, Logits, ScoreSettings, label_scores
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="torch.compile needs a C++ compiler here"
@@ -59,7 +59,7 @@ def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_gradcheck(softcap: float | None) -> None:
     hidden, output, labels, _ = example()
-    settings = Settings(softcap, 4, compiled=False)
+    settings = ScoreSettings(softcap, 4, compiled=False)
     assert gradcheck(
         lambda h, w: label_scores(h, w, labels[0], settings), (hidden[0], output.weight)
     )
@@ -142,7 +142,7 @@ def test_memory_follows_the_chunk() -> None:
     )
 
     def peak(chunk: int) -> int:
-        settings = Settings(None, chunk, compiled=False)
+        settings = ScoreSettings(None, chunk, compiled=False)
         labels = torch.zeros(1024, dtype=torch.int64)
         return peak_bytes(lambda: label_scores(hidden, weight, labels, settings).sum().backward())
 
@@ -156,7 +156,7 @@ def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
     )
 
     def flops(chunk: int) -> int:
-        settings = Settings(None, chunk, compiled=False)
+        settings = ScoreSettings(None, chunk, compiled=False)
         with FlopCounterMode(display=False) as counted:
             label_scores(
                 hidden, weight, torch.zeros(64, dtype=torch.int64), settings

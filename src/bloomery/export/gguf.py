@@ -32,14 +32,14 @@ from bloomery.export.card import license_of
 from bloomery.export.gguf_format import (
     ALIGNMENT,
     ELSEWHERE,
-    Piece,
+    GgufTensor,
+    bytes_in_file,
     computed_tensors,
-    differences,
     encoded,
     fallbacks,
     gguf_library,
-    layout,
-    stored_bytes,
+    gguf_tensors,
+    graph_differences,
     supported_graph,
     type_of,
     unsupported,
@@ -190,7 +190,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """A model to export, read by `parameter(name)` or a few `rows(name)` at a time, in any float dtype.
 
     Rows may only be read until the next are taken.
@@ -204,25 +204,25 @@ class Source:
 
 
 @contextmanager
-def open_source(files: ModelFiles, use: Use) -> Iterator[Source]:
+def open_source(files: ModelFiles, use: Use) -> Iterator[ParameterSource]:
     """A stored model, or an adapter merged into its base in float32. Raises UserError as `load_decoder` does."""
     with ExitStack() as stack:
         if files.base is None:
             config = read_config(files.weights)
             _refuse(config, files.weights)
             stored = stack.enter_context(StoredModel(config, files.weights))
-            yield Source(config, lambda name: _stored_rows(stored, name))
+            yield ParameterSource(config, lambda name: _stored_rows(stored, name))
         elif read_settings(files.weights)["peft_type"] == "LORA":
             _refuse(read_config(files.base), files.base)
             merged = open_merged(files.weights, files.base, torch.float32, use.device)
             read_parameter, config = stack.enter_context(merged)
             _refuse(config, files.weights)
-            yield Source(config, lambda name: iter((read_parameter(name).cpu(),)))
+            yield ParameterSource(config, lambda name: iter((read_parameter(name).cpu(),)))
         else:
             decoder = load_decoder(files.weights, base=files.base, dtype=torch.float32)
             _refuse(decoder.config, files.base)
             state = merged_state(decoder, torch.float32)
-            yield Source(decoder.config, lambda name: iter((state[name],)))
+            yield ParameterSource(decoder.config, lambda name: iter((state[name],)))
 
 
 def _refuse(config: ModelConfig, where: Path) -> None:
@@ -278,7 +278,7 @@ def export_gguf(
                     name=out.stem,
                     license_=license_of(files.weights, files.base),
                 )
-            notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
+            notes = [*graph_differences(config, tokenizer.description), *fallbacks(config, kind)]
             proofs = tuple(f"differs    {note}" for note in notes)
             if verify:
                 proofs += verify_gguf(draft, config, source.rows, tokenizer, where=out)
@@ -288,7 +288,7 @@ def export_gguf(
 
 def write_gguf(
     path: Path,
-    source: Source,
+    source: ParameterSource,
     kind: str,
     library: Any,
     tokenizer: Tokenizer,
@@ -318,7 +318,7 @@ def write_gguf(
 
     # Tensors of parameters, then those that follow from the config.
     tensors = []
-    for piece in layout(config):
+    for piece in gguf_tensors(config):
         stored_as = type_of(piece.name, piece.shape, kind)
         chunks = partial(_encoded_rows, piece, source, stored_as)
         tensors.append(PlannedTensor(piece.name, piece.shape, stored_as, chunks))
@@ -328,7 +328,7 @@ def write_gguf(
     _write_file(writer, path, tensors, library)
 
 
-def _encoded_rows(piece: Piece, source: Source, kind: str) -> Iterator[memoryview]:
+def _encoded_rows(piece: GgufTensor, source: ParameterSource, kind: str) -> Iterator[memoryview]:
     """The bytes of a tensor of the file, a few rows at a time; of q and k, whose rows are reordered, all at once."""
     if piece.heads:
         parameters = [source.parameter(part) for part in piece.parts]
@@ -346,7 +346,7 @@ def _write_file(writer: Any, path: Path, tensors: Sequence[PlannedTensor], libra
             tensor.name,
             tensor.shape,
             np.dtype(np.float32),
-            stored_bytes(tensor.shape, tensor.kind),
+            bytes_in_file(tensor.shape, tensor.kind),
             library.GGMLQuantizationType[tensor.kind.upper()],
         )
     writer.write_header_to_file()
@@ -447,7 +447,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         writer.add_string("general.base_model.0.name", _base_name(files.base))
         writer.add_float32("adapter.lora.alpha", 1.0)
         tensors = []
-        for piece in layout(config):
+        for piece in gguf_tensors(config):
             target = locations[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
             A_name = f"{target}.lora_A.weight"
             if not piece.name.endswith(".weight") or A_name not in stored:

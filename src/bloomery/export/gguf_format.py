@@ -115,7 +115,7 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
-def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
+def graph_differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
     """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
     graph = supported_graph(config)
     sentences = []
@@ -161,7 +161,7 @@ def composes(description: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GgufTensor:
     """A tensor of the file. `parts`: our parameters, one below the other; empty for one that is computed.
 
     `heads`: of q or k, whose rows are interleaved; 0: they are in the same order. `shift` is added to each number.
@@ -188,12 +188,12 @@ class Piece:
         return rows + (-self.shift if undo else self.shift)
 
 
-def layout(config: ModelConfig) -> tuple[Piece, ...]:
+def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
     """Every tensor of the file that holds parameters, in order."""
     graph = supported_graph(config)
     shapes = parameter_shapes(config)
     norm_is_before = config.norm_placement == "before"
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, GgufTensor] = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
         if module in OUTER_TENSORS:
@@ -224,11 +224,11 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
             heads = layer.num_heads if target == "attn_q" else layer.num_kv_heads
         shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
         tensor = f"{prefix}{target}.{kind}"
-        piece = Piece(tensor, parts, (num_rows, *shape[1:]), heads, shift)
+        piece = GgufTensor(tensor, parts, (num_rows, *shape[1:]), heads, shift)
         pieces.setdefault(tensor, piece)
     if graph.has_own_head and config.tie_embeddings:
         embedding = "model.embed_tokens.weight"
-        pieces["output.weight"] = Piece("output.weight", (embedding,), shapes[embedding])
+        pieces["output.weight"] = GgufTensor("output.weight", (embedding,), shapes[embedding])
     return tuple(pieces.values())
 
 
@@ -266,7 +266,7 @@ def fallbacks(config: ModelConfig, kind: str) -> Iterator[str]:
     block, other_type = (K_BLOCK, "a larger type") if kind in K_TYPES else (BLOCK, "f16")
     widths = [
         piece.shape[-1]
-        for piece in layout(config)
+        for piece in gguf_tensors(config)
         if len(piece.shape) > 1 and piece.name != "position_embd.weight"
     ]
     count = sum(width % block != 0 for width in widths)
@@ -277,7 +277,7 @@ def fallbacks(config: ModelConfig, kind: str) -> Iterator[str]:
         )
 
 
-def stored_bytes(shape: tuple[int, ...], kind: str) -> int:
+def bytes_in_file(shape: tuple[int, ...], kind: str) -> int:
     per_block = {
         "f32": 4 * BLOCK,
         "f16": 2 * BLOCK,
@@ -363,7 +363,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """A tokenizer as llama.cpp states it: `model` is gpt2 (byte-level BPE) or llama (SentencePiece's BPE)."""
 
     model: str
@@ -375,7 +375,7 @@ class Vocabulary:
     space_prefix: bool
 
 
-def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Vocabulary:
+def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> GgufVocabulary:
     """Of a tokenizer.json, filled to the model's `size` with unused tokens. Raises UserError for one that llama.cpp
     does not have.
     """
@@ -418,7 +418,7 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
     if not is_sentencepiece:
         pre_tokenizer = _pre_tokenizer(description, refuse)
         merges = [" ".join(pair) for pair in pairs]
-        return Vocabulary("gpt2", pre_tokenizer, tokens, types, scores, merges, False)
+        return GgufVocabulary("gpt2", pre_tokenizer, tokens, types, scores, merges, False)
 
     # SentencePiece has scores instead of merges: the text that is merged first has the largest.
     ranks: dict[str, int] = {}
@@ -433,7 +433,7 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
         '"prepend": "▁"' in steps_text
         or re.search('"prepend_scheme": "(always|first)"', steps_text) is not None
     )
-    return Vocabulary("llama", "default", tokens, types, scores, [], prepends_space)
+    return GgufVocabulary("llama", "default", tokens, types, scores, [], prepends_space)
 
 
 def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserError]) -> str:

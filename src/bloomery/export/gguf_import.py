@@ -31,9 +31,9 @@ from bloomery.export.gguf_format import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Piece,
+    GgufTensor,
     gguf_library,
-    layout,
+    gguf_tensors,
     splits,
 )
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
@@ -64,7 +64,7 @@ _FOREIGN_TYPE = {1: "BF16", 32: "F16", 2: "IQ4_NL", 25: "Q4_0"}
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredGgufTensor:
     """A tensor of the file as it is stored; `shape`: the fastest dimension first, as in the file."""
 
     data: Array
@@ -72,14 +72,16 @@ class Block:
     shape: tuple[int, ...]
     name: str
 
-    def rows(self, start: int, stop: int) -> "Block":
+    def rows(self, start: int, stop: int) -> "StoredGgufTensor":
         """Some rows of a matrix, or some numbers of a vector."""
         if len(self.shape) == 1:
             bytes_per_number = len(self.data) // self.shape[0]
             data = self.data[start * bytes_per_number : stop * bytes_per_number]
-            return Block(data, self.tensor_type, (len(data) // bytes_per_number,), self.name)
+            return StoredGgufTensor(
+                data, self.tensor_type, (len(data) // bytes_per_number,), self.name
+            )
         data = self.data[start:stop]
-        return Block(data, self.tensor_type, (*self.shape[:-1], len(data)), self.name)
+        return StoredGgufTensor(data, self.tensor_type, (*self.shape[:-1], len(data)), self.name)
 
 
 @final
@@ -144,7 +146,7 @@ class _Header:
         return list(struct.unpack(f"<{count}{_CODES[inner]}", self.take(count * least_bytes)))
 
 
-def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
+def read_gguf(path: Path) -> tuple[Json, dict[str, StoredGgufTensor]]:
     """The metadata and the tensors, which stay in the file until they are used. Raises UserError for a file whose
     header is damaged or made to harm. As in llama.cpp, each tensor begins where the one before it ends; the last one
     ends with the file.
@@ -189,7 +191,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
     memory = np.frombuffer(content, dtype=np.uint8)
     file_type = metadata.get("general.file_type")
     foreign_type = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
-    tensors: dict[str, Block] = {}
+    tensors: dict[str, StoredGgufTensor] = {}
     tensors_end = 0
     for name, shape, type_number, offset in infos:
         if type_number not in types_by_number:
@@ -214,7 +216,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
         row_bytes = shape[0] // block_numbers * block_bytes
         data = memory[data_start + offset :][:num_bytes]
         stored = data.reshape((*reversed(shape[1:]), row_bytes))
-        tensors[name] = Block(stored, tensor_type, shape, name)
+        tensors[name] = StoredGgufTensor(stored, tensor_type, shape, name)
         tensors_end = offset + -(-num_bytes // alignment) * alignment
     surplus_bytes = file_size - data_start - tensors_end
     if tensors and surplus_bytes > 0:
@@ -232,8 +234,8 @@ def _tensor_info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, header.number("I"), header.number("Q")
 
 
-def dequantized(block: Any) -> Tensor:
-    """Float32, of a Block or of the gguf package's own tensor. Raises UserError for numbers that are not finite."""
+def dequantized_tensor(block: Any) -> Tensor:
+    """Float32, of a StoredGgufTensor or of the gguf package's own. Raises UserError for numbers that are not finite."""
     library = gguf_library()
     data = np.ascontiguousarray(block.data)
     # stored as bytes here, typed there
@@ -260,7 +262,7 @@ def dequantized(block: Any) -> Tensor:
 # The config
 
 
-def config_of(metadata: Json, tensors: Mapping[str, Block], path: Path) -> ModelConfig:
+def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Path) -> ModelConfig:
     """Raises UserError for an architecture or a value that is not known."""
     architecture = metadata.get("general.architecture")
     # Of several families with one graph the first stands for them: the file does not say more.
@@ -348,7 +350,7 @@ def config_of(metadata: Json, tensors: Mapping[str, Block], path: Path) -> Model
 _BIASED_TENSORS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
 
 
-def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) -> Json:
+def _rope(fact: Any, tensors: Mapping[str, StoredGgufTensor], head_dim: Any, path: Path) -> Json:
     """The keys of config.json about rotary positions."""
     theta = fact("rope.freq_base", 10000.0)
     context = fact("context_length")
@@ -362,7 +364,7 @@ def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) ->
 
     # Llama 3's and LongRoPE's scaling are tensors of factors, the others are keys.
     factors = {
-        kind: [float(number) for number in dequantized(tensors[name])]
+        kind: [float(number) for number in dequantized_tensor(tensors[name])]
         for kind, name in (
             ("all", "rope_freqs.weight"),
             ("short", "rope_factors_short.weight"),
@@ -617,7 +619,7 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
         )
         raise UserError(problem, where=str(path), fix=_AGAIN)
     # The tensor of each parameter; of a tied head the embedding's.
-    pieces = {name: piece for piece in reversed(layout(config)) for name in piece.parts}
+    pieces = {name: piece for piece in reversed(gguf_tensors(config)) for name in piece.parts}
     _refuse_other_tensors(tensors, pieces.values(), config, path)
 
     # A tensor of the file may hold several parameters: it is dequantized once for all of them.
@@ -631,7 +633,9 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
         piece = pieces[name]
         if piece.name not in last_values:
             last_values.clear()
-            last_values[piece.name] = piece.apply(dequantized(tensors[piece.name]), undo=True)
+            last_values[piece.name] = piece.apply(
+                dequantized_tensor(tensors[piece.name]), undo=True
+            )
         parts = last_values[piece.name].split([shapes[part][0] for part in piece.parts])
         parameter: Tensor = parts[piece.parts.index(name)].to(DTYPES[target])
         if not torch.isfinite(parameter).all():
@@ -651,7 +655,10 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
 
 
 def _refuse_other_tensors(
-    tensors: Mapping[str, Block], pieces: Collection[Piece], config: ModelConfig, path: Path
+    tensors: Mapping[str, StoredGgufTensor],
+    pieces: Collection[GgufTensor],
+    config: ModelConfig,
+    path: Path,
 ) -> None:
     """Raises UserError where the file lacks one of the pieces, has it in another shape, or has more than the model."""
     for piece in pieces:
@@ -661,7 +668,7 @@ def _refuse_other_tensors(
         if shape != piece.shape:
             problem = f"{piece.name} is {list(shape)}; its metadata makes it {list(piece.shape)}"
             raise UserError(problem, where=str(path), fix=_AGAIN)
-    names = {piece.name for piece in layout(config)} | {"output.weight"}
+    names = {piece.name for piece in gguf_tensors(config)} | {"output.weight"}
     surplus_names = {name for name in tensors if name not in names and not name.startswith("rope_")}
     if surplus_names:
         problem = f"{min(surplus_names)[:80]} has no place in the model"

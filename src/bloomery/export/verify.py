@@ -15,8 +15,13 @@ from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.export.gguf_format import Piece, composes, computed_tensors, layout
-from bloomery.export.gguf_import import Block, dequantized, read_gguf, tokenizer_of
+from bloomery.export.gguf_format import GgufTensor, composes, computed_tensors, gguf_tensors
+from bloomery.export.gguf_import import (
+    StoredGgufTensor,
+    dequantized_tensor,
+    read_gguf,
+    tokenizer_of,
+)
 from bloomery.facts.config import ModelConfig
 
 # Texts that tokenizers are known to split in different ways. The last one is not normalized (NFC).
@@ -108,13 +113,13 @@ def error_bound(values: Tensor, tensor_type: str) -> Tensor:
 
 
 def _check_tensors(
-    tensors: dict[str, Block],
+    tensors: dict[str, StoredGgufTensor],
     config: ModelConfig,
     source_rows: Callable[[str], Iterator[Tensor]],
     where: Path,
 ) -> str:
-    """Compares every tensor of the file, dequantized, with the numbers that it was made from."""
-    pieces = layout(config)
+    """Compares every tensor of the file, dequantized_tensor, with the numbers that it was made from."""
+    pieces = gguf_tensors(config)
     computed = {name: torch.from_numpy(values) for name, values in computed_tensors(config).items()}
     names = {piece.name for piece in pieces} | computed.keys()
     if names != tensors.keys():
@@ -135,7 +140,7 @@ def _check_tensors(
             raise UserError(problem, where=str(where), fix="report this bug")
         start = 0
         for expected in _expected_rows(piece, source_rows):
-            stored = dequantized(block.rows(start, start + len(expected)))
+            stored = dequantized_tensor(block.rows(start, start + len(expected)))
             start += len(expected)
             share = _error_share(stored, expected, block.tensor_type.name)
             if not share <= 1.0:
@@ -146,7 +151,7 @@ def _check_tensors(
                     fix="add --no-verify to export without this check; report this bug",
                 )
     for name, expected in computed.items():
-        if not torch.equal(dequantized(tensors[name]), expected):
+        if not torch.equal(dequantized_tensor(tensors[name]), expected):
             raise UserError(
                 f"{name} of the file is not the model's", where=str(where), fix="report this bug"
             )
@@ -155,7 +160,7 @@ def _check_tensors(
 
 
 def _expected_rows(
-    piece: Piece, source_rows: Callable[[str], Iterator[Tensor]]
+    piece: GgufTensor, source_rows: Callable[[str], Iterator[Tensor]]
 ) -> Iterator[Tensor]:
     """The numbers of a tensor in the file's order: of q and k, whose rows are reordered, all at once."""
     if piece.heads:

@@ -24,7 +24,7 @@ from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
-from bloomery.model.transformers_backend import TransformersBackbone, output_of
+from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
 
 ALL_LOGITS = Logits()
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
@@ -222,7 +222,7 @@ class Block(nn.Module):
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """Carries the residual stream between the stages of a pipeline.
 
     A stage has one group of consecutive layers, or several in an interleaved pipeline, where each micro-batch visits it
@@ -260,7 +260,7 @@ class Backbone(nn.Module):
         self.config = config
         self.backend = backend
         self.stage = whole_model(config)
-        self.link: Link | None = None  # to the other stages of a pipeline
+        self.link: StageLink | None = None  # to the other stages of a pipeline
         # The group of layers that a forward computes, which the schedule of a training step sets; None: all of the
         # stage, one after the other, as in evaluation.
         self.group: int | None = None
@@ -285,7 +285,7 @@ class Backbone(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """The last hidden states [B, T, D], normed; where the forward ends before the head, the 0 of `Link.send`."""
+        """The last hidden states [B, T, D], normed; where the forward ends before the head, `StageLink.send`'s 0."""
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
         layout = layout_of(documents_BT, backend=self.backend)
@@ -389,7 +389,7 @@ class DecodingStep(Protocol):
 class Output(NamedTuple):
     """What one forward gives."""
 
-    # what the head made; where the forward ends before the head, the 0 of `Link.send`
+    # what the head made; where the forward ends before the head, the 0 of `StageLink.send`
     head: Tensor
     # The model's own loss, such as that of a router: a mean over the micro-batch, already weighted. No layer has one
     # yet.
@@ -416,7 +416,7 @@ class Decoder(nn.Module):
         backend = attention or plain_backend(config)
         if config.transformers_backend is not None:
             self.model = TransformersBackbone(config, backend)
-            self.lm_head = output_of(self.model.reference)
+            self.lm_head = output_matrix(self.model.reference)
         elif config.head == "values":
             self.model = Backbone(config, backend)
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
@@ -486,7 +486,7 @@ class Decoder(nn.Module):
         # With a cache the next tokens depend on the output: every stage needs it.
         if cache is not None and self.model.link is not None:
             head_output = self.model.link.share(head_output)
-        # Without a head, `last_BTD` is the 0 of `Link.send`, whose backward is that of this stage.
+        # Without a head, `last_BTD` is the 0 of `StageLink.send`, whose backward is that of this stage.
         return Output(last_BTD if head_output is None else head_output)
 
     @property

@@ -159,7 +159,7 @@ class LabelScores:
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
             into_grad = False
 
-        settings = Settings(
+        settings = ScoreSettings(
             softcap=softcap,
             chunk=min(self.chunk, len(labels_N)),
             compiled=self.compiled,
@@ -186,7 +186,7 @@ class LabelScores:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoreSettings:
     softcap: float | None
     chunk: int
     compiled: bool
@@ -202,7 +202,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def label_scores(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: ScoreSettings
 ) -> Tensor:
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in.
 
@@ -237,7 +237,7 @@ def label_scores(
 
 
 def _num_padding_rows(
-    num_rows: int, settings: Settings, compute_dtype: torch.dtype, device_type: str
+    num_rows: int, settings: ScoreSettings, compute_dtype: torch.dtype, device_type: str
 ) -> int:
     """Rows of zeros that make shapes repeat: a CPU keeps 0.7 MB of half-precision kernels for each shape of a product.
 
@@ -289,7 +289,7 @@ def _to_other_gradient(
     logits_CV.copy_(gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV))
 
 
-def _fused(function: Callable[..., Result], settings: Settings) -> Callable[..., Result]:
+def _fused(function: Callable[..., Result], settings: ScoreSettings) -> Callable[..., Result]:
     return settings.operators.fuse(function) if settings.compiled else function
 
 
@@ -298,7 +298,7 @@ class _Context(Protocol):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    settings: Settings
+    settings: ScoreSettings
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -314,7 +314,11 @@ class _LabelScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
+        ctx: _Context,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        settings: ScoreSettings,
     ) -> tuple[Tensor, Tensor]:
         log_sums = _fused(_log_sums, settings)
         sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)

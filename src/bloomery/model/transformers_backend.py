@@ -274,7 +274,7 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
 
     # A file must hold each parameter as it is computed with, or weights could not be read and written.
     saved_names = _saved_names(reference)
-    output_of(reference)
+    output_matrix(reference)
     listed = set[int]()
     parameters = []
     for prefix, module in named_parts:
@@ -304,7 +304,7 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
     return {"parameters": tuple(parameters), "matrices": tuple(matrices.values())}
 
 
-def output_of(reference: Any) -> nn.Linear:
+def output_matrix(reference: Any) -> nn.Linear:
     """The matrix that makes logits. Raises Unlike where it is none."""
     output = reference.get_output_embeddings()
     if not isinstance(output, nn.Linear):

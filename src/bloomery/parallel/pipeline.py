@@ -136,7 +136,7 @@ def transport_of(mesh: Mesh, *, under_way: int) -> Transport:
 
 @final
 class PipelineLink:
-    """The neighbors of one stage: the `model.decoder.Link` of its decoder.
+    """The neighbors of one stage: the `model.decoder.StageLink` of its decoder.
 
     A decoder speaks of the groups of its own stage: 0, 1, ... Edges and ranks follow from the model's groups.
     """

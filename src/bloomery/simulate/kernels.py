@@ -88,12 +88,12 @@ def _dequantized(like: Tensor, codes_and_shape: tuple[Any, ...], device_type: st
     return weight
 
 
-class _Task(blockwise.Task):
+class _SimulatedCall(blockwise.AttentionCall):
     """A task of as many tiles as are alive at once; its random bits are memory without values."""
 
     def query_blocks(self, length: int) -> Iterator[tuple[slice, list[blockwise.Tile]]]:
         # The last query block has the most tiles; while one is computed, the one before is alive.
-        *_, (queries, tiles) = blockwise.Task.query_blocks(self, length)
+        *_, (queries, tiles) = blockwise.AttentionCall.query_blocks(self, length)
         yield queries, tiles[-2:]
 
     def dropped(self, tile: blockwise.Tile, shares: Tensor) -> Tensor:
@@ -104,10 +104,10 @@ class _Task(blockwise.Task):
 
 def _first_group(
     q: Tensor, settings: tuple[Any, ...], device_type: str
-) -> tuple[slice, blockwise.Task]:
+) -> tuple[slice, blockwise.AttentionCall]:
     """The first rows that go together: the others take the same memory after them."""
     first_BT, _reach, seed, *options = settings
-    return next(_Task(first_BT, None, seed, *options).groups(q, device_type))
+    return next(_SimulatedCall(first_BT, None, seed, *options).groups(q, device_type))
 
 
 def _blockwise(
@@ -145,14 +145,14 @@ def _per_document(
 ) -> Any:
     """One document per sequence: document starts are values, and one document needs most memory."""
     lengths = [first_BT.shape[1]] * len(first_BT)
-    return per_document.forward(q, k, v, lengths, seed, Options(*options), _Task)
+    return per_document.forward(q, k, v, lengths, seed, Options(*options), _SimulatedCall)
 
 
 def _per_document_backward(*arguments: Any) -> Any:
     grad, q, k, v, output, sums, first_BT, _reach, seed, *options = arguments
     lengths = [first_BT.shape[1]] * len(first_BT)
     return per_document.backward(
-        grad, q, k, v, output, sums, lengths, seed, Options(*options), _Task
+        grad, q, k, v, output, sums, lengths, seed, Options(*options), _SimulatedCall
     )
 
 

@@ -176,7 +176,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Task:
+class AttentionCall:
     """One call: document masking and attention settings."""
 
     first_BT: Tensor | None
@@ -218,8 +218,8 @@ class Task:
 
     def groups(
         self, q_BHTE: Tensor, device_type: str | None = None
-    ) -> Iterator[tuple[slice, "Task"]]:
-        """Rows of the batch that are computed at once, each group with its own task.
+    ) -> Iterator[tuple[slice, "AttentionCall"]]:
+        """Rows of the batch that are computed at once, each group with its own call.
 
         The type of device decides how many scores a group has; that of the queries unless one is given.
         """
@@ -292,41 +292,43 @@ def _grouped(x_BHTE: Tensor, key_heads: int) -> Tensor:
     return torch.unflatten(x_BHTE.contiguous(), 1, (key_heads, -1))
 
 
-def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
+def _scores(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
     """[B, K, G, n, m] from query [B, K, G, n, E] (scaled already) and key [B, K, m, E]; soft-capped, not masked."""
     scores = (query.flatten(2, 3) @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
-    return torch.unflatten(task.capped(scores), 2, query.shape[2:4])
+    return torch.unflatten(call.capped(scores), 2, query.shape[2:4])
 
 
-def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, E], [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
     out_BHTE = like_projection(q_BHTE)
     sums_BHT = sums_like(q_BHTE)
     q = _grouped(q_BHTE, k_BKTE.shape[1])
     k = k_BKTE.contiguous()
     v = v_BKTE.contiguous()
-    for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
-        query = q[..., queries, :] * task.scale
+    for queries, tiles in call.query_blocks(q_BHTE.shape[2]):
+        query = q[..., queries, :] * call.scale
         # Online softmax: shares are relative to the largest score so far, and the sums of shares
         # and of weighted values are scaled down when a tile has a larger one.
         value_sum = torch.zeros_like(query, dtype=sums_BHT.dtype)
         share_sum = torch.zeros_like(value_sum[..., :1])
         max_score = torch.full_like(share_sum, float("-inf"))
         for tile in tiles:
-            scores = _scores(query, k[:, :, tile.keys], task)
+            scores = _scores(query, k[:, :, tile.keys], call)
             if tile.masked:
-                scores.masked_fill_(task.hidden(queries, tile.keys, scores.device), float("-inf"))
+                scores.masked_fill_(call.hidden(queries, tile.keys, scores.device), float("-inf"))
             new_max_score = torch.maximum(max_score, scores.amax(-1, keepdim=True))
             shares = scores.sub_(new_max_score).exp_()
             scale_down = max_score.sub_(new_max_score).exp_()
             share_sum.mul_(scale_down).add_(shares.sum(-1, keepdim=True))
             # Dropped shares still count in the softmax's sum.
-            if task.dropout:
-                shares.masked_fill_(task.dropped(tile, shares), 0.0)
+            if call.dropout:
+                shares.masked_fill_(call.dropped(tile, shares), 0.0)
             tile_values = shares.to(v.dtype).flatten(2, 3) @ v[:, :, tile.keys]
             value_sum.mul_(scale_down).add_(torch.unflatten(tile_values, 2, query.shape[2:4]))
             max_score = new_max_score
-        out_BHTE[:, :, queries] = value_sum.mul_(task.boost).div_(share_sum).flatten(1, 2)
+        out_BHTE[:, :, queries] = value_sum.mul_(call.boost).div_(share_sum).flatten(1, 2)
         sums_BHT[:, :, queries] = (max_score + share_sum.log_()).flatten(1, 2).squeeze(-1)
     return out_BHTE, sums_BHT
 
@@ -338,7 +340,7 @@ def backward(
     v_BKTE: Tensor,
     out_BHTE: Tensor,
     sums_BHT: Tensor,
-    task: Task,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope.
 
@@ -355,26 +357,26 @@ def backward(
     v = v_BKTE.contiguous()
     sums = _grouped(sums_BHT, key_heads)[..., None]
     delta = _grouped((grad_BHTE.to(exact_dtype) * out_BHTE).sum(-1), key_heads)[..., None]
-    for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
-        query = q[..., queries, :] * task.scale
-        d_out = grad[..., queries, :].flatten(2, 3) * task.boost
+    for queries, tiles in call.query_blocks(q_BHTE.shape[2]):
+        query = q[..., queries, :] * call.scale
+        d_out = grad[..., queries, :].flatten(2, 3) * call.boost
         d_query = torch.zeros(d_out.shape, dtype=exact_dtype, device=q.device)
         for tile in tiles:
             # The shares of forward again, from the log-sum-exp instead of the running maximum.
             key = k[:, :, tile.keys]
             value = v[:, :, tile.keys]
-            scores = _scores(query, key, task)
+            scores = _scores(query, key, call)
             slope = (
-                None if task.softcap is None else (scores / task.softcap).square_().neg_().add_(1)
+                None if call.softcap is None else (scores / call.softcap).square_().neg_().add_(1)
             )
             shares = scores.sub_(sums[..., queries, :]).exp_()
             if tile.masked:
-                shares.masked_fill_(task.hidden(queries, tile.keys, shares.device), 0.0)
+                shares.masked_fill_(call.hidden(queries, tile.keys, shares.device), 0.0)
             # Only kept shares have met values; the softmax's gradient needs all of them.
             d_shares = torch.unflatten((d_out @ value.mT).to(exact_dtype), 2, query.shape[2:4])
             kept_shares = shares
-            if task.dropout:
-                dropped = task.dropped(tile, shares)
+            if call.dropout:
+                dropped = call.dropped(tile, shares)
                 kept_shares = shares.masked_fill(dropped, 0.0)
                 d_shares.masked_fill_(dropped, 0.0)
             dv[:, :, tile.keys] += kept_shares.to(v.dtype).flatten(2, 3).mT @ d_out
@@ -387,7 +389,7 @@ def backward(
             d_query += d_scores @ key
             dk[:, :, tile.keys] += d_scores.mT @ query.flatten(2, 3)
         dq_BHTE[:, :, queries] = torch.unflatten(
-            d_query.mul_(task.scale), 2, query.shape[2:4]
+            d_query.mul_(call.scale), 2, query.shape[2:4]
         ).flatten(1, 2)
     return dq_BHTE, dk.to(k_BKTE.dtype), dv.to(v_BKTE.dtype)
 
@@ -397,9 +399,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out_BHTE = like_projection(q)
     sums_BHT = sums_like(q)
-    call = Task(documents.first_BT, documents.reach, documents.seed, *options)
-    for rows, task in call.groups(q):
-        out_BHTE[rows], sums_BHT[rows] = forward(q[rows], k[rows], v[rows], task)
+    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options)
+    for rows, group_call in call.groups(q):
+        out_BHTE[rows], sums_BHT[rows] = forward(q[rows], k[rows], v[rows], group_call)
     return out_BHTE, sums_BHT
 
 
@@ -416,10 +418,10 @@ def _backward(
     dq = like_projection(q)
     dk = like_projection(k)
     dv = like_projection(v)
-    call = Task(documents.first_BT, documents.reach, documents.seed, *options)
-    for rows, task in call.groups(q):
+    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options)
+    for rows, group_call in call.groups(q):
         dq[rows], dk[rows], dv[rows] = backward(
-            grad[rows], q[rows], k[rows], v[rows], output[rows], sums[rows], task
+            grad[rows], q[rows], k[rows], v[rows], output[rows], sums[rows], group_call
         )
     return dq, dk, dv
 

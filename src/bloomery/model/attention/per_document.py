@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bloomery.model.attention import blockwise
 from bloomery.model.attention.blockwise import (
+    AttentionCall,
     Options,
     QueryDocuments,
-    Task,
     attention_operator,
     sums_like,
 )
@@ -74,14 +74,14 @@ def _trimmed(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
     return tuple(x[:, :, :length] for x in parts)
 
 
-def _task(
-    task_class: type[Task], length: int, number: int, seed: Tensor | None, options: Options
-) -> Task | None:
-    """The blockwise task of a document; None where the flash kernel supports it."""
+def _document_call(
+    call_class: type[AttentionCall], length: int, number: int, seed: Tensor | None, options: Options
+) -> AttentionCall | None:
+    """The blockwise call of a document; None where the flash kernel supports it."""
     hides_keys = options.window is not None and options.window < length
     if not hides_keys and options.softcap is None and options.dropout == 0:
         return None
-    return task_class(
+    return call_class(
         first_BT=None,
         reach=None,
         seed=None if seed is None else seed + (number << 32),
@@ -99,24 +99,24 @@ def forward(
     lengths: list[int],
     seed: Tensor | None,
     options: Options,
-    task_class: type[Task] = Task,
+    call_class: type[AttentionCall] = AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, E] and the log-sum-exp [B, H, T] of documents of these lengths, row after row.
 
-    `task_class`: of the documents that blockwise attention computes.
+    `call_class`: of the documents that blockwise attention computes.
     """
     outputs = []
     sums = []
     documents = zip(*(_documents(x, lengths) for x in (q, k, v)), strict=True)
     for number, (query, key, value) in enumerate(documents):
-        task = _task(task_class, lengths[number], number, seed, options)
-        if task is None:
+        call = _document_call(call_class, lengths[number], number, seed, options)
+        if call is None:
             inputs = _padded((query, key, value), _padding(query))
             document_output, document_sums = _trimmed(
                 _flash(*inputs, 0.0, True, scale=options.scale), lengths[number]
             )
         else:
-            document_output, document_sums = blockwise.forward(query, key, value, task)
+            document_output, document_sums = blockwise.forward(query, key, value, call)
         outputs.append(document_output)
         sums.append(document_sums)
     return _joined(outputs, len(q)), _joined(sums, len(q))
@@ -132,15 +132,15 @@ def backward(
     lengths: list[int],
     seed: Tensor | None,
     options: Options,
-    task_class: type[Task] = Task,
+    call_class: type[AttentionCall] = AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; arguments as in `forward`, whose results `output` and `sums` are."""
     gradients = []
     documents = zip(*(_documents(x, lengths) for x in (grad, q, k, v, output, sums)), strict=True)
     for number, tensors in enumerate(documents):
-        task = _task(task_class, lengths[number], number, seed, options)
+        call = _document_call(call_class, lengths[number], number, seed, options)
         d_output, query, key, value, document_output, document_sums = tensors
-        if task is None:
+        if call is None:
             inputs = _padded(tensors, _padding(query))
             gradients.append(
                 _trimmed(_flash_backward(*inputs, 0.0, True, scale=options.scale), lengths[number])
@@ -148,7 +148,7 @@ def backward(
         else:
             gradients.append(
                 blockwise.backward(
-                    d_output, query, key, value, document_output, document_sums, task
+                    d_output, query, key, value, document_output, document_sums, call
                 )
             )
     dq, dk, dv = (

@@ -21,7 +21,11 @@ from bloomery.model.attention.blockwise import (
     sums_like,
 )
 from bloomery.model.attention.tiles import KERNELS, TileShape, padded_width, tile_candidates
-from bloomery.model.attention.triton_attention import Launch, backward_launches, forward_launch
+from bloomery.model.attention.triton_attention import (
+    KernelLaunch,
+    backward_launches,
+    forward_launch,
+)
 
 FILE = "attention-tiles.json"
 KEPT = 200  # answers: three for each GPU, width and dtype
@@ -30,7 +34,7 @@ ROUNDS = 5
 SCORES = 2**26
 MAX_LENGTH = 2**13  # a program's loop is no different in longer sequences
 
-Clock = Callable[[Launch, TileShape], float]
+Clock = Callable[[KernelLaunch, TileShape], float]
 """The seconds of a kernel with a tile, its work on the GPU included; raises where the GPU cannot run it."""
 
 
@@ -58,7 +62,7 @@ class Workload:
     dropout: float = 0.0
 
 
-def seconds_on_gpu(launch: Launch, tile: TileShape) -> float:
+def seconds_on_gpu(launch: KernelLaunch, tile: TileShape) -> float:
     """The clock of a GPU that is here. The first call with a tile compiles, too."""
     synchronize(launch.device)
     begin_seconds = time.perf_counter()
@@ -108,7 +112,7 @@ def fastest_tiles(
     return tiles
 
 
-def fastest(launch: Launch, candidates: Sequence[TileShape], clock: Clock) -> TileShape:
+def fastest(launch: KernelLaunch, candidates: Sequence[TileShape], clock: Clock) -> TileShape:
     """The candidate with the least median of times; the first where none can run, so that the first step says why.
 
     Rounds alternate: a GPU that gets warm slows all of them.
@@ -127,7 +131,7 @@ def fastest(launch: Launch, candidates: Sequence[TileShape], clock: Clock) -> Ti
     return min(working, key=lambda tile: statistics.median(seconds[tile] for seconds in rounds))
 
 
-def launches(workload: Workload, device: torch.device) -> Iterator[Launch]:
+def launches(workload: Workload, device: torch.device) -> Iterator[KernelLaunch]:
     """The three kernels on random numbers, of as many heads as `SCORES` allows and one document in a sequence."""
     length = min(workload.length, MAX_LENGTH)
     heads = max(1, min(workload.heads, SCORES // length**2))

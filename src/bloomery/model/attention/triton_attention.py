@@ -146,7 +146,7 @@ def _widths(width: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A kernel with its arguments, for heads of `width` numbers. Tiles change its time and its rounding alone."""
 
     kernel: str
@@ -183,7 +183,7 @@ def forward_launch(
     sums: Tensor,
     documents: QueryDocuments,
     options: Options,
-) -> Launch:
+) -> KernelLaunch:
     """Writes `out` and `sums`, the log-sum-exp of each query."""
     batch, heads, length, width = q.shape
     q, k, v = (_with_neighbors(x) for x in (q, k, v))
@@ -201,7 +201,7 @@ def forward_launch(
         **_numbers(options, documents.seed),
         **_variant(q, first_BT, options),
     }
-    return Launch("forward", q.device, width, length, "rows", batch * heads, arguments)
+    return KernelLaunch("forward", q.device, width, length, "rows", batch * heads, arguments)
 
 
 def backward_launches(
@@ -214,7 +214,7 @@ def backward_launches(
     gradients: tuple[Tensor, Tensor, Tensor],
     documents: QueryDocuments,
     options: Options,
-) -> Iterator[Launch]:
+) -> Iterator[KernelLaunch]:
     """Write the gradients of q, k and v; must run in their order: the first writes `delta`, which the second reads."""
     batch, heads, length, width = q.shape
     key_heads = k.shape[1]
@@ -236,14 +236,16 @@ def backward_launches(
         **_variant(q, first_BT, options),
     }
     of_queries = {"out_heads": _heads(output), "dq_heads": _heads(dq), "num_heads": heads}
-    yield Launch("backward_q", q.device, width, length, "rows", batch * heads, shared | of_queries)
+    yield KernelLaunch(
+        "backward_q", q.device, width, length, "rows", batch * heads, shared | of_queries
+    )
     of_keys = {
         "dk_heads": _heads(dk),
         "dv_heads": _heads(dv),
         "stop_pointer": sums if first_BT is None else _stop(first_BT),
         "num_key_heads": key_heads,
     }
-    yield Launch(
+    yield KernelLaunch(
         "backward_kv", q.device, width, length, "keys", batch * key_heads, shared | of_keys
     )
 

@@ -224,7 +224,7 @@ def _int8_at_once(codes: Tensor, scales: Tensor, _levels: Tensor, dtype: torch.d
     return (codes.float().view(-1, WEIGHTS_BLOCK) * scales[:, None]).to(dtype)
 
 
-def ready(reader: str) -> str:
+def ready_reader(reader: str) -> str:
     """The same, its operators known to torch. Raises UserError when bitsandbytes is gone since the plan was made."""
     if reader == "bitsandbytes":
         try:
@@ -335,7 +335,7 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.outputs, self.inputs = shape
         self.base = quantize.kind
-        self.reader = ready(reader)
+        self.reader = ready_reader(reader)
         sizes = buffer_bytes(self.outputs * self.inputs, quantize.kind, quantize.double_quant)
         codes, scales, outer = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
