@@ -1,11 +1,13 @@
 """A run is read once: a terminal, studio and the report say the same of it, and each rule stands in one place."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import bloomery
+from bloomery.cli.runs import describe
 from bloomery.monitor.events import (
     EvalDone,
     EventLog,
@@ -137,3 +139,10 @@ def test_a_view_is_told_of_a_skipped_step_by_its_time():
     view.add_all([STARTED.__class__(**{**vars(STARTED), "time": 0.0}), *steps])
     assert all(isinstance(step, StepDone) for step in steps)
     assert [(i.step, i.kind, i.seconds) for i in view.incidents] == [(3, "skip", 30.0)]
+
+
+def test_a_run_that_is_done_before_its_planned_steps_was_extended_and_killed(tmp_path):
+    folder = folder_of(tmp_path, [STARTED, step_done(4), RunEnded(step=4, status="done")])
+    for planned, status in ((4, "done"), (9, "killed")):
+        (folder / "plan.json").write_text(json.dumps({"train": {"steps": planned}}))
+        assert RunReader(folder, RunView()).read() == describe(folder).state == status

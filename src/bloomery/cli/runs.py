@@ -50,8 +50,7 @@ from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.view.incidents import KILLED
 from bloomery.view.metrics import metrics_of
-from bloomery.view.reader import RunReader
-from bloomery.view.recorded_run import contradicted
+from bloomery.view.reader import RunReader, status_at_end
 from bloomery.view.screen import Screen, frame, picture, screen_view
 from bloomery.view.summary import RunSummary, summary_of
 
@@ -328,17 +327,14 @@ command.add_command(clean_command)
 
 def describe(folder: Path) -> RunLine:
     """The line of a run, from its events and its lock."""
-    # A run without a final event was killed. So was one that is done before its planned steps: it was extended.
-    state = "killed"
     try:
         summary = summary_of(read_events(folder / "events.jsonl"))
+        state = status_at_end(folder, summary)
     except UserError:
         summary = RunSummary()
         state = "unreadable"
     if worked_on(folder):
         state = "running"
-    elif summary.ended and not contradicted(folder, summary.ended, summary.step):
-        state = summary.ended.status
 
     command = None
     if state not in ("running", "done") and not (state == "failed" and repeats_mistake(summary)):

@@ -49,7 +49,7 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
     folder = opened.reader.folder
     with opened.lock:
         summary = opened.summary
-        ended = summary.ended
+        ended = None if opened.status == "killed" else summary.ended
         began_at = opened.view.began_at
         warnings = tuple(warned.reason for warned in opened.view.diagnoses.values())
         lines = [] if summary.last is None else [log_line(summary.last)]

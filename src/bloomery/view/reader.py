@@ -16,6 +16,7 @@ from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.view.facts import RunFacts, run_facts
 from bloomery.view.reader_processes import ReaderProcesses
+from bloomery.view.recorded_run import contradicted
 from bloomery.view.run_view import RunView
 from bloomery.view.step_columns import read_groups
 from bloomery.view.summary import RunSummary
@@ -116,10 +117,20 @@ class RunReader:
         return events
 
 
+def status_at_end(folder: Path, summary: RunSummary) -> str:
+    """done, stopped, failed or killed.
+
+    A run without a final event was killed. So was one that is done before its planned steps: it was extended.
+    """
+    if summary.ended is None or contradicted(folder, summary.ended, summary.step):
+        return "killed"
+    return summary.ended.status
+
+
 def status_of(folder: Path, summary: RunSummary, *, is_running: bool) -> str:
     """running, paused or stopping; else done, stopped, failed or killed."""
     if not is_running:
-        return "killed" if summary.ended is None else summary.ended.status
+        return status_at_end(folder, summary)
     if summary.stopping:
         return "stopping"
     return "paused" if (folder / "pause").exists() else "running"
