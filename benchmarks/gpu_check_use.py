@@ -162,7 +162,7 @@ def measure(run: Path, device: str) -> ModelFiles:
     from bloomery.infer.sampling import Sampling
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
-    from bloomery.train.evaluation.evaluation import evaluate
+    from bloomery.train.evaluation.evaluation import validation_result
     from bloomery.train.objectives.build import build_objective
     from bloomery.train.process import peak_memory_gib
 
@@ -182,7 +182,7 @@ def measure(run: Path, device: str) -> ModelFiles:
         seed=plan.train.seed,
         split="validation",
     )
-    figure = evaluate(
+    figure = validation_result(
         decoder,
         rows,
         build_objective(plan),

@@ -158,7 +158,7 @@ def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
 
     monkeypatch.setattr(flow, "training_environment", lambda *_: {})
     machine = read_machine(MACHINES / "laptop-without-a-gpu.json")
-    flow.train(Flow(), plan_of(), machine, resumed=True)
+    flow.train_stage(Flow(), plan_of(), machine, resumed=True)
     assert arguments == ["--resumed", "--no-check"]
 
 

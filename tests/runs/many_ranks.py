@@ -13,19 +13,19 @@ from pathlib import Path
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import locked
+from bloomery.core.run_lock import hold_run_lock
 from bloomery.core.signals import stop_requests
 from bloomery.launch import supervisor
-from bloomery.launch.launchers import Board, Launch, current_launch
+from bloomery.launch.launchers import Board, RankLaunch, current_launch
 from bloomery.launch.stage_ends import failure
 from bloomery.launch.supervisor import run_stage
-from bloomery.runs.follow import follow
+from bloomery.runs.follow import follow_rank_0
 
 
-def lead(launch: Launch, folder: RunFolder) -> int:
+def lead(launch: RankLaunch, folder: RunFolder) -> int:
     """As rank 0: what `runs.flow` does between the plan and the end of the run."""
     board = Board(folder, launch)
-    with stop_requests() as requests, locked(folder) as lock:
+    with stop_requests() as requests, hold_run_lock(folder) as lock:
         board.open()
         board.begin(resumed=False)
         ending = run_stage(
@@ -71,7 +71,7 @@ def main() -> None:
         code = 99
         try:
             code = (
-                follow(launch, folder.path, ",".join(["cpu"] * ranks)).code
+                follow_rank_0(launch, folder.path, ",".join(["cpu"] * ranks)).code
                 if rank
                 else lead(launch, folder)
             )

@@ -12,7 +12,7 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import locked
+from bloomery.core.run_lock import hold_run_lock
 from models_for_tests import make_run
 
 
@@ -133,7 +133,7 @@ def test_rm_deletes_runs_and_says_what_is_lost(here):
 
 
 def test_rm_refuses_a_run_in_progress_and_other_folders(here):
-    with locked(RunFolder(here / "runs/a")):
+    with hold_run_lock(RunFolder(here / "runs/a")):
         error = call("rm", "b", "a", "--yes").exception
         assert isinstance(error, UserError) and "bloomery stop" in error.fix
         assert Path("runs/a").exists() and Path("runs/b").exists(), (

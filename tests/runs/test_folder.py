@@ -15,7 +15,7 @@ from bloomery.core import __version__, run_lock
 from bloomery.core.errors import UserError
 from bloomery.core.files import stamped
 from bloomery.core.run_folder import RunFolder, propose_folder
-from bloomery.core.run_lock import locked, start_mark
+from bloomery.core.run_lock import hold_run_lock, start_mark
 from bloomery.plan.store import FORMAT, read_identity
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.new_run import new_run
@@ -164,16 +164,16 @@ def test_a_read_only_place_is_one_sentence(tmp_path: Path, loaded, monkeypatch) 
 
 def test_two_runs_in_one_folder_are_refused(holder) -> None:
     folder, process = holder
-    with pytest.raises(UserError, match=f"process {process.pid} ") as caught, locked(folder):
+    with pytest.raises(UserError, match=f"process {process.pid} ") as caught, hold_run_lock(folder):
         pass
     assert f"bloomery stop {folder.name}" in caught.value.fix
 
 
 def test_a_lock_in_this_very_process_holds_too(tmp_path: Path) -> None:
     with (
-        locked(RunFolder(tmp_path)),
+        hold_run_lock(RunFolder(tmp_path)),
         pytest.raises(UserError, match="in use"),
-        locked(RunFolder(tmp_path)),
+        hold_run_lock(RunFolder(tmp_path)),
     ):
         pass
 
@@ -183,7 +183,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(holder) -> None:
     process.kill()
     process.wait()
     assert json.loads(folder.lock.read_text())["pid"] == process.pid
-    with locked(folder):
+    with hold_run_lock(folder):
         assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
 
 
@@ -191,7 +191,7 @@ def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None
     folder = RunFolder(tmp_path)
     text = {"pid": os.getpid(), "started": "another boot 17", "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(text))
-    with locked(folder):
+    with hold_run_lock(folder):
         pass
 
 
@@ -203,7 +203,7 @@ def test_a_lock_of_a_dead_process_that_does_not_tell_its_start_is_taken_over(
     folder = RunFolder(tmp_path)
     holder = {"pid": 2**22 - 1, "started": started, "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(holder))
-    with locked(folder):
+    with hold_run_lock(folder):
         assert run_lock.holder_of(folder.lock)["pid"] == os.getpid()
 
 
@@ -211,7 +211,7 @@ def test_a_living_process_that_does_not_tell_its_start_holds_its_lock(tmp_path: 
     folder = RunFolder(tmp_path)
     holder = {"pid": os.getppid(), "started": None, "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(holder))
-    with pytest.raises(UserError, match="in use"), locked(folder):
+    with pytest.raises(UserError, match="in use"), hold_run_lock(folder):
         pass
 
 
@@ -224,29 +224,29 @@ def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatc
     parent = os.getppid()
     text = {"pid": parent, "started": start_mark(parent), "host": run_lock.host_name()}
     folder.lock.write_text(json.dumps(text))
-    with pytest.raises(UserError, match=f"process {parent}"), locked(folder):
+    with pytest.raises(UserError, match=f"process {parent}"), hold_run_lock(folder):
         pass
 
 
 def test_another_host_counts_as_alive_while_it_beats(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "node17"}))
-    with pytest.raises(UserError, match="process 1 on node17"), locked(folder):
+    with pytest.raises(UserError, match="process 1 on node17"), hold_run_lock(folder):
         pass
     silent = time.time() - 200
     os.utime(folder.lock, (silent, silent))
-    with locked(folder):
+    with hold_run_lock(folder):
         pass
 
 
 def test_a_time_far_ahead_is_no_sign_of_life(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "node17"}))
-    with pytest.raises(UserError, match="process 1 on node17") as caught, locked(folder):
+    with pytest.raises(UserError, match="process 1 on node17") as caught, hold_run_lock(folder):
         pass
     assert f"delete {folder.lock}" in caught.value.fix
     os.utime(folder.lock, (time.time() + 10_000,) * 2)
-    with locked(folder):
+    with hold_run_lock(folder):
         pass
 
 
@@ -254,14 +254,14 @@ def test_a_deleted_lock_lets_nobody_in_and_comes_back(tmp_path: Path, monkeypatc
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.1)
     folder = RunFolder(tmp_path)
-    with locked(folder):
+    with hold_run_lock(folder):
         folder.lock.unlink()
-        with pytest.raises(UserError, match="in use"), locked(folder):
+        with pytest.raises(UserError, match="in use"), hold_run_lock(folder):
             pass
         time.sleep(0.3)
         assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
     assert folder.lock.read_text() == ""
-    with locked(folder):
+    with hold_run_lock(folder):
         pass
 
 
@@ -272,7 +272,7 @@ def test_drafts_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> N
     (tmp_path / ".tmp-base-4194999").mkdir()
     (tmp_path / "letter").write_text("mine")
     (tmp_path / ".tmp-plan.json-4194999").symlink_to(tmp_path / "letter")
-    with locked(folder):
+    with hold_run_lock(folder):
         left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [f".tmp-report.html-{os.getpid()}", "letter", "lock"]
 
@@ -304,7 +304,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_not_followed(
     (tmp_path / "run" / name).symlink_to(outside)
     with (
         pytest.raises(UserError, match=f"{name} is a link to {outside}"),
-        locked(RunFolder(tmp_path / "run")),
+        hold_run_lock(RunFolder(tmp_path / "run")),
     ):
         pass
     assert outside.read_text() == "mine"
@@ -313,14 +313,14 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_not_followed(
 def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.lock.write_text('{"pid": 17, "sta')
-    with locked(folder):
+    with hold_run_lock(folder):
         pass
 
 
 def test_the_beat_shows_that_the_holder_lives(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.02)
     folder = RunFolder(tmp_path)
-    with locked(folder):
+    with hold_run_lock(folder):
         os.utime(folder.lock, (0, 0))
         time.sleep(0.3)
         assert folder.lock.stat().st_mtime > time.time() - 10

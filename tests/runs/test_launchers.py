@@ -31,7 +31,7 @@ from runs_of_bloomery import (
 import preloaded
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import locked
+from bloomery.core.run_lock import hold_run_lock
 from bloomery.core.signals import StopRequests
 from bloomery.hardware.detect import detect
 from bloomery.launch import supervisor, worker
@@ -52,7 +52,7 @@ from bloomery.plan.store import read_plan, write_sealed
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe, unset_keys
 from bloomery.runs.devices import chosen_devices
-from bloomery.runs.follow import follow
+from bloomery.runs.follow import follow_rank_0
 from bloomery.runs.lifecycle import start
 from bloomery.runs.new_run import new_run
 from bloomery.runs.resume_plan import refuse_other_recipe
@@ -459,7 +459,7 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
     folder.path.mkdir()
     first, second = Board(folder, launched(0)), Board(folder, launched(1))
     heard = []
-    with locked(folder), closing(second), closing(first):
+    with hold_run_lock(folder), closing(second), closing(first):
         Board(folder, launched(0)).conclude(1)  # of an earlier start with the same variables
         first.open()
         waiting = threading.Thread(target=lambda: heard.append(second.wait(lambda: False)))
@@ -506,7 +506,7 @@ def locked_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.recipe.touch()
-    with locked(folder):
+    with hold_run_lock(folder):
         yield folder
 
 
@@ -584,7 +584,7 @@ def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
     monkeypatch.setattr("bloomery.launch.launchers.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("bloomery.launch.launchers.FIRST_MESSAGE_SECONDS", 1.0)
     with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
-        follow(by_hand(1), tmp_path / "run", "cpu")
+        follow_rank_0(by_hand(1), tmp_path / "run", "cpu")
     assert "waiting    for rank 0" in capsys.readouterr().err
 
 
@@ -593,7 +593,7 @@ def test_a_later_rank_points_to_the_error_of_rank_0(locked_run, monkeypatch, cap
     monkeypatch.setattr("bloomery.launch.launchers.GONE_SECONDS", 0.5)
     with monkeypatch.context() as patched:
         patched.setattr("bloomery.launch.launchers.worked_on", lambda _: False)
-        assert follow(by_hand(1), locked_run.path, "cpu").code == 1
+        assert follow_rank_0(by_hand(1), locked_run.path, "cpu").code == 1
     told = capsys.readouterr().err
     assert "ended      by rank 0, which failed" in told and str(locked_run.log) in told
 
@@ -769,11 +769,11 @@ def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, mon
 def test_a_rank_that_cannot_start_tells_rank_0(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    with locked(folder), closing(Board(folder, launched(0))) as first:
+    with hold_run_lock(folder), closing(Board(folder, launched(0))) as first:
         first.open()
         first.begin(resumed=False)
         with pytest.raises(UserError) as told:  # the plan cannot be read there
-            follow(launched(1), folder.path, "cpu")
+            follow_rank_0(launched(1), folder.path, "cpu")
         wait_for(lambda: first.end_of(1) is not None)
         ended = first.end_of(1)
     assert ended is not None and ended["code"] == 1

@@ -17,7 +17,7 @@ from bloomery.recipe.schema import Parallel
 from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.resume_inputs import find_devices_now
 from bloomery.runs.resume_plan import (
-    differences,
+    plan_differences,
     refuse_overrides,
     rising_rate,
     with_machine_choices,
@@ -94,13 +94,13 @@ def test_the_same_machine_has_no_differences() -> None:
     full = CPU.model_copy(
         update={"host": CPU.host.model_copy(update={"memory_free_bytes": 5, "disk_free_bytes": 5})}
     )
-    assert differences(CPU, full) == []
+    assert plan_differences(CPU, full) == []
 
 
 def test_differences_are_told_in_words() -> None:
     newer = CPU.model_copy(update={"software": CPU.software.model_copy(update={"torch": "2.14.0"})})
-    assert differences(CPU, newer) == ["PyTorch changed: 2.13.0 -> 2.14.0"]
-    assert differences(CPU, GPU)[0] == "devices changed: no GPU -> AMD Instinct MI300X (gfx942)"
+    assert plan_differences(CPU, newer) == ["PyTorch changed: 2.13.0 -> 2.14.0"]
+    assert plan_differences(CPU, GPU)[0] == "devices changed: no GPU -> AMD Instinct MI300X (gfx942)"
 
 
 def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(plan) -> None:

@@ -11,7 +11,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.telemetry import SensorDevice, SensorReader, SensorReading
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Phase, RunEnded, StepDone, Warned
 from bloomery.runs import telemetry
-from bloomery.runs.telemetry import Guard, Stretch, Watcher
+from bloomery.runs.telemetry import Stretch, TemperatureGuard, Watcher
 
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():
@@ -60,7 +60,7 @@ def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_take
     )
     told, pause = [], tmp_path / "pause"
     pause.touch()  # as a killed run leaves it
-    watcher = Watcher(Script(hot, hot, hot, hot, cool), Guard("auto"), told.append, pause)
+    watcher = Watcher(Script(hot, hot, hot, hot, cool), TemperatureGuard("auto"), told.append, pause)
     watcher.begin()
     until(lambda: any("paused" in event.reason for event in told if isinstance(event, Warned)))
     until(
@@ -76,7 +76,7 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
     pause = tmp_path / "pause"
     watcher = Watcher(
         Script([SensorReading(device=0, temperature=120.0, critical=110.0)]),
-        Guard("auto"),
+        TemperatureGuard("auto"),
         lambda event: None,
         pause,
     )
@@ -104,7 +104,7 @@ def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch
 
     watcher = Watcher(
         Script([SensorReading(device=0, temperature=120.0, critical=110.0)]),
-        Guard("auto"),
+        TemperatureGuard("auto"),
         emit,
         pause,
     )
@@ -119,7 +119,7 @@ def test_a_sensor_that_never_answers_does_not_hold_up_the_end_of_a_run(tmp_path)
     os.mkfifo(folder / "gpu_busy_percent")
     gpu = SensorDevice(index=0, vendor="amd", node="/dev/dri/renderD128")
     reader = SensorReader([gpu], on_problem=lambda text: None, root=tmp_path)
-    watcher = Watcher(reader, Guard("auto"), lambda event: None, tmp_path / "pause")
+    watcher = Watcher(reader, TemperatureGuard("auto"), lambda event: None, tmp_path / "pause")
     watcher.begin()
     time.sleep(0.5)
     begun = time.monotonic()

@@ -8,12 +8,12 @@ import pytest
 from bloomery.hardware.telemetry import CPU_DEVICE, SensorReading
 from bloomery.launch.pausing import StepPauses
 from bloomery.monitor.events import Phase
-from bloomery.runs.telemetry import BLIND_SECONDS, Guard
+from bloomery.runs.telemetry import BLIND_SECONDS, TemperatureGuard
 from bloomery.train.requests import Request
 
 
 def looks(
-    guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0
+    guard: TemperatureGuard, *degrees: float | None, critical: float | None = 110.0, device: int = 0
 ) -> list[str]:
     """What is said at each look, five seconds apart."""
     said = []
@@ -28,7 +28,7 @@ def looks(
 
 
 def test_it_pauses_above_the_limit_and_goes_on_ten_degrees_below():
-    said = looks(Guard("auto"), 90, 106, 107, 104, 96, 95.5, 94, 106, 106)
+    said = looks(TemperatureGuard("auto"), 90, 106, 107, 104, 96, 95.5, 94, 106, 106)
     paused = "limit 105 °C: paused; training resumes below 95 °C"
     assert {at: text for at, text in enumerate(said) if text} == {
         2: f"pause: GPU 0 at 107 °C, {paused}",
@@ -38,8 +38,8 @@ def test_it_pauses_above_the_limit_and_goes_on_ten_degrees_below():
 
 
 def test_one_hot_look_is_a_spike_unless_the_hardware_saves_itself():
-    assert looks(Guard("auto"), 109, 90, 109, 90) == [""] * 4
-    assert looks(Guard("auto"), 110)[0].startswith("pause: GPU 0 at 110 °C")
+    assert looks(TemperatureGuard("auto"), 109, 90, 109, 90) == [""] * 4
+    assert looks(TemperatureGuard("auto"), 110)[0].startswith("pause: GPU 0 at 110 °C")
 
 
 @pytest.mark.parametrize(
@@ -47,28 +47,28 @@ def test_one_hot_look_is_a_spike_unless_the_hardware_saves_itself():
     [(80.0, None, True), ("auto", None, False), (None, 100.0, False), (80.0, 200.0, True)],
 )
 def test_where_the_limit_comes_from(limit, critical, pauses):
-    assert any(looks(Guard(limit), 99, 99, critical=critical)) == pauses
+    assert any(looks(TemperatureGuard(limit), 99, 99, critical=critical)) == pauses
 
 
 def test_the_processor_is_guarded_only_where_it_trains_and_degrees_were_given():
     for guard, pauses in [
-        (Guard(80.0), False),
-        (Guard("auto", on_cpu=True), False),
-        (Guard(80.0, on_cpu=True), True),
+        (TemperatureGuard(80.0), False),
+        (TemperatureGuard("auto", on_cpu=True), False),
+        (TemperatureGuard(80.0, on_cpu=True), True),
     ]:
         assert any(looks(guard, 95, 95, device=CPU_DEVICE, critical=None)) == pauses
 
 
 def test_a_sensor_that_goes_silent_does_not_hold_a_run_for_ever():
     blind = [None] * (int(BLIND_SECONDS / 5) + 1)
-    said = looks(Guard("auto"), 106, 106, *blind)
+    said = looks(TemperatureGuard("auto"), 106, 106, *blind)
     assert [text for text in said if text.startswith("go on")] == [
         "go on: training resumed after 65 s: GPU 0 without a reading for 60 s"
     ]
 
 
 def test_the_hottest_of_several_decides():
-    guard = Guard(80.0)
+    guard = TemperatureGuard(80.0)
     hot = [SensorReading(device=0, temperature=60.0), SensorReading(device=1, temperature=90.0)]
     assert guard.check(hot, 0) is None and guard.check(hot, 5).paused
     warm = [SensorReading(device=0, temperature=75.0), SensorReading(device=1, temperature=60.0)]
@@ -78,7 +78,7 @@ def test_the_hottest_of_several_decides():
 
 
 def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
-    guard = Guard(80.0)
+    guard = TemperatureGuard(80.0)
     both = [SensorReading(device=0, temperature=50.0), SensorReading(device=1, temperature=90.0)]
     assert guard.check(both, 0) is None and guard.check(both, 5).paused
     cool, hot = SensorReading(device=0, temperature=50.0), SensorReading(device=0, temperature=75.0)

@@ -7,7 +7,7 @@ import pytest
 from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
 
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import locked
+from bloomery.core.run_lock import hold_run_lock
 from bloomery.monitor.events import Resumed, RunEnded, TaskDone
 from bloomery.studio import compare_page
 from bloomery.studio.compare_page import address_of_comparison
@@ -206,7 +206,7 @@ def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> No
         await until(lambda: commands.started)
         assert commands.started == [("runs", "rm", "runs/one", "--yes")]
 
-    with locked(RunFolder(live)):
+    with hold_run_lock(RunFolder(live)):
         with_user(visit, commands)
 
 

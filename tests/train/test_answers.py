@@ -8,7 +8,7 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.load import load_recipe
-from bloomery.train.evaluation.answers import answer, shown, validation_prompts
+from bloomery.train.evaluation.answers import readable_text, sample_answer, validation_prompts
 from models_for_tests import make_model
 
 TEMPLATE = (
@@ -55,7 +55,7 @@ def test_an_answer_is_short_and_the_same_each_time(conversations):
     model, prepared, tokenizer = conversations
     (item,) = validation_prompts(prepared, 1)
     first, second = (
-        answer(load_decoder(model), tokenizer, item, max_new_tokens=24) for _ in range(2)
+        sample_answer(load_decoder(model), tokenizer, item, max_new_tokens=24) for _ in range(2)
     )
     assert first == second and len(first.ids) <= 24
     assert first.ended or len(first.ids) == 24
@@ -67,7 +67,7 @@ def test_ids_of_a_padded_vocabulary_stand_for_no_text(conversations):
     _, _, tokenizer = conversations
     ids = tokenizer.encode("def f")
     assert (
-        shown(tokenizer, [*ids, tokenizer.vocab_size, tokenizer.vocab_size + 500])
-        == shown(tokenizer, ids)
+        readable_text(tokenizer, [*ids, tokenizer.vocab_size, tokenizer.vocab_size + 500])
+        == readable_text(tokenizer, ids)
         == "def f"
     )

@@ -12,7 +12,7 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.model.heads import LabelScores
-from bloomery.train.objectives.losses import added, extreme, means
+from bloomery.train.objectives.losses import extreme, joined_metrics, means
 from bloomery.train.rl.policy_loss import (
     PolicyLoss,
     SamplingCorrection,
@@ -240,13 +240,13 @@ def test_extremes_of_two_micro_batches_are_no_sums():
     first = torch.tensor([[1.0, -3.0]])
     second = torch.tensor([[0.5, 2.0]])
     present = torch.tensor([[True, False]])
-    sums = added(
+    sums = joined_metrics(
         {"a/max": extreme(first, present), "a/min": extreme(first, present, smallest=True)},
         {"a/max": extreme(second, ~present), "a/min": extreme(second, ~present, smallest=True)},
     )
     assert means(sums) == {"a/max": 2.0, "a/min": 1.0}
     nothing = extreme(first, torch.zeros_like(present))
-    assert means(added({"a/max": nothing}, {"a/max": extreme(first, present)})) == {"a/max": 1.0}
+    assert means(joined_metrics({"a/max": nothing}, {"a/max": extreme(first, present)})) == {"a/max": 1.0}
 
 
 def test_parts_of_a_batch_add_up():

@@ -13,7 +13,7 @@ from bloomery.infer.forward import eval_mode
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.objectives.build import label_scores
+from bloomery.train.objectives.build import batch_label_scores
 from bloomery.train.objectives.reference_model import build_reference_model, stream_blocks
 from bloomery.train.state import build_state
 from models_for_tests import make_model
@@ -47,7 +47,7 @@ def batch_of(config) -> Batch:
 
 def scores(model, plan, batch) -> torch.Tensor:
     with eval_mode(model):
-        return label_scores(
+        return batch_label_scores(
             model, batch, score_chunk=plan.model.score_chunk, precision=plan.train.precision
         )
 

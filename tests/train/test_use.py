@@ -36,7 +36,7 @@ from bloomery.model.io.weights import (
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.train.evaluation.evaluation import evaluate
+from bloomery.train.evaluation.evaluation import validation_result
 from bloomery.train.objectives.build import build_objective
 
 
@@ -78,7 +78,7 @@ def loss_of(decoder, plan):
         plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation"
     )
     sizes = load_tokenizer(plan.data.prepared).token_bytes()
-    result = evaluate(
+    result = validation_result(
         decoder,
         loader,
         build_objective(plan),

@@ -132,7 +132,7 @@ def _compare(story: Story, base: Path, run: Path, start_time: float) -> dict[str
     """Prints the losses and a response of base and adapter, the page and next commands; returns the document."""
     with story.busy("loading the model"):
         from bloomery.report import Bars, write_report
-        from bloomery.train.evaluation.answers import shown, validation_prompts
+        from bloomery.train.evaluation.answers import readable_text, validation_prompts
 
     # Both models answer the shortest of some prompts, so that the page stays short.
     prepared = read_plan(run / "plan.json").data.prepared
@@ -150,10 +150,10 @@ def _compare(story: Story, base: Path, run: Path, start_time: float) -> dict[str
     unit = f"nats per response token on {num_prompts} prompts of the validation set"
     story.write("result", f"loss: {' · '.join(losses)} ({unit}; lower is better)")
     story.write()
-    story.write("prompt", *shown(tokenizer, prompt.prompt).splitlines())
+    story.write("prompt", *readable_text(tokenizer, prompt.prompt).splitlines())
     for result in results:
         story.write(result.name, *_shortened(result.response))
-    story.write("reference", *_shortened(shown(tokenizer, prompt.reference)))
+    story.write("reference", *_shortened(readable_text(tokenizer, prompt.reference)))
     story.write()
 
     # The report of the LoRA run gets the comparison as bars.
@@ -182,13 +182,13 @@ def _evaluate(
     name: str, model: Path, prepared: Path, prompt: "PromptAndResponse", tokenizer: Tokenizer
 ) -> ChatResult:
     from bloomery.evals.evaluate import evaluate, load_to_evaluate
-    from bloomery.train.evaluation.answers import answer, shown
+    from bloomery.train.evaluation.answers import readable_text, sample_answer
 
     decoder, _ = load_to_evaluate(model)
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
-    completion = answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS)
+    completion = sample_answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS)
     ellipsis = "" if completion.ended else " …"
-    return ChatResult(name, loss, shown(tokenizer, completion.ids) + ellipsis)
+    return ChatResult(name, loss, readable_text(tokenizer, completion.ids) + ellipsis)
 
 
 def _shortened(text: str) -> list[str]:

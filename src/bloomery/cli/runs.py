@@ -28,7 +28,7 @@ from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
-from bloomery.core.run_folder import RunFolder, all_runs, existing, find_run, run_name
+from bloomery.core.run_folder import RunFolder, all_runs, existing, find_run, resume_argument
 from bloomery.core.run_lock import alive, beats, holder_of, host_name, start_mark, worked_on
 from bloomery.core.signals import SAVE_SIGNAL
 from bloomery.core.units import format_bytes
@@ -338,7 +338,7 @@ def describe(folder: Path) -> RunLine:
 
     command = None
     if state not in ("running", "done") and not (state == "failed" and repeats_mistake(summary)):
-        command = f"bloomery resume {run_name(folder.absolute())}"
+        command = f"bloomery resume {resume_argument(folder.absolute())}"
     return RunLine(
         name=folder.name,
         state=state,

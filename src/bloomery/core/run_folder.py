@@ -73,7 +73,7 @@ class RunFolder:
     @property
     def name(self) -> str:
         """The argument for `bloomery resume`."""
-        return run_name(self.path)
+        return resume_argument(self.path)
 
 
 def exclude_hosts(folder: RunFolder, hosts: Sequence[str]) -> None:
@@ -148,6 +148,6 @@ def find_run(name: str) -> Path:
     )
 
 
-def run_name(folder: Path) -> str:
+def resume_argument(folder: Path) -> str:
     """The argument of `bloomery resume`: the name under runs/, else the path, quoted."""
     return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))

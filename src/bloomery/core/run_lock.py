@@ -80,7 +80,7 @@ def explained_write_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
+def hold_run_lock(folder: RunFolder) -> Iterator[tuple[int, ...]]:
     """Locks the folder for one training process; yields the lock's descriptors, which ranks inherit.
 
     The kernel releases its lock when the holders exit; it covers the folder too, since the file may be deleted. The
@@ -166,7 +166,10 @@ def worked_on(folder: Path) -> bool:
     lock = folder / "lock"
     try:
         descriptor = open_regular(lock)
-    except (OSError, UserError):  # a pipe, a folder or a link is no lock: `locked` reports it
+    except (
+        OSError,
+        UserError,
+    ):  # a pipe, a folder or a link is no lock: `hold_run_lock` reports it
         return False
     try:
         if not try_lock(descriptor, shared=True):

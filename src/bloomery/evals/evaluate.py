@@ -36,7 +36,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
 from bloomery.train.batch_source import open_loader
-from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
+from bloomery.train.evaluation.evaluation import validation_result as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.objectives.build import pretraining
 

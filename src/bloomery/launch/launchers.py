@@ -61,7 +61,7 @@ SECOND_START_SECONDS = 3.0  # until the process that has locked the run folder s
 
 @final
 @dataclass(frozen=True)
-class Launch:
+class RankLaunch:
     """The place of this process among those that `launcher` started.
 
     `job`: the same for all ranks and for every restart of them; "" where the launcher names none. `start`: the same
@@ -95,7 +95,7 @@ class Launch:
         return f"{self.launcher}: rank {self.rank} of {self.world}, {self.local_world} on this host"
 
 
-def current_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+def current_launch(environment: Mapping[str, str] | None = None) -> RankLaunch | None:
     """The launcher of this process, from the variables of `environment` (default: its own); None without several ranks.
 
     A launcher may start one process of another on each host: then the variables of more ranks count. The batch script
@@ -149,7 +149,7 @@ def current_launch(environment: Mapping[str, str] | None = None) -> Launch | Non
     by_hand = launcher == "RANK and WORLD_SIZE" and all(store)
     # The agent of torchrun listens at its port itself.
     port = None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _port(environment)
-    return Launch(
+    return RankLaunch(
         launcher,
         rank,
         world,
@@ -277,7 +277,7 @@ class Ended(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Message:
+class StartMessage:
     """The message of rank 0 to the others: train now (again: `attempt`), or the exit code.
 
     `saving`: the ranks have agreed to save and to stop.
@@ -300,11 +300,11 @@ class Board:
     Where no connection comes about, the files of that folder are read instead, every few seconds.
     """
 
-    def __init__(self, folder: RunFolder, launch: Launch) -> None:
+    def __init__(self, folder: RunFolder, launch: RankLaunch) -> None:
         self._folder = folder
         self.launch = launch
         self.path = folder.path / "ranks"
-        self.message: Message | None = None
+        self.message: StartMessage | None = None
         self.met_rank_0 = False  # as another rank: whether rank 0 has been seen at work
         own = Member(launch.rank, launch.world, os.getpid(), node_name(), launch.meeting)
         self._server = MessageServer(own, launch.variables)
@@ -382,7 +382,7 @@ class Board:
         launch = self.launch
         address = self._address
         port = launch.port if launch.port is not None and not attempt else free_port()
-        self.message = Message(launch.start, launch.job, attempt, resumed, address, port)
+        self.message = StartMessage(launch.start, launch.job, attempt, resumed, address, port)
         self._write()
         self._publish()
 
@@ -396,7 +396,7 @@ class Board:
 
     def conclude(self, code: int) -> None:
         """As rank 0, writes the last message: the exit code with which every rank ends."""
-        last_message = self.message or Message(
+        last_message = self.message or StartMessage(
             self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
         )
         if last_message.code is None:
@@ -428,14 +428,14 @@ class Board:
             works=worked_on(self._folder.path),
         )
 
-    def _message_of(self, state: State) -> Message | None:
+    def _message_of(self, state: State) -> StartMessage | None:
         """None without one of this start."""
-        message = None if state.message is None else Message(**state.message)
+        message = None if state.message is None else StartMessage(**state.message)
         return message if message is not None and message.start == self.launch.start else None
 
     def wait(
         self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None
-    ) -> Message | None:
+    ) -> StartMessage | None:
         """As another rank: the message that begins the next attempt, or ends the run; it is then `message`.
 
         `say` gets a sentence where rank 0 does not come. None when it has ended without a message, or `stopped()`
@@ -546,14 +546,14 @@ class Board:
         return ends
 
 
-def message_in(folder: RunFolder) -> Message | None:
+def message_in(folder: RunFolder) -> StartMessage | None:
     """The last message of any launch in the run folder."""
     with suppress(OSError, ValueError, TypeError, RecursionError, UserError):
-        return Message(**json.loads(read_whole(folder.path / "ranks" / MESSAGE_FILE)))
+        return StartMessage(**json.loads(read_whole(folder.path / "ranks" / MESSAGE_FILE)))
     return None
 
 
-def began_by_job(folder: RunFolder, launch: Launch) -> bool:
+def began_by_job(folder: RunFolder, launch: RankLaunch) -> bool:
     """Whether an earlier start of the same job began the run of this folder."""
     message = message_in(folder)
     return (
@@ -565,7 +565,7 @@ def began_by_job(folder: RunFolder, launch: Launch) -> bool:
 
 
 def rank_variables(
-    launch: Launch, message: Message, environment: Mapping[str, str]
+    launch: RankLaunch, message: StartMessage, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables of this process's rank."""
     loopback = launch.alone and "GLOO_SOCKET_IFNAME" not in environment

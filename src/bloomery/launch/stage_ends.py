@@ -210,14 +210,14 @@ def ranks_of_host(host: str, hosts: Sequence[str]) -> list[int]:
 
 @final
 @dataclass(frozen=True)
-class Place:
+class StackPlace:
     """Where the training thread of a rank was. `waits`: for other ranks, inside a collective."""
 
     line: str
     waits: bool
 
 
-def training_place(stack: str) -> Place:
+def training_place(stack: str) -> StackPlace:
     """From a text of faulthandler, which lists every thread, innermost frame first."""
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
     main = next(
@@ -226,11 +226,11 @@ def training_place(stack: str) -> Place:
     )
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', main)
     if not frames:
-        return Place("an unknown place", False)
+        return StackPlace("an unknown place", False)
     waits = any("torch/distributed/" in file for file, _, _ in frames)
     bloomery_frame = next((frame for frame in frames if "/bloomery/" in frame[0]), frames[0])
     file, line, function = bloomery_frame if waits else frames[0]
-    return Place(f"{function} ({Path(file).name}:{line})", waits)
+    return StackPlace(f"{function} ({Path(file).name}:{line})", waits)
 
 
 def _rank_name(rank: int, folder: RunFolder) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, read_input, state_folder
-from bloomery.core.run_folder import run_name
+from bloomery.core.run_folder import resume_argument
 from bloomery.plan.store import read_identity
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.rewards import PythonReward
@@ -67,7 +67,7 @@ def refuse_foreign_rewards(run_dir: Path, recipe: Recipe | RunPlan, *, command: 
             raise UserError(
                 "the rewards of this run are Python code, and nothing here notes that you asked for it",
                 where=str(file),
-                fix=f"read that file, then run: bloomery {command} {run_name(run_dir)} --trust-code",
+                fix=f"read that file, then run: bloomery {command} {resume_argument(run_dir)} --trust-code",
             )
 
 

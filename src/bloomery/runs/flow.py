@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import final
 
 from bloomery.core.errors import UserError
-from bloomery.core.run_folder import RunFolder, exclude_hosts, run_name
+from bloomery.core.run_folder import RunFolder, exclude_hosts, resume_argument
 from bloomery.core.signals import STOP_SIGNALS, StopRequests
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine, read_machine
@@ -60,7 +60,7 @@ class EndedRun:
     @property
     def name(self) -> str:
         """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
-        return run_name(self.folder)
+        return resume_argument(self.folder)
 
 
 class StopRequested(Exception):
@@ -230,14 +230,14 @@ def write_plan_and_machine(
     write_sealed(folder.path, {**other_files, **files})
 
 
-def prepare(flow: Flow, data: Path) -> None:
+def prepare_stage(flow: Flow, data: Path) -> None:
     ending = flow.stage("prepare", ("--data", str(data)), dict(os.environ), None)
     flow.check()
     if ending.code != DONE:
         raise failure(ending, flow.folder, step=0)
 
 
-def train(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
+def train_stage(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
     """Trains until the run ends. After a crash, restarts with a fallback: always where it only costs time, with
     `recover` also where it changes the training.
     """

@@ -15,7 +15,7 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.launch.exit_codes import FAILED, STOPPED
-from bloomery.launch.launchers import Board, Launch
+from bloomery.launch.launchers import Board, RankLaunch
 from bloomery.launch.stage_ends import StageResult
 from bloomery.launch.supervisor import run_stage
 from bloomery.monitor.sinks import LogFile
@@ -26,13 +26,13 @@ from bloomery.runs.event_hub import EventHub
 from bloomery.runs.flow import EndedRun
 
 
-def rank_machine(launch: Launch, devices: str | None) -> Machine:
+def rank_machine(launch: RankLaunch, devices: str | None) -> Machine:
     """This machine with the devices of its ranks. Raises UserError."""
     machine, count = chosen_devices(detect(), devices)
     return devices_of_ranks(machine, count, launch.local_world, launch.launcher)
 
 
-def open_board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board | None:
+def open_board(folder: RunFolder, launch: RankLaunch | None, hub: EventHub) -> Board | None:
     """The board on which this process, rank 0 of a launcher, writes to the later ranks; None without a launcher."""
     if launch is None:
         return None
@@ -44,7 +44,7 @@ def open_board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board
 
 
 @contextmanager
-def second_rank_0_explained(launch: Launch | None, path: Path) -> Iterator[None]:
+def second_rank_0_explained(launch: RankLaunch | None, path: Path) -> Iterator[None]:
     """Around locking the run folder: replaces its error by the cause, where this is a second rank 0 of one launch.
 
     Where two processes of a launch have RANK=0, the first one locks the folder and the second one fails: its error
@@ -59,7 +59,7 @@ def second_rank_0_explained(launch: Launch | None, path: Path) -> Iterator[None]
         raise
 
 
-def follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
+def follow_rank_0(launch: RankLaunch, path: Path, devices: str | None) -> EndedRun:
     """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError.
 
     The processes of a launch talk through the board. Rank 0 gives its messages there, and each later rank waits for
@@ -73,7 +73,7 @@ def follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
 
 
 def _follow(board: Board, folder: RunFolder, devices: str | None) -> EndedRun:
-    """`follow` on an open board."""
+    """`follow_rank_0` on an open board."""
     launch = board.launch
     with stop_requests() as requests:
         while True:

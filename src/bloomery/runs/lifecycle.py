@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bloomery.core.run_folder import RunFolder, existing
-from bloomery.core.run_lock import locked
+from bloomery.core.run_lock import hold_run_lock
 from bloomery.core.signals import stop_requests
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB, format_bytes
@@ -48,12 +48,12 @@ from bloomery.runs.flow import (
     Flow,
     Watch,
     fall_back,
-    prepare,
+    prepare_stage,
     run_to_end,
-    train,
+    train_stage,
     write_plan_and_machine,
 )
-from bloomery.runs.follow import follow, open_board, rank_machine, second_rank_0_explained
+from bloomery.runs.follow import follow_rank_0, open_board, rank_machine, second_rank_0_explained
 from bloomery.runs.new_run import new_run, refuse_little_disk
 from bloomery.runs.resume_inputs import (
     find_devices_now,
@@ -63,12 +63,12 @@ from bloomery.runs.resume_inputs import (
     replan,
 )
 from bloomery.runs.resume_plan import (
-    differences,
+    plan_differences,
     refuse_other_recipe,
     refuse_overrides,
     take_fallback,
 )
-from bloomery.train.rl.reward_functions import refuse_missing_functions
+from bloomery.train.rl.reward_functions import refuse_unsent_functions
 from bloomery.view.recorded_run import is_done, read_history
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
@@ -104,7 +104,7 @@ def start(
 
     # A later rank trains only when rank 0 lets it.
     if launch is not None and launch.rank > 0:
-        return follow(launch, path, devices)
+        return follow_rank_0(launch, path, devices)
 
     # A job that began this run and was started again resumes it.
     if launch is not None:
@@ -125,7 +125,7 @@ def start(
     # come with it, although only training reads them: a model that cannot be downloaded or has damaged files is refused
     # now, and not after hours of preparing data.
     refuse_recipe(loaded_recipe.recipe)
-    refuse_missing_functions(loaded_recipe.recipe.rewards)
+    refuse_unsent_functions(loaded_recipe.recipe.rewards)
     refuse_missing_files(loaded_recipe.recipe.rewards)
     fetch(loaded_recipe.recipe, weights=True)
     machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
@@ -196,12 +196,12 @@ def resume(
     refuse_overrides(overrides)
     launch = current_launch()
     if launch is not None and launch.rank > 0:
-        return follow(launch, path, devices)
+        return follow_rank_0(launch, path, devices)
     folder = existing(path)
     with ExitStack() as stack:
         requests = stack.enter_context(stop_requests())
         with second_rank_0_explained(launch, path):
-            lock = stack.enter_context(locked(folder))
+            lock = stack.enter_context(hold_run_lock(folder))
         # The recipe must be the one that the run wrote. The first call raises where the run's digests of its files are
         # missing, the second where the digest of recipe.yaml is another: it was changed by hand.
         require_identity(folder.path)
@@ -212,7 +212,7 @@ def resume(
         asked_recipe = loaded_recipe.recipe if trust_code or names_hooks else own_recipe
         if not trust_code and own_recipe is None:
             refuse_foreign_rewards(folder.path, loaded_recipe.recipe, command="resume")
-        refuse_missing_functions(loaded_recipe.recipe.rewards)
+        refuse_unsent_functions(loaded_recipe.recipe.rewards)
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
         # that it is done; it is finished where the last checkpoint is on disk, too.
@@ -282,7 +282,7 @@ def _prepare_plan_train(
     """
     data = prepared_folder(loaded_recipe, _workspace(flow.folder.path))
     if finished_manifest(loaded_recipe, data) is None:
-        prepare(flow, data)
+        prepare_stage(flow, data)
     flow.check()
 
     # The plan that the run trains by. The machine is read again: `measure` may have measured it since the first plan.
@@ -318,7 +318,7 @@ def _prepare_plan_train(
     if step is not None:
         go_back(flow, step)
     write_plan_and_machine(flow.folder, plan, machine)
-    return train(flow, plan, machine, resumed=resumed)
+    return train_stage(flow, plan, machine, resumed=resumed)
 
 
 def training_devices(loaded_recipe: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
@@ -385,7 +385,7 @@ def _continue_training(
     prepared = stored_plan.data.prepared
     if not (prepared / MANIFEST).is_file():
         flow.hub.emit(Warned(reason=f"prepared dataset missing: {prepared}; preparing it again"))
-        prepare(flow, prepared)
+        prepare_stage(flow, prepared)
     refuse_other_dataset(folder, loaded_recipe, stored_plan)
     if (changed_file := changed_source(loaded_recipe.recipe, prepared)) is not None:
         reason = f"the dataset changed after it was prepared: {changed_file}"
@@ -398,7 +398,7 @@ def _continue_training(
     devices_now = find_devices_now(
         flow, loaded_recipe, stored_plan, old_machine, overrides, devices
     )
-    changes = differences(old_machine, devices_now.machine)
+    changes = plan_differences(old_machine, devices_now.machine)
     if devices_now.count != stored_plan.train.ranks:
         changes.append(f"devices changed: {stored_plan.train.ranks} -> {devices_now.count}")
     sets_parallel = any(override.startswith("parallel.") for override in devices_now.overrides)
@@ -420,4 +420,4 @@ def _continue_training(
             devices_now.machine,
             {folder.recipe.name: dump_recipe(devices_now.loaded_recipe)},
         )
-    return train(flow, plan, devices_now.machine, resumed=True)
+    return train_stage(flow, plan, devices_now.machine, resumed=True)

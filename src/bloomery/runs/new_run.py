@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import explained_write_errors, locked
+from bloomery.core.run_lock import explained_write_errors, hold_run_lock
 from bloomery.core.text import expanded
 from bloomery.core.units import format_bytes
 from bloomery.plan.store import RUN_FILE, begin
@@ -51,7 +51,7 @@ def new_run(loaded_recipe: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder
     with explained_write_errors(folder.path):
         _refuse_occupied(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as lock:
+    with hold_run_lock(folder) as lock:
         with explained_write_errors(folder.path):
             _refuse_occupied(folder)  # again: another process may have created a run meanwhile
             for name in _BEFORE_A_PLAN:

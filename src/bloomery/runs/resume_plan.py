@@ -150,7 +150,7 @@ def refuse_other_recipe(folder: RunFolder, new_recipe: LoadedRecipe, *, job: str
         )
 
 
-def differences(old_machine: Machine, new_machine: Machine) -> list[str]:
+def plan_differences(old_machine: Machine, new_machine: Machine) -> list[str]:
     """Changes of the machine that can change a result, one short text each."""
     pairs = (
         ("devices", _devices(old_machine), _devices(new_machine)),

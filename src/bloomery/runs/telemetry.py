@@ -29,7 +29,7 @@ Limit = float | Literal["auto"] | None
 
 @final
 @dataclass(frozen=True)
-class Change:
+class PauseChange:
     """Pause or resume training."""
 
     paused: bool
@@ -38,7 +38,7 @@ class Change:
 
 @final
 @dataclass
-class Guard:
+class TemperatureGuard:
     """Decides from a series of readings. `limit`: degrees, or auto: each GPU's critical temperature less a margin."""
 
     limit: Limit
@@ -48,7 +48,7 @@ class Guard:
     _held_by: SensorReading | None = None  # the device that caused the pause
     _last_reading: float = 0.0  # the time of its last temperature
 
-    def check(self, readings: Sequence[SensorReading], time_now: float) -> Change | None:
+    def check(self, readings: Sequence[SensorReading], time_now: float) -> PauseChange | None:
         """The change that these readings cause, such as a pause; None without one. `time_now`: seconds of any clock."""
         known_readings = [
             (r, r.temperature, limit)
@@ -70,7 +70,7 @@ class Guard:
                 self._held_by = reading
                 self._last_reading = time_now
                 resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
-                return Change(
+                return PauseChange(
                     True,
                     f"{_name(reading)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}",
                 )
@@ -81,7 +81,7 @@ class Guard:
         device: SensorReading,
         known_readings: Sequence[tuple[SensorReading, float, float]],
         time_now: float,
-    ) -> Change | None:
+    ) -> PauseChange | None:
         assert self.since is not None
         temperatures = [
             heat for reading, heat, _ in known_readings if reading.device == device.device
@@ -100,7 +100,7 @@ class Guard:
         reason = f"training resumed after {time_now - self.since:.0f} s: {_name(device)} {state}"
         self.since = self._held_by = None
         self._over_limit.clear()
-        return Change(False, reason)
+        return PauseChange(False, reason)
 
     def _limit(self, reading: SensorReading) -> float | None:
         if self.limit is None or (reading.device == CPU_DEVICE and not self.on_cpu):
@@ -174,7 +174,11 @@ class Watcher:
     """`on_event` gets the run's events, `begin` starts the thread, `end` stops it; none of them waits for a sensor."""
 
     def __init__(
-        self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path
+        self,
+        reader: SensorReader,
+        guard: TemperatureGuard,
+        emit: Callable[[Event], None],
+        pause: Path,
     ) -> None:
         self._reader = reader
         self._guard = guard
@@ -258,7 +262,7 @@ def sensing(
             cpu_name=machine.host.cpu_name,
             root=root,
         )
-        guard = Guard(plan.logging.max_gpu_temperature, on_cpu=on_cpu)
+        guard = TemperatureGuard(plan.logging.max_gpu_temperature, on_cpu=on_cpu)
         watcher = Watcher(reader, guard, emit, folder.path / PAUSE)
         watcher.begin()
         try:

@@ -10,7 +10,7 @@ from typing import final
 from nicegui import ui
 
 from bloomery.core.errors import UserError
-from bloomery.core.run_folder import run_name
+from bloomery.core.run_folder import resume_argument
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
@@ -56,7 +56,7 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
         figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)
     log = [line for line in end_of(folder / "log.txt").splitlines() if line >= _log_stamp(began_at)]
-    resume = f"bloomery resume {run_name(folder.absolute())}"
+    resume = f"bloomery resume {resume_argument(folder.absolute())}"
     findings: tuple[Finding, ...] = ()
     if ended is None or not ended.fix:
         findings = _findings("\n".join(log), folder)

@@ -107,7 +107,7 @@ class RunContext:
         self.seconds_since_save = 0.0
 
 
-def follow(context: RunContext, checkpoint: Path | None) -> None:
+def follow_checkpoint(context: RunContext, checkpoint: Path | None) -> None:
     """The next checkpoint follows this one, and the best is the best as of it; None: the start of the run."""
     context.saver.follow(checkpoint)
     context.restored_step = None if checkpoint is None else context.step

@@ -95,7 +95,7 @@ def run(
 
     try:
         # Each rewind and each smaller micro-batch begins another round, from the restored position in the data.
-        while (outcome := train(context, stop)) == "rewind" or outcome == "again":
+        while (outcome := take_steps(context, stop)) == "rewind" or outcome == "again":
             if outcome == "rewind":
                 rewind(context)
 
@@ -111,7 +111,9 @@ def run(
     return outcome
 
 
-def train(context: RunContext, stop: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
+def take_steps(
+    context: RunContext, stop: Callable[[], bool]
+) -> Outcome | Literal["rewind", "again"]:
     """Take steps until the run ends, is stopped, must rewind, or continues with another micro-batch size."""
     action: Action = "step"
     try:

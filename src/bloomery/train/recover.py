@@ -28,7 +28,7 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint.checkpointed_model import shared_damage
 from bloomery.train.checkpoint.saver import Parts, newest_valid
-from bloomery.train.context import RunContext, follow
+from bloomery.train.context import RunContext, follow_checkpoint
 from bloomery.train.failures import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
@@ -165,7 +165,7 @@ def replace_kernel(context: RunContext, failure: KernelStopped, moment: str) -> 
     if fallback is None or not fallback.only_time:
         raise failure.error
     update_is_incomplete = context.state.model_and_optimizer.updating
-    replan(context, fallback.plan)
+    adopt_plan(context, fallback.plan)
     context.model.use_attention(fallback.plan.model.attention)
     action = fallback.action
     if update_is_incomplete:
@@ -217,7 +217,7 @@ def shrink(context: RunContext, failure: AllocationFailed) -> Action:
             fix=_fix(plan),
         )
 
-    replan(context, fallback.plan)
+    adopt_plan(context, fallback.plan)
     action = fallback.action
     if update_is_incomplete:
         return_to_checkpoint(context, non_finite_counts=True)
@@ -241,7 +241,7 @@ def _micro_batch_and_others(plan: RunPlan) -> str:
     return micro_batch + other_processes(gpu_processes(), others=used_by_others, total=total)
 
 
-def replan(context: RunContext, plan: RunPlan) -> None:
+def adopt_plan(context: RunContext, plan: RunPlan) -> None:
     """Continue with another plan of the same training, and store it."""
     context.plan = plan
     context.objective = build_objective(
@@ -346,7 +346,7 @@ def return_to_checkpoint(context: RunContext, *, non_finite_counts: bool = False
         lambda problem: context.emit(Warned(step=context.step, reason=problem)),
     )
     restore(context.state, folder, non_finite_counts=non_finite_counts)
-    follow(context, folder)
+    follow_checkpoint(context, folder)
     # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
     context.saved_step = context.step
     context.note_save()

@@ -38,7 +38,7 @@ from bloomery.train.batch_source import (
 )
 from bloomery.train.checkpoint.rank_writers import RankWriters
 from bloomery.train.checkpoint.saver import Saver, copy_tokenizer
-from bloomery.train.context import RunContext, axes, follow
+from bloomery.train.context import RunContext, axes, follow_checkpoint
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import (
     HealthCheck,
@@ -84,7 +84,7 @@ def open_context(
 
     emit(Phase(name="model"))
     state, reference_model = build_models(plan, run_dir, resume_from, mesh)
-    dataset = open_dataset(plan, run_dir, state, emit, resume_from, stop)
+    dataset = open_run_dataset(plan, run_dir, state, emit, resume_from, stop)
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
@@ -122,7 +122,7 @@ def open_context(
         timer=timer,
     )
     announce(context, build_seconds=build_seconds)
-    follow(context, resume_from)
+    follow_checkpoint(context, resume_from)
     if resume_from is not None:
         emit(
             Resumed(
@@ -194,7 +194,7 @@ class OpenedDataset:
     run: str
 
 
-def open_dataset(
+def open_run_dataset(
     plan: RunPlan,
     run_dir: Path,
     state: TrainState,

@@ -23,7 +23,7 @@ from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.objectives.build import Objective
-from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, added
+from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, joined_metrics
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
 
@@ -327,7 +327,7 @@ def run_micro_batches(
             backbone.group = action.chunk
         parts = passes.forward(action.micro_batch, batches[action.micro_batch])
         total += parts.total.detach()
-        metric_sums = added(metric_sums, parts.metrics)
+        metric_sums = joined_metrics(metric_sums, parts.metrics)
         in_flight[key] = parts
     if isinstance(backbone, Backbone) and backbone.link is not None:
         backbone.group = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.core.errors import UserError
-from bloomery.core.run_folder import run_name
+from bloomery.core.run_folder import resume_argument
 from bloomery.core.run_lock import worked_on
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import best_on_disk
@@ -38,7 +38,7 @@ class RunReader:
     ) -> None:
         """`view` is brought up to date by each `read`. `processes` parse a long file."""
         self.folder = folder
-        self.name = run_name(folder.absolute())  # as an argument of commands
+        self.name = resume_argument(folder.absolute())  # as an argument of commands
         self.view = view
         self.tail = Tail(folder / "events.jsonl", decode=decode)
         self._groups = read_groups if processes is None else processes.groups

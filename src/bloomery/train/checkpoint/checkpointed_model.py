@@ -18,7 +18,7 @@ from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
-from bloomery.train.checkpoint.rank_writers import StoredModel
+from bloomery.train.checkpoint.rank_writers import PartLayout
 from bloomery.train.checkpoint.saver import ModelWriter, Parts, read_part, read_state
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
@@ -39,7 +39,7 @@ class CheckpointedModel(Protocol):
     def writer(self) -> ModelWriter:
         """A function that writes the weights as configured now; training continues while it runs."""
 
-    def stored_model(self) -> StoredModel | None:
+    def stored_model(self) -> PartLayout | None:
         """How several ranks write the weights, tensor by tensor; None: one of them writes all, with `writer`."""
 
     def initialize(self) -> None:
@@ -118,9 +118,9 @@ class FullWeights:
         config = self.model.config
         return lambda tensors, folder: write_model(tensors, config, folder)
 
-    def stored_model(self) -> StoredModel | None:
+    def stored_model(self) -> PartLayout | None:
         config = self.model.config
-        return StoredModel(
+        return PartLayout(
             tensor_locations(config), lambda dtype, folder: write_config(config, dtype, folder)
         )
 

@@ -56,7 +56,7 @@ def system_errors() -> Iterator[None]:
 
 @final
 @dataclass(frozen=True)
-class StoredModel:
+class PartLayout:
     """How the part MODEL is stored tensor by tensor: where each weight is, and what writes its config.json."""
 
     locations: Mapping[str, TensorLocation]
@@ -89,7 +89,7 @@ class Staged:
     bytes_of: Callable[[Key], Tensor]
     is_copied: bool
     write_model: ModelWriter | None
-    stored_model: StoredModel | None
+    stored_model: PartLayout | None
 
     @property
     def bytes(self) -> int:
@@ -131,7 +131,7 @@ class RankWriters:
         self,
         parts: Parts,
         write_model: ModelWriter | None,
-        stored_model: StoredModel | None,
+        stored_model: PartLayout | None,
         *,
         copy: bool,
     ) -> Staged | None:
@@ -181,7 +181,7 @@ class RankWriters:
         )
 
     def _owners_of(
-        self, tensors: Mapping[Key, Tensor], stored_model: StoredModel | None
+        self, tensors: Mapping[Key, Tensor], stored_model: PartLayout | None
     ) -> tuple[OwnedTensor, ...]:
         """The owner of each tensor; a collective where something changed since the last save."""
         mesh = self.mesh

@@ -56,10 +56,10 @@ from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.checkpoint.rank_writers import (
     MODEL,
     ModelWriter,
+    PartLayout,
     Parts,
     RankWriters,
     Staged,
-    StoredModel,
     system_errors,
 )
 from bloomery.train.process import out_of_memory
@@ -129,7 +129,7 @@ class Saver:
         async_save: bool,
         *,
         writer: Callable[[], ModelWriter] | None = None,
-        stored_model: StoredModel | None = None,
+        stored_model: PartLayout | None = None,
         ranks: RankWriters | None = None,
         tokenizer: Path | None = None,
         emit: Emit | None = None,

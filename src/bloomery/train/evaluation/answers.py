@@ -33,7 +33,7 @@ class PromptAndResponse:
 
 
 @dataclass(frozen=True)
-class Completion:
+class SampledAnswer:
     """Sampled ids, and whether an end token came before the length limit."""
 
     ids: list[int]
@@ -78,9 +78,9 @@ def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     return PromptAndResponse(ids[:start].tolist(), ids[start:end].tolist())
 
 
-def answer(
+def sample_answer(
     decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, max_new_tokens: int
-) -> Completion:
+) -> SampledAnswer:
     """Sample with DRAWN up to the end token of the reference or of the tokenizer, at most `max_new_tokens`."""
     # A reference that was truncated ends with a token of text, which ends nothing.
     last_token = item.reference[-1]
@@ -89,10 +89,10 @@ def answer(
     limit = min(max_new_tokens, decoder.config.max_positions - len(item.prompt))
     sampling = replace(DRAWN, max_new_tokens=limit, stop_ids=stop_ids)
     ids = list(sample_tokens(decoder, item.prompt, sampling))
-    return Completion(ids, len(ids) < limit)
+    return SampledAnswer(ids, len(ids) < limit)
 
 
-def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+def readable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The ids as text, without special tokens and those of a padded vocabulary."""
     token_bytes = tokenizer.token_bytes()
     text_ids = [token for token in ids if token < len(token_bytes) and token_bytes[token]]
@@ -154,9 +154,9 @@ def samples(
     with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
         for prompt, ids in prompts.texts_and_ids:
             completion = list(sample_tokens(model, ids, sampling, agree=agree))
-            yield prompt, cut(tokenizer.decode(completion), prompts.stops)
+            yield prompt, text_until(tokenizer.decode(completion), prompts.stops)
 
 
-def cut(text: str, stops: Iterable[str]) -> str:
+def text_until(text: str, stops: Iterable[str]) -> str:
     """`text` up to the first of `stops`."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -25,8 +25,8 @@ from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.failures import Stopped
 from bloomery.train.objectives.build import Objective
-from bloomery.train.objectives.losses import added, means
-from bloomery.train.recover import AllocationFailed, attempt_with_kernels, replan
+from bloomery.train.objectives.losses import joined_metrics, means
+from bloomery.train.recover import AllocationFailed, adopt_plan, attempt_with_kernels
 from bloomery.train.rl.rollout_source import HeldOutReward, RolloutSource
 from bloomery.train.step import compute_loss
 from bloomery.view.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
@@ -86,7 +86,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def evaluate(
+def validation_result(
     model: Decoder,
     loader: Loader,
     objective: Objective,
@@ -121,7 +121,7 @@ def evaluate(
             progress(f"{num_done:,} of {counted(num_sequences, 'sequences')}")
             total += float(parts.total)
             count += round(float(parts.count))
-            metric_sums = added(metric_sums, parts.metrics)
+            metric_sums = joined_metrics(metric_sums, parts.metrics)
             if not mesh.last_stage:  # the stages of a pipeline read the same batches
                 continue
             has_loss = batch.loss_mask > 0
@@ -289,7 +289,7 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
     while True:
         plan = context.plan
         work = partial(
-            evaluate,
+            validation_result,
             context.model,
             context.validation,
             context.objective,
@@ -314,6 +314,6 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             reason = f"{problem}, micro-batch 1: no validation loss"
             context.emit(Warned(step=context.step, reason=reason))
             return None
-        replan(context, fallback.plan)
+        adopt_plan(context, fallback.plan)
         action = fallback.action + result.note
         context.emit(Recovered(step=context.step, reason=problem, action=action))

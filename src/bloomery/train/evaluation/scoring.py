@@ -234,7 +234,7 @@ class PairMetrics:
 
 def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics:
     """The metrics of at least one pair; texts 2i and 2i + 1 are prompt and chosen, prompt and rejected response."""
-    values_1S = values_of(decoder, texts).double()[None]
+    values_1S = value_scores(decoder, texts).double()[None]
     parts = reward_loss(values_1S, torch.arange(len(texts))[None])
     means = {name: float(sums[0] / sums[1]) for name, sums in parts.metrics.items()}
     return PairMetrics(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
@@ -252,7 +252,7 @@ def forward_batches(lengths: Sequence[int], tokens_per_forward: int) -> list[lis
     return batches
 
 
-def values_of(
+def value_scores(
     decoder: Decoder,
     texts: Sequence[Sequence[int]],
     tokens_per_forward: int | None = None,

@@ -122,7 +122,7 @@ class Scoring:
         )
 
 
-def label_scores(
+def batch_label_scores(
     model: Decoder,
     batch: Batch,
     *,
@@ -170,7 +170,7 @@ class BaseScores:
         with as_reference(model, self.copy) as reference:
             return [
                 batch.with_extras(
-                    reference=label_scores(
+                    reference=batch_label_scores(
                         reference,
                         to_device(batch, device),
                         score_chunk=self.score_chunk,

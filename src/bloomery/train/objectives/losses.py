@@ -69,7 +69,9 @@ def extreme(values: Tensor, present: Tensor, *, smallest: bool = False) -> Tenso
     return torch.stack([result, torch.ones_like(result)])
 
 
-def added(sums: Mapping[str, Tensor], more_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def joined_metrics(
+    sums: Mapping[str, Tensor], more_sums: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Metrics of two micro-batches: their sums, and the larger or the smaller of two extremes."""
     metrics = dict(sums)
     for name, metric in more_sums.items():

@@ -16,7 +16,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import DataPlan
 from bloomery.train.batch_source import open_loader
 from bloomery.train.failures import Stopped
-from bloomery.train.objectives.build import label_scores
+from bloomery.train.objectives.build import batch_label_scores
 from bloomery.train.state import TrainState, restore
 
 REPORT_SECONDS = 1.0
@@ -132,7 +132,7 @@ def precompute(
             if mesh.broadcast_bool(has_scores):
                 continue
 
-            scores_BT = label_scores(
+            scores_BT = batch_label_scores(
                 model, to_device(batch, device), score_chunk=score_chunk, precision=precision
             )
             # Of a pipeline the ranks of the last stage, which come last, have scores.

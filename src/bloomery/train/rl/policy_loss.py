@@ -216,7 +216,7 @@ def group_advantages(
     not at all. A reward of NaN (a completion without any reward) counts in no mean and has the advantage 0. Raises
     UserError as `_as_float32`.
     """
-    unit = unit_of(rewards)
+    unit = float64_unit(rewards)
     rewards_GN = rewards.double().view(-1, num_generations) / unit
     advantages_GN = rewards_GN - rewards_GN.nanmean(1, keepdim=True)
     floor = DEVIATION_FLOOR / unit
@@ -235,7 +235,7 @@ def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     A reward of NaN (a completion without any reward) counts in no mean. Its advantage is 0, and so is that of a
     completion that is alone in its group. Raises UserError as `_as_float32`.
     """
-    unit = unit_of(rewards)
+    unit = float64_unit(rewards)
     rewards_GN = rewards.double().view(-1, num_generations) / unit
     num_others_GN = rewards_GN.isfinite().sum(1, keepdim=True) - 1
     sums_G1 = rewards_GN.nansum(1, keepdim=True)
@@ -245,7 +245,7 @@ def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     return _as_float32(torch.where(is_compared_GN, advantages_GN, 0.0).flatten())
 
 
-def unit_of(rewards: Tensor) -> float:
+def float64_unit(rewards: Tensor) -> float:
     """A power of two that large rewards are divided by, so that no sum and no square of them overflows; else 1.
 
     Rewards are compared in float64: in float32 1e9 + 1 equals 1e9, and the square of 1e20 is infinite.
@@ -256,13 +256,13 @@ def unit_of(rewards: Tensor) -> float:
 
 def mean_of(numbers: Tensor) -> float:
     """Their mean without NaN, in float64."""
-    unit = unit_of(numbers)
+    unit = float64_unit(numbers)
     return float((numbers.double() / unit).nanmean()) * unit
 
 
 def deviation_of(numbers: Tensor, *, correction: int = 1) -> float:
     """Their standard deviation without NaN, in float64; 0 for fewer than two, infinite where float64 ends."""
-    unit = unit_of(numbers)
+    unit = float64_unit(numbers)
     known = numbers[numbers.isfinite()].double() / unit
     return float(known.std(correction=correction)) * unit if len(known) > 1 else 0.0
 
@@ -292,7 +292,7 @@ def _deviation(rewards_GN: Tensor) -> Tensor:
 def share_without_variance(rewards: Sequence[float], num_generations: int) -> float:
     """The share of groups whose completions all have one reward, so that nothing can be learned from them."""
     numbers = torch.tensor(rewards, dtype=torch.float64)
-    unit = unit_of(numbers)
+    unit = float64_unit(numbers)
     deviations = _deviation(numbers.view(-1, num_generations) / unit)
     return float((deviations < 1e-8 / unit).float().mean())
 

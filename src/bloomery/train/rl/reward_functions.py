@@ -22,7 +22,7 @@ from bloomery.core.device import accelerators_in_use
 from bloomery.core.errors import UserError
 from bloomery.core.sockets import short_path
 from bloomery.recipe.rewards import AnyReward, FunctionReward
-from bloomery.train.rl.rewards_worker import Reward, limit_memory, serve
+from bloomery.train.rl.rewards_worker import Reward, limit_memory, serve_rewards
 
 FOLDER = "BLOOMERY_REWARDS"  # the variable with the folder of the sockets
 
@@ -82,7 +82,7 @@ def connect(name: str) -> Channel:
     return Channel(connection)
 
 
-def refuse_missing_functions(
+def refuse_unsent_functions(
     rewards: Iterable[AnyReward],
 ) -> None:
     """Raises UserError for a function that this process was not given."""
@@ -169,7 +169,7 @@ def _answer(listener: socket.socket, function: Reward, *, copied: bool = False) 
             if copied and not is_limited:
                 limit_memory(_address_space() + job["memory"])
                 is_limited = True
-            serve(function, {**job, "socket": connection.fileno()}, messages)
+            serve_rewards(function, {**job, "socket": connection.fileno()}, messages)
 
 
 def _address_space() -> int:

@@ -29,7 +29,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.rewards import ModelReward, reward_name
-from bloomery.train.evaluation.scoring import forward_batches, values_of
+from bloomery.train.evaluation.scoring import forward_batches, value_scores
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RewardModels:
             for batch in batches[mesh.data_rank :: mesh.data_world]
             for index, value in zip(
                 batch,
-                values_of(
+                value_scores(
                     decoder, [texts[index] for index in batch], self._tokens_per_forward
                 ).tolist(),
                 strict=True,
@@ -158,7 +158,7 @@ def encode(
     Texts longer than the model's positions lose their end, as in training.
     """
     examples = [
-        Example(f"completion {index}", "completion", turns_of(prompt), (response,))
+        Example(f"completion {index}", "completion", prompt_turns(prompt), (response,))
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         for response in [
             completion if isinstance(prompt, str) else (Message("assistant", completion),)
@@ -176,7 +176,7 @@ def encode(
     return texts, problems
 
 
-def turns_of(prompt: str | Sequence[Mapping[str, Any]]) -> Turns:
+def prompt_turns(prompt: str | Sequence[Mapping[str, Any]]) -> Turns:
     """A row's prompt; messages are as templates take them."""
     if isinstance(prompt, str):
         return prompt

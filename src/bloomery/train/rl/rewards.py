@@ -27,7 +27,7 @@ from bloomery.recipe.rewards import (
 from bloomery.train.failures import Stopped
 from bloomery.train.rl.program_answers import longest_seconds
 from bloomery.train.rl.reward_functions import connect
-from bloomery.train.rl.rewards_worker import shown
+from bloomery.train.rl.rewards_worker import prompt_beginning
 
 WORKER = "bloomery.train.rl.rewards_worker"
 START_SECONDS = 60.0  # of a worker, beside the imports of the user's file
@@ -241,7 +241,7 @@ class Rewards:
     ) -> Message:
         """The checked numbers of one reward, which was asked at `start_time`."""
         count = len(request["completions"])
-        first_prompt = f"the first prompt was {shown(request, 0)}"
+        first_prompt = f"the first prompt was {prompt_beginning(request, 0)}"
         timeout = source.timeout + source.seconds_of(count)
         deadline = start_time + timeout
         answer = self._next(source, min(POLL_SECONDS, timeout))

@@ -49,10 +49,12 @@ def main() -> None:
     except Unusable as error:
         reply(job, {"error": error.problem, "fix": error.fix})
         return
-    serve(function, job, requests(job))
+    serve_rewards(function, job, requests(job))
 
 
-def serve(function: Reward, job: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]) -> None:
+def serve_rewards(
+    function: Reward, job: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]
+) -> None:
     """Answers the messages; `job["socket"]` is where the answers go."""
     name = job["name"]
     try:
@@ -115,7 +117,7 @@ def loaded(job: Mapping[str, Any]) -> Reward:
         if hidden := hidden_packages(path.parent):
             fix = f"rename {path.parent / hidden[0]}.py, which hides the package {hidden[0]}; or {fix}"
         raise Unusable(
-            f"the file of the reward {name} cannot be loaded: {described(error)}", fix
+            f"the file of the reward {name} cannot be loaded: {error_text(error)}", fix
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -233,8 +235,8 @@ def answered(
     except Exception as error:
         columns = ", ".join(request["columns"]) or "none"
         raise Unusable(
-            f"the reward {name} failed: {described(error)}; the first prompt was"
-            f" {shown(request, 0)}",
+            f"the reward {name} failed: {error_text(error)}; the first prompt was"
+            f" {prompt_beginning(request, 0)}",
             "correct the function; it takes prompts, completions, completion_ids and the columns"
             f" of the dataset, each a list; the columns are: {columns}",
         ) from error
@@ -248,26 +250,26 @@ def answered(
     for index, problem in unscored:
         if not skip:
             raise Unusable(
-                f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}",
+                f"the reward {name} cannot score the prompt {prompt_beginning(request, index)}: {problem}",
                 "correct the row, or set data.on_error=skip",
             )
         answer[index] = None
     skipped = [
-        f"the reward {name} cannot score the prompt {shown(request, index)}: {problem}"
+        f"the reward {name} cannot score the prompt {prompt_beginning(request, index)}: {problem}"
         for index, problem in unscored
     ]
-    rewards, problems = checked(answer, request, name, skip=skip, count=count)
+    rewards, problems = checked_rewards(answer, request, name, skip=skip, count=count)
     return rewards, skipped + problems
 
 
-def shown(request: Mapping[str, Any], index: int) -> str:
+def prompt_beginning(request: Mapping[str, Any], index: int) -> str:
     """The beginning of a prompt; of messages, of the last one."""
     prompt = request["prompts"][index]
     text = prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
     return repr(str(text)[:SHOWN])
 
 
-def checked(
+def checked_rewards(
     answer: Any, request: Mapping[str, Any], name: str, *, skip: bool = False, count: int
 ) -> tuple[list[float | None], list[str]]:
     """The numbers, and why some are None that were none: with `skip` a value that is no finite number is left out.
@@ -276,7 +278,9 @@ def checked(
     but a list with a finite number, or None, for each completion.
     """
     fix = f"return a list of {count:,} numbers, None where the function has no opinion"
-    first_prompt = f"the first prompt was {shown(request, 0)}" if count else "there was no prompt"
+    first_prompt = (
+        f"the first prompt was {prompt_beginning(request, 0)}" if count else "there was no prompt"
+    )
     if isinstance(answer, str | bytes | bytearray | memoryview) or (
         not isinstance(answer, Sequence) and not hasattr(answer, "tolist")
     ):
@@ -286,7 +290,7 @@ def checked(
         values = answer if isinstance(answer, Sequence) else answer.tolist()  # numpy, torch
     except Exception as error:  # of the user's own class
         kind = type(answer).__name__
-        problem = f"the reward {name} returned {kind}, whose tolist() failed: {described(error)}"
+        problem = f"the reward {name} returned {kind}, whose tolist() failed: {error_text(error)}"
         raise Unusable(f"{problem}; {first_prompt}", fix) from error
     if not isinstance(values, Sequence) or len(values) != count:
         size = len(values) if isinstance(values, Sequence) else 1
@@ -302,7 +306,7 @@ def checked(
             continue
         problem = (
             f"the reward {name} returned {what} for completion {index}, of the prompt"
-            f" {shown(request, index)}"
+            f" {prompt_beginning(request, index)}"
         )
         if not skip:
             raise Unusable(problem, f"{fix}, or set data.on_error=skip")
@@ -322,7 +326,7 @@ def _number_in(value: Any) -> tuple[float | None, str | None]:
     try:
         number = value.item() if hasattr(value, "item") else value  # numpy, torch
     except Exception as error:  # of the user's own class
-        return None, f"{type(value).__name__}, whose item() failed ({described(error)}),"
+        return None, f"{type(value).__name__}, whose item() failed ({error_text(error)}),"
     if number is None:
         return None, None
     if not isinstance(number, int | float):
@@ -334,7 +338,7 @@ def _number_in(value: Any) -> tuple[float | None, str | None]:
     return (finite, None) if math.isfinite(finite) else (None, str(finite))
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The error, and the line of the user's file where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""

@@ -135,7 +135,7 @@ class RolloutSource:
             yield self._step_of(
                 rollout,
                 step - rollout.first_step,
-                shape_of(plan),
+                micro_batch_shape(plan),
                 seed=plan.train.seed,
                 metrics=metrics,
                 seconds=seconds,
@@ -219,7 +219,7 @@ class RolloutSource:
             scored.totals,
             [text.truncated for text in completions],
             num_steps=settings.num_steps,
-            shape=shape_of(plan),
+            shape=micro_batch_shape(plan),
         )
         rollout = Rollout(step, settings.num_steps, num_prompts, judged.samples)
         if self._mesh.first_rank and settings.shown != "none":
@@ -269,7 +269,7 @@ class RolloutSource:
         )
 
 
-def shape_of(plan: RunPlan) -> MicroBatchShape:
+def micro_batch_shape(plan: RunPlan) -> MicroBatchShape:
     return MicroBatchShape(rows=plan.train.micro_batch_size, length=plan.data.sequence_length)
 
 

@@ -18,7 +18,7 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 
 
-def text_of(completion: Any) -> str:
+def content_text(completion: Any) -> str:
     """The text of a completion: of messages, that of the last one."""
     if isinstance(completion, str):
         return completion
@@ -94,7 +94,7 @@ def verifier_of(name: str, settings: Mapping[str, Any]) -> Verifier:
     def reward(
         *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[Score]:
-        texts = [text_of(completion) for completion in completions]
+        texts = [content_text(completion) for completion in completions]
         expected = [None] * len(texts) if column is None else columns[column]
 
         # Only rows that say what is right get a score.
