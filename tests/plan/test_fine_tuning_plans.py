@@ -9,7 +9,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
 from bloomery.model.configs import published_config
 from bloomery.plan.advise import _planned_step
-from bloomery.plan.choices import setting
+from bloomery.plan.choices import memory_setting
 from bloomery.plan.estimate.mode import FULL, TrainingMode
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
@@ -116,14 +116,14 @@ def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
 )
 def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name):
     plan = plan_of(name, "RTX 4090")
-    assert setting(plan) != "" == setting(plan_of("go-coder-125m", "RTX 4090"))
+    assert memory_setting(plan) != "" == memory_setting(plan_of("go-coder-125m", "RTX 4090"))
     assert Point.model_fields["setting"].default == ""
 
 
 def test_an_unusual_way_is_told_from_a_usual_one():
     assert TrainingMode(state_dtype="int8") != FULL
     names = ("qwen2.5-1.5b-dpo-lora", "qwen2.5-1.5b-reward-lora")
-    dpo, reward = (setting(plan_of(name, "RTX 4090")) for name in names)
+    dpo, reward = (memory_setting(plan_of(name, "RTX 4090")) for name in names)
     assert dpo != reward
 
 

@@ -25,7 +25,7 @@ from bloomery.facts.counting import parameter_count, smallest_window
 from bloomery.hardware.calibration import Calibration, Point, calibrations, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.plan.choices import setting
+from bloomery.plan.choices import memory_setting
 from bloomery.plan.estimate.measured import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
@@ -177,7 +177,7 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
         calibrations(machine),
         model=plan.model.config,
         precision=plan.train.precision,
-        setting=setting(plan),
+        setting=memory_setting(plan),
     )
     if measured_gain is not None:
         return ()
@@ -481,7 +481,7 @@ def _point(plan: RunPlan, tokens_per_second: float, peak_gib: float) -> Point:
         compiled=plan.train.compile,
         activation_checkpointing=plan.train.activation_checkpointing,
         optimizer=plan.optimizer.kind,
-        setting=setting(plan),
+        setting=memory_setting(plan),
         tokens_per_second=round(tokens_per_second, 1),
         peak_gib=round(peak_gib, 3),
     )

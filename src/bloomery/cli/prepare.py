@@ -62,11 +62,11 @@ def command(
     from bloomery.data.prepare.prepare import prepare, prepared_folder
     from bloomery.data.prepare.workers import fewer_workers
     from bloomery.plan.gather import fetch_text
-    from bloomery.plan.reward_code import refuse_missing_functions
+    from bloomery.plan.reward_code import refuse_missing_reward_files
 
     # --check plans the run after the preparation: what would stop the plan is raised before the long part.
     loaded_recipe, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
-    refuse_missing_functions(loaded_recipe.recipe.rewards)
+    refuse_missing_reward_files(loaded_recipe.recipe.rewards)
     fetch_text(loaded_recipe.recipe)
     if check:
         from bloomery.plan.resolve import local_facts

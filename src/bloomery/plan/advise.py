@@ -38,7 +38,7 @@ from bloomery.plan.gather import Facts
 from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.pipeline import bubble
-from bloomery.plan.resolve import resolve, shape_of
+from bloomery.plan.resolve import resolve, step_shape
 from bloomery.plan.types import (
     DatasetFacts,
     Estimate,
@@ -359,7 +359,7 @@ def _planned_step(
     """The step on one device, the memory of any step like it, and its seconds by operation."""
     train = plan.train
     parallel = plan.parallel
-    plain = shape_of(
+    plain = step_shape(
         plan,
         model,
         profile,

@@ -483,7 +483,7 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
     return 1 if reference in ("adapters", "copy") and not is_of_rollout else 0
 
 
-def setting(plan: RunPlan) -> str:
+def memory_setting(plan: RunPlan) -> str:
     """`StepShape.setting` of a plan."""
     return setting_of(
         mode_of(plan, plan.model.config),

@@ -287,7 +287,7 @@ def _choose_step(
     # What one step computes. Compilation needs the length of the run, which needs the batch.
     precision = set_or(profile.dtype, train.precision)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
-    shape = shape_of(
+    shape = step_shape(
         recipe,
         facts.model,
         profile,
@@ -381,7 +381,7 @@ def _choose_step(
     )
 
 
-def shape_of(
+def step_shape(
     recipe: Recipe | RunPlan,
     model: TrainedModel,
     profile: Profile,

@@ -13,7 +13,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MOST = 2**24  # bytes of a file of Python
 
 
-def refuse_missing_functions(rewards: Iterable[AnyReward]) -> None:
+def refuse_missing_reward_files(rewards: Iterable[AnyReward]) -> None:
     """As `refuse_missing_function`, for the files of Python among them."""
     for reward in rewards:
         if isinstance(reward, PythonReward):
