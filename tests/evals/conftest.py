@@ -1,7 +1,10 @@
-"""A tiny model, as a folder and loaded with weights whose logits differ"""
+"""A tiny model, as a folder and loaded with weights whose logits differ, and a prepared dataset."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from runs_of_the_loop import prepared_corpus
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import load_decoder
@@ -11,6 +14,11 @@ from models_for_tests import make_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
