@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,3 +103,25 @@ def test_backends_of_collectives_are_those_of_torch():
     assert door.collective_backends("xpu") == "cpu:gloo,xpu:xccl"
     with pytest.raises(UserError, match="no backend"):
         door.collective_backends("privateuseone")
+
+
+def test_a_kind_without_functions_of_its_own_is_served_by_the_accelerator_api(monkeypatch):
+    answers = {
+        "device_count": lambda: 2,
+        "current_device_index": lambda: 1,
+        "memory_stats": lambda device: {"allocated_bytes.all.current": 7, "of": device},
+        "get_memory_info": lambda device: (3, 4),
+        "synchronize": lambda device: None,
+    }
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.accelerator, name, answer, raising=False)
+    assert (door.num_devices("sim"), door.current_index("sim")) == (2, 1)
+    assert door.memory_stats("sim:1") == {"allocated_bytes.all.current": 7, "of": "sim:1"}
+    assert door.free_and_total_bytes("sim") == (3, 4)
+    assert door.properties_of("sim").name == "sim"
+    assert not door.multiplies_bfloat16("sim")
+    assert door.memory_blocks("sim") is None
+    door.synchronize("sim")
+    door.cap_memory("sim", 1)
+    door.record_memory_history("sim", is_on=False)
