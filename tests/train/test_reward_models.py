@@ -195,12 +195,12 @@ def test_a_changed_reward_is_told_once(tmp_path):
     file.write_text("def f(**_): ...\n")
     rewards = (PythonReward(python=f"{file}:f"), ModelReward(model=str(folder)))
     plan = tiny_plan().model_copy(update={"rewards": rewards})
-    assert changed_rewards(tmp_path, plan) == []
-    assert changed_rewards(tmp_path, plan) == []
+    assert changed_rewards(tmp_path, plan.rewards) == []
+    assert changed_rewards(tmp_path, plan.rewards) == []
     file.write_text("def f(**_): return 1\n")
-    (sentence,) = changed_rewards(tmp_path, plan)
+    (sentence,) = changed_rewards(tmp_path, plan.rewards)
     assert "the reward f changed" in sentence
-    assert changed_rewards(tmp_path, plan) == []
+    assert changed_rewards(tmp_path, plan.rewards) == []
     make_value_model(folder, seed=1)
-    (sentence,) = changed_rewards(tmp_path, plan)
+    (sentence,) = changed_rewards(tmp_path, plan.rewards)
     assert "the reward reward changed" in sentence

@@ -31,7 +31,7 @@ TALKS = [
     for n in range(30)
 ]
 COMPLETIONS = [{"prompt": f"what is {n}?", "completion": f" {n} it is."} for n in range(30)]
-DRAWN = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.95, seed=0)
+ANSWER_SAMPLING = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.95, seed=0)
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 
@@ -89,10 +89,10 @@ def test_an_answer_ends_at_the_token_that_ends_turns(talks):
     model, prompts = fresh_decoder(plan.model.config, seed=0).eval(), opened_prompts(plan, tokenizer)
 
     def drawn(**changes):
-        ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), plan=plan)
+        ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), sample=plan.sample, train=plan.train)
         return text
 
-    ids = list(sample_tokens(model, prompts.texts_and_ids[0][1], DRAWN))
+    ids = list(sample_tokens(model, prompts.texts_and_ids[0][1], ANSWER_SAMPLING))
     assert drawn() == tokenizer.decode(ids) and len(set(ids)) == len(ids) == 8, (
         "none of these ends an answer"
     )
@@ -110,9 +110,9 @@ def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
         (ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),
     )
     model = fresh_decoder(plan.model.config, seed=0).eval()
-    ((_, text),) = samples(model, tokenizer, prompts, plan=plan)
+    ((_, text),) = samples(model, tokenizer, prompts, sample=plan.sample, train=plan.train)
     with torch.no_grad():
-        assert text == "".join(generate(model, tokenizer, ASKED, DRAWN))
+        assert text == "".join(generate(model, tokenizer, ASKED, ANSWER_SAMPLING))
 
 
 def test_a_run_tells_which_samples_are_answers(talks, tmp_path):

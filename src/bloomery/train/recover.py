@@ -25,7 +25,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import blockwise, smaller_micro_batch
 from bloomery.plan.pipeline import layer_names
 from bloomery.plan.store import write_plan
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import DataPlan, RunPlan, TrainPlan
 from bloomery.train.checkpoint.checkpointed_model import shared_damage
 from bloomery.train.checkpoint.saver import Parts, newest_valid
 from bloomery.train.context import RunContext, follow_checkpoint
@@ -212,7 +212,7 @@ def shrink(context: RunContext, failure: AllocationFailed) -> Action:
     fallback = smaller_micro_batch(plan, f"{problem} with {size}")
     if fallback is None:
         raise OutOfMemory(
-            f"{problem}, {_micro_batch_and_others(plan)}",
+            f"{problem}, {_micro_batch_and_others(plan.train, plan.data)}",
             where=f"train.micro_batch_size={size}{failure.note}",
             fix=_fix(plan),
         )
@@ -226,17 +226,17 @@ def shrink(context: RunContext, failure: AllocationFailed) -> Action:
     return "again"
 
 
-def _micro_batch_and_others(plan: RunPlan) -> str:
+def _micro_batch_and_others(train: TrainPlan, data: DataPlan) -> str:
     """The micro-batch that did not fit, and the memory of this GPU that other processes use."""
-    size = plan.train.micro_batch_size
-    micro_batch = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
+    size = train.micro_batch_size
+    micro_batch = f"micro-batch {size} of {data.sequence_length:,} tokens"
     if size > 1:
         micro_batch += " (a fused backward cannot accumulate gradients)"
-    device_memory = free_and_total_bytes(plan.train.device)
+    device_memory = free_and_total_bytes(train.device)
     if device_memory is None:
         return micro_batch
     free, total = device_memory
-    reserved = memory_stats(plan.train.device).get("reserved_bytes.all.current", 0)
+    reserved = memory_stats(train.device).get("reserved_bytes.all.current", 0)
     used_by_others = total - free - reserved
     return micro_batch + other_processes(gpu_processes(), others=used_by_others, total=total)
 

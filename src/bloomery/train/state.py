@@ -81,7 +81,7 @@ class TrainState:
 
     `cursor`: the next sequence. `non_finite` counts non-finite steps and decides how training continues after one.
     `checkpointed_model` writes and reads the model's weights. `base`: the model that an adapter adapts; None without an
-    adapter. `rollout`: the completions that the next steps train on; None where none are drawn.
+    adapter. `rollout`: the completions that the next steps train on; None where none are sampled.
     """
 
     model_and_optimizer: ModelAndOptimizer

@@ -17,11 +17,11 @@ from bloomery.infer.forward import eval_mode, precision_context
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import SamplePlan, TrainPlan
 
 CHARACTERS_SHOWN = 2000
-# Sampled, because greedy decoding repeats itself in small models.
-DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)
+# Greedy decoding repeats itself in small models.
+ANSWER_SAMPLING = Sampling(temperature=0.6, top_p=0.95, seed=0)
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
 def sample_answer(
     decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, max_new_tokens: int
 ) -> SampledAnswer:
-    """Sample with DRAWN up to the end token of the reference or of the tokenizer, at most `max_new_tokens`."""
+    """Sample with ANSWER_SAMPLING up to an end token of reference or tokenizer, at most `max_new_tokens`."""
     # A reference that was truncated ends with a token of text, which ends nothing.
     last_token = item.reference[-1]
     end_tokens = [last_token] if tokenizer.token_bytes()[last_token] == 0 else []
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *end_tokens)
     limit = min(max_new_tokens, decoder.config.max_positions - len(item.prompt))
-    sampling = replace(DRAWN, max_new_tokens=limit, stop_ids=stop_ids)
+    sampling = replace(ANSWER_SAMPLING, max_new_tokens=limit, stop_ids=stop_ids)
     ids = list(sample_tokens(decoder, item.prompt, sampling))
     return SampledAnswer(ids, len(ids) < limit)
 
@@ -134,7 +134,8 @@ def samples(
     tokenizer: Tokenizer,
     prompts: SamplePrompts,
     *,
-    plan: RunPlan,
+    sample: SamplePlan,
+    train: TrainPlan,
     mesh: Mesh = SINGLE_RANK,
 ) -> Iterator[tuple[str, str]]:
     """(prompt, completion) for each prompt, with a generator of its own and the same seed at every step.
@@ -142,16 +143,16 @@ def samples(
     The first rank chooses each token: logits of other ranks may differ by rounding.
     """
     sampling = Sampling(
-        max_new_tokens=plan.sample.max_new_tokens,
-        temperature=plan.sample.temperature,
-        top_p=plan.sample.top_p,
-        seed=plan.train.seed,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=sample.temperature,
+        top_p=sample.top_p,
+        seed=train.seed,
         stop_ids=known_ids(tokenizer.eos_id, model.config.eos_token_id, *prompts.ends),
     )
     agree = mesh.broadcast_float if mesh.world > 1 else None
     # Compiled, each new length would be recompiled.
     eager = torch.compiler.set_stance("force_eager")
-    with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
+    with eval_mode(model), precision_context(train.precision, train.device), eager:
         for prompt, ids in prompts.texts_and_ids:
             completion = list(sample_tokens(model, ids, sampling, agree=agree))
             yield prompt, text_until(tokenizer.decode(completion), prompts.stops)

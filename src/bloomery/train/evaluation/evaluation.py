@@ -176,7 +176,12 @@ def evaluate_and_sample(context: RunContext) -> None:
     def emit_samples() -> None:
         nonlocal num_sampled
         texts = samples(
-            context.model, context.tokenizer, context.prompts, plan=context.plan, mesh=context.mesh
+            context.model,
+            context.tokenizer,
+            context.prompts,
+            sample=context.plan.sample,
+            train=context.plan.train,
+            mesh=context.mesh,
         )
         for number, (prompt, text) in enumerate(texts):
             # A second attempt begins at the first prompt.

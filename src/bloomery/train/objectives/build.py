@@ -391,7 +391,7 @@ def _mean_at_least_0(kl_sums: Tensor) -> Tensor:
 
 
 def policy(inputs: ObjectiveInputs) -> Objective:
-    """GRPO and RLOO, on completions that the model drew."""
+    """GRPO and RLOO, on completions that the model sampled."""
     settings = inputs.objective
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
@@ -414,7 +414,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
 
 
 def proximal_policy(inputs: ObjectiveInputs) -> Objective:
-    """PPO, on completions that the model drew, with a value head. The KL divergence is a part of their rewards."""
+    """PPO, on completions that the model sampled, with a value head. Their rewards hold the KL divergence."""
     settings = inputs.objective
     assert isinstance(settings, Ppo)
     loss_of = PpoLoss(settings.cliprange, settings.cliprange_value, settings.vf_coef)

@@ -1,7 +1,7 @@
-"""Losses of reinforcement learning: completions that a policy drew, weighted by how much better than others they are.
+"""Losses of reinforcement learning: sampled completions, weighted by how much better than others they are.
 
 Legend: B batch, T time, S sequence slots. Completions are the loss tokens of a micro-batch, numbered by
-`Batch.sequences`; `Batch.extras` hold their advantages and the log-probabilities with which they were drawn.
+`Batch.sequences`; `Batch.extras` hold their advantages and the log-probabilities with which they were sampled.
 """
 
 import math
@@ -88,7 +88,7 @@ class PolicyLoss:
         """The summed loss of a micro-batch, its count and its metrics.
 
         `scores_BT`: the log-probabilities of the completions' tokens under the model that trains, at the temperature at
-        which they were drawn. Without `old_logps` in the batch that is still the model that drew them: every ratio is
+        which they were sampled. Without `old_logps` in the batch that is still the model that sampled: every ratio is
         1, and has a gradient.
         """
         mask_BT = batch.loss_mask
@@ -101,7 +101,7 @@ class PolicyLoss:
         sampling_gaps_BT = sampling_gaps(old_logps_BT, batch)
         metrics |= gap_metrics(sampling_gaps_BT, batch)
 
-        # How much more likely a token, or the whole completion, has become since it was drawn.
+        # How much more likely a token, or the whole completion, has become since it was sampled.
         log_ratio_BT = (scores_BT - old_logps_BT) * mask_BT
         if self.type == "rloo":
             parts = self._whole_completions(log_ratio_BT, advantages_BT, batch)

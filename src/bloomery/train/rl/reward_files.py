@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,15 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, read_whole, write_durably
 from bloomery.hub import cached_model
 from bloomery.infer.model_folder import MANIFEST, model_folder
-from bloomery.plan.types import RunPlan
-from bloomery.recipe.rewards import ModelReward, PythonReward, reward_name
+from bloomery.recipe.rewards import AnyReward, ModelReward, PythonReward, reward_name
 
 FILE = "rewards.json"
 
 
-def changed_rewards(run_dir: Path, plan: RunPlan) -> list[str]:
+def changed_rewards(run_dir: Path, rewards: Sequence[AnyReward]) -> list[str]:
     """A sentence for each reward whose file or model is not the one of before; notes those of now in `run_dir`."""
     identities = {}
-    for reward in plan.rewards:
+    for reward in rewards:
         if isinstance(reward, PythonReward):
             identities[reward_name(reward)] = _file_identity(Path(reward.python.rpartition(":")[0]))
         elif isinstance(reward, ModelReward):

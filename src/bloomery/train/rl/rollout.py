@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data.batch import Batch
+from bloomery.plan.types import DataPlan, TrainPlan
 
 DRAWN_LOGPS = "drawn_logps"  # the name of sampled log-probabilities in checkpoints
 TARGETS = ("advantages", "values", "returns")  # the fields of TokenTargets
@@ -177,6 +178,10 @@ class MicroBatchShape:
 
     rows: int
     length: int
+
+    @classmethod
+    def of(cls, train: TrainPlan, data: DataPlan) -> "MicroBatchShape":
+        return cls(rows=train.micro_batch_size, length=data.sequence_length)
 
 
 def pack_for_rank(

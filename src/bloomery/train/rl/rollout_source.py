@@ -135,7 +135,7 @@ class RolloutSource:
             yield self._step_of(
                 rollout,
                 step - rollout.first_step,
-                micro_batch_shape(plan),
+                MicroBatchShape.of(plan.train, plan.data),
                 seed=plan.train.seed,
                 metrics=metrics,
                 seconds=seconds,
@@ -219,7 +219,7 @@ class RolloutSource:
             scored.totals,
             [text.truncated for text in completions],
             num_steps=settings.num_steps,
-            shape=micro_batch_shape(plan),
+            shape=MicroBatchShape.of(plan.train, plan.data),
         )
         rollout = Rollout(step, settings.num_steps, num_prompts, judged.samples)
         if self._mesh.first_rank and settings.shown != "none":
@@ -269,10 +269,6 @@ class RolloutSource:
         )
 
 
-def micro_batch_shape(plan: RunPlan) -> MicroBatchShape:
-    return MicroBatchShape(rows=plan.train.micro_batch_size, length=plan.data.sequence_length)
-
-
 def rollout_source(inputs: SourceInputs) -> RolloutSource:
     """The source of the plan's objective and rewards."""
     plan = inputs.plan
@@ -287,7 +283,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
     mesh = inputs.state.model_and_optimizer.mesh
     if mesh.first_rank:
-        for reason in changed_rewards(inputs.run_dir, plan):
+        for reason in changed_rewards(inputs.run_dir, plan.rewards):
             inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
     reward_wait = JointWait(mesh, inputs.stop)
     rewards = Rewards(
