@@ -8,7 +8,7 @@ import pytest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.software import reported_arch
-from bloomery.hardware.machine import Accelerator, Package, Probe, Setting
+from bloomery.hardware.machine import Accelerator, Package, Probe, ShellSetting
 from bloomery.hardware.wheels import torch_builds
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
@@ -453,7 +453,7 @@ def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, blocks):
 
 
 def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
-    setting = Setting(name="HSA_OVERRIDE_GFX_VERSION", value="10.3.0", file="~/.bashrc", line=3)
+    setting = ShellSetting(name="HSA_OVERRIDE_GFX_VERSION", value="10.3.0", file="~/.bashrc", line=3)
     assert "override-harms" in ids(machine(software__settings=(setting,)))
 
 

@@ -166,7 +166,7 @@ def test_bench_measures_in_the_environment_in_which_training_runs(
     monkeypatch.setattr(measuring, "Child", Child)
     plan = plan_of(device="cuda", deterministic=deterministic, threads=5)
     plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
-    measuring.run(plan, (), seconds=1.0, on_phase=lambda phase: None)
+    measuring.measure_plan(plan, (), seconds=1.0, on_phase=lambda phase: None)
     assert seen == [given(machine, tmp_path, deterministic=deterministic, threads=5)[0]]
     assert seen[0]["OMP_NUM_THREADS"] == "5"
     assert ("CUBLAS_WORKSPACE_CONFIG" in seen[0]) == deterministic

@@ -148,7 +148,7 @@ class Bench:
             return BenchResult(
                 overrides=overrides, plan=None, outcome="refused", message=error.problem
             )
-        return run(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
+        return measure_plan(plan, overrides, seconds=SECONDS, on_phase=on_phase, learns=True)
 
     def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
         """A micro-batch size that need not divide the step; the step has whole micro-batches."""
@@ -158,7 +158,7 @@ class Bench:
         size_override = f"train.micro_batch_size={size}"
         overrides = (size_override, f"train.tokens_per_step={tokens_per_step}")
         plan = self.plan(*overrides)
-        result = run(plan, overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
+        result = measure_plan(plan, overrides, seconds=SEARCH_SECONDS, on_phase=on_phase)
         # The step was changed for the trial alone: its row names only the size.
         return replace(result, overrides=(size_override,))
 
@@ -188,7 +188,7 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
     for compiled in (True, False):
         train = plan.train.model_copy(update={"compile": compiled})
         variant = plan.model_copy(update={"train": train})
-        measurements.append(run(variant, (), seconds=SECONDS, on_phase=on_phase))
+        measurements.append(measure_plan(variant, (), seconds=SECONDS, on_phase=on_phase))
     return tuple(measurements)
 
 
@@ -196,7 +196,7 @@ def sequences_per_step(plan: RunPlan) -> int:
     return plan.train.micro_batch_size * plan.train.accumulation
 
 
-def run(
+def measure_plan(
     plan: RunPlan,
     overrides: tuple[str, ...],
     *,

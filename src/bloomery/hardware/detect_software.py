@@ -15,7 +15,7 @@ from bloomery.hardware.kfd import file_text
 from bloomery.hardware.machine import (
     MASKS,
     Package,
-    Setting,
+    ShellSetting,
     Software,
 )
 from bloomery.hardware.vendors import TRITONS, VENDORS, Build
@@ -193,7 +193,7 @@ def _installed_in(path: Path, _state: tuple[int, int, int]) -> dict[str, Package
     return packages
 
 
-def _settings(root: Path) -> Iterator[Setting]:
+def _settings(root: Path) -> Iterator[ShellSetting]:
     """Lines of shell files and activation scripts that set a relevant variable."""
     for name, file in _shell_files(root):
         try:
@@ -208,7 +208,9 @@ def _settings(root: Path) -> Iterator[Setting]:
             code = "" if line.lstrip().startswith("#") else line
             for variable, value in (match for pattern in SETS for match in pattern.findall(code)):
                 if matters(variable):
-                    yield Setting(name=variable, value=value.strip("\"'"), file=name, line=number)
+                    yield ShellSetting(
+                        name=variable, value=value.strip("\"'"), file=name, line=number
+                    )
 
 
 def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:

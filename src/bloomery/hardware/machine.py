@@ -113,7 +113,7 @@ class Package(Frozen):
     requires_torch: str = ""  # its requirement, "torch>=2.8"
 
 
-class Setting(Frozen):
+class ShellSetting(Frozen):
     """A line of a shell file that sets a relevant variable."""
 
     name: str
@@ -172,7 +172,7 @@ class Software(Frozen):
     # The folder of torch. Outside of `prefix` it is the torch of a cluster or a container.
     torch_folder: str = ""
     packages: tuple[Package, ...] = ()
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[ShellSetting, ...] = ()
     pinned: str = ""  # torch in the environment's pip constraints; empty: pip can replace it
 
     @property

@@ -29,19 +29,48 @@ class VendorFacts:
 # Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL only (CLR, rocdevice.cpp).
 AMD_MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 VENDORS: dict[Vendor, VendorFacts] = {
-    # Contexts measured on MI250X.
-    "amd": VendorFacts("AMD", "cuda", "rocm", "hip", "HIP", AMD_MASKS, 0.95 * GIB, 0.65 * GIB),
-    # Contexts by ml-engineering, of two ranks.
-    "nvidia": VendorFacts(
-        "NVIDIA", "cuda", "cuda", "cuda", "CUDA", AMD_MASKS[-1:], 1.5 * GIB, 0.3 * GIB
+    "amd": VendorFacts(
+        name="AMD",
+        device_type="cuda",
+        build="rocm",
+        version="hip",
+        runtime="HIP",
+        masks=AMD_MASKS,
+        first_context=0.95 * GIB,  # measured on MI250X
+        next_context=0.65 * GIB,
     ),
-    # Contexts not measured: as NVIDIA's. The mask by Intel's guide to Level Zero.
+    "nvidia": VendorFacts(
+        name="NVIDIA",
+        device_type="cuda",
+        build="cuda",
+        version="cuda",
+        runtime="CUDA",
+        masks=("CUDA_VISIBLE_DEVICES",),
+        first_context=1.5 * GIB,  # ml-engineering, of two ranks
+        next_context=0.3 * GIB,
+    ),
     "intel": VendorFacts(
-        *("Intel", "xpu", "xpu", "xpu", "SYCL", ("ZE_AFFINITY_MASK",), 1.5 * GIB, 0.3 * GIB),
+        name="Intel",
+        device_type="xpu",
+        build="xpu",
+        version="xpu",
+        runtime="SYCL",
+        masks=("ZE_AFFINITY_MASK",),
+        first_context=1.5 * GIB,  # not measured: as NVIDIA's
+        next_context=0.3 * GIB,
         is_detected=False,
     ),
-    # One GPU: no mask, and nothing to exchange.
-    "apple": VendorFacts("Apple", "mps", "cpu", "", "Metal", (), 0.0, 0.0, is_detected=False),
+    "apple": VendorFacts(
+        name="Apple",
+        device_type="mps",
+        build="cpu",
+        version="",
+        runtime="Metal",
+        masks=(),
+        first_context=0.0,  # one GPU, and nothing to exchange
+        next_context=0.0,
+        is_detected=False,
+    ),
 }
 ASSUMED_VENDOR: Vendor = "amd"  # of a GPU that the tables do not list
 

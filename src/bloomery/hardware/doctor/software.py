@@ -14,7 +14,7 @@ from bloomery.hardware.doctor.symptoms import (
     to_install,
     vendors,
 )
-from bloomery.hardware.machine import Accelerator, Machine, Setting
+from bloomery.hardware.machine import Accelerator, Machine, ShellSetting
 from bloomery.hardware.profile import (
     best_device,
     fitting_builds,
@@ -188,7 +188,7 @@ def _one_arch(machine: Machine) -> bool:
     return len({device.arch for device in machine.accelerators if device.vendor == "amd"}) == 1
 
 
-def _override(machine: Machine) -> tuple[str, tuple[Setting, ...]]:
+def _override(machine: Machine) -> tuple[str, tuple[ShellSetting, ...]]:
     """The value, and the lines that set it; a line of a shell file counts for the next shell."""
     lines = tuple(setting for setting in machine.software.settings if setting.name == OVERRIDE)
     value = machine.software.environment.get(OVERRIDE, "")
