@@ -199,6 +199,7 @@ def test_lora_learns_in_every_layer(base: str, tmp_path: Path) -> None:
 def test_the_compiled_step_and_llama_cpp_say_that_they_cannot() -> None:
     with pytest.raises(Uncompiled, match=r"layers differ"):
         CompiledStep(decoder_of_uneven_layers())
+    assert "for Uneven is not known" in str(unsupported(CONFIG))
     # The same layers, in a family whose graph is known.
     one_frequency = replace(CONFIG, family="qwen3", local_rope_theta=None)
     assert "layers of one size" in str(unsupported(one_frequency))

@@ -16,8 +16,10 @@ TOKENS = tokens()
 
 
 def test_every_family_has_a_case() -> None:
-    assert {CASES[case][0].lower() for case in CASES} == {
-        name.removesuffix("_text") for name in FAMILIES
+    heads = ("ForCausalLM", "LMHeadModel")
+    assert {CASES[case][0] for case in CASES} == {
+        family.architecture.removesuffix(heads[0]).removesuffix(heads[1])
+        for family in FAMILIES.values()
     }
 
 

@@ -18,7 +18,7 @@ from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers, parameter_shapes, smallest_window
-from bloomery.facts.families import FAMILIES
+from bloomery.facts.families import FAMILIES, family_label
 from bloomery.facts.gguf_graphs import LAYER_TENSORS, OUTER_TENSORS, PLAIN_GRAPH, GgufGraph
 from bloomery.model.rope import frequencies
 
@@ -58,6 +58,8 @@ def supported_graph(config: ModelConfig) -> GgufGraph:
 def unsupported(config: ModelConfig) -> str | None:
     """Why llama.cpp cannot compute this model, or None."""
     architecture = graph_of(config)
+    if architecture is None and config.transformers_backend is None:
+        return f"the graph of llama.cpp for {family_label(config)} is not known here"
     if architecture is None:
         return f"{config.family} runs through transformers, and its tensors have no GGUF names here"
     graph = f"llama.cpp's {architecture.name} graph"
