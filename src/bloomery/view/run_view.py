@@ -9,7 +9,6 @@ from typing import final
 from bloomery.core.text import harmless
 from bloomery.monitor.events import (
     Event,
-    Resumed,
     RunEnded,
     RunStarted,
     Sampled,
@@ -47,7 +46,6 @@ class RunView:
     # When the last process of the run began; of one that did not come so far, when the one before it ended.
     began_at: float = 0.0
     _ended_at: float = 0.0
-    _is_open: bool = False  # steps were taken, and no event ended them
 
     def add(self, event: Event) -> None:
         """Events in the order of the file."""
@@ -56,12 +54,11 @@ class RunView:
             return
         event = as_shown(event)
 
-        # A run that goes on after steps without an end was killed after the last of them.
-        if isinstance(event, RunStarted | Resumed) and self._is_open:
+        # A run was killed after its last step.
+        if self.summary.clock.shows_kill(event):
             step = self.summary.last.step if self.summary.last is not None else 0
             seconds = self.summary.clock.seconds
             self.incidents.append(Incident(step, event.time, seconds, "kill", KILLED))
-            self._is_open = False
         self.summary.add(event)
         self.curves.add(event)
         match event:
@@ -79,7 +76,6 @@ class RunView:
             case RunEnded():
                 self.began_at = self._ended_at
                 self._ended_at = event.time
-                self._is_open = False
         incident = incident_of(event, self.summary.clock.seconds)
         if incident is not None and incident.kind != "save":
             self.incidents.append(incident)
@@ -97,7 +93,6 @@ class RunView:
 
     def add_steps(self, steps: StepColumns) -> None:
         """As `add` of each."""
-        self._is_open = True
         seconds_at_steps = self.summary.add_steps(steps)
         self.curves.add_steps(steps, seconds_at_steps)
         seconds_of = dict(zip(steps.time, seconds_at_steps, strict=True)) if steps.skipped else {}

@@ -39,7 +39,7 @@ class Elapsed:
 
     seconds: float = 0.0
     _before: float | None = None
-    _stepped: bool = False  # whether the current process has finished a step
+    _is_open: bool = False  # steps were taken, and no event ended them
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
@@ -48,13 +48,16 @@ class Elapsed:
         # Other threads and processes write these, out of order; a step has written the others.
         if isinstance(event, Saved | Warned | DeviceStats | StepHealth | TaskDone):
             return self.seconds
-        # A new process after steps without an end: the previous one was killed.
-        if isinstance(event, RunStarted) and self._stepped:
+        if isinstance(event, RunStarted) and self.shows_kill(event):
             self._before = None
         self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
         self._before = None if isinstance(event, RunEnded) else event.time
-        self._stepped = self._stepped and not isinstance(event, RunStarted)
+        self._is_open = self._is_open and not isinstance(event, RunStarted | Resumed | RunEnded)
         return self.seconds
+
+    def shows_kill(self, event: Event) -> bool:
+        """Whether a process begins after steps that no event ended: the one before it was killed."""
+        return self._is_open and isinstance(event, RunStarted | Resumed)
 
     def add_steps(self, times: Iterable[float]) -> list[float]:
         """The seconds from the first event to each of the steps that ended at these times."""
@@ -68,7 +71,7 @@ class Elapsed:
             seconds_at_steps.append(seconds)
         self.seconds = seconds
         self._before = before
-        self._stepped = self._stepped or bool(seconds_at_steps)
+        self._is_open = self._is_open or bool(seconds_at_steps)
         return seconds_at_steps
 
     def until(self, now: float) -> float:
