@@ -144,7 +144,7 @@ def trained(folder: Path, recipe: str, name: str) -> Trained:
 def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOut:
     """Of the run's last checkpoint, or of `model`; prompts and rewards are those of `plan_dir`, a run, too."""
     from bloomery.data.prompts import Prompts
-    from bloomery.evals.rewards import complete
+    from bloomery.evals.rewards import complete_as_trained
     from bloomery.infer.generate import Model
     from bloomery.model.io.weights import load_decoder
     from bloomery.parallel.mesh import SINGLE_RANK
@@ -158,7 +158,7 @@ def held_out(run_dir: Path, plan_dir: Path, model: Path | None = None) -> HeldOu
     decoder = loaded.decoder if model is None else load_decoder(model).float().eval()
     split = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
     prompts = [split[number] for number in range(len(split))]
-    completions = complete(decoder, loaded.tokenizer, plan, prompts)
+    completions = complete_as_trained(decoder, loaded.tokenizer, plan, prompts)
     entries = reward_entries(loaded.tokenizer, prompts, completions)
     with (
         RewardModels(plan, SINGLE_RANK, device="cpu") as models,

@@ -314,12 +314,12 @@ def evaluate_task(
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals import tasks
-    from bloomery.evals.items import Settings
+    from bloomery.evals.items import TaskSettings
 
     return tasks.evaluate_task(
         tasks.Named(str(model), folder, step),
         Path(task),
-        Settings(template=template, bos=bos, **settings),
+        TaskSettings(template=template, bos=bos, **settings),
         against=None if against is None else _named(against),
         use=use,
         on_load=on_load,

@@ -21,7 +21,7 @@ from bloomery.data.prepare.prepare import preparation, prepare
 from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
 from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.evals.evaluate import texts_of
+from bloomery.evals.evaluate import read_texts
 from bloomery.infer.forward import forward
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
@@ -301,7 +301,7 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     chats, plain = (part.documents for part in manifest.validation.parts)
     assert chats and plain
     tokenizer: Tokenizer = load_tokenizer(tmp_path / "p")
-    texts = list(texts_of(tmp_path / "p", tokenizer))
+    texts = list(read_texts(tmp_path / "p", tokenizer))
     assert [text.loss_mask is None for text in texts] == [False] * chats + [True] * plain
     assert len(validation_prompts(tmp_path / "p", 99)) == chats
     manifest_read = read_manifest(tmp_path / "p")

@@ -9,7 +9,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.evals.evaluate import Text, evaluate, evaluate_texts, texts_of
+from bloomery.evals.evaluate import TokenizedText, evaluate, evaluate_texts, read_texts
 from bloomery.facts.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.recipe.schema import TrainTokenizer
@@ -146,13 +146,13 @@ def test_damaged_weights_are_no_number(decoder, tokenizer):
         for parameter in broken.parameters():
             parameter.fill_(math.nan)
     with pytest.raises(UserError, match="not a finite number"):
-        evaluate_texts(broken, [Text([1, 2, 3], 3)], where="x")
+        evaluate_texts(broken, [TokenizedText([1, 2, 3], 3)], where="x")
 
 
 def test_tokens_that_somebody_else_made_are_scored_as_they_are(decoder, tokenizer, tmp_path):
     ids = tokenizer.encode(PROSE)
     path = file_of(tmp_path, "rows.jsonl", json.dumps({"input_ids": ids}) + "\n")
-    (text,) = texts_of(path, tokenizer)
+    (text,) = read_texts(path, tokenizer)
     assert text.tokens == [tokenizer.bos_id, *ids] and text.bytes == len(PROSE.encode())
     assert np.isclose(
         evaluate(decoder, tokenizer, path)[0].loss, nats_by_hand(decoder, text.tokens) / len(ids)

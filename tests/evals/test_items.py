@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
 from bloomery.evals.items import (
-    Settings,
+    TaskSettings,
     ask,
-    complete,
+    complete_prompts,
     encode_pair,
     extracted,
     read_task,
@@ -92,7 +92,7 @@ def test_multiple_choice_is_scored_as_lm_eval_defines_it(loaded, tmp_path, shots
     decoder, tokenizer = loaded
     task = read_task(task_file(tmp_path, ROWS))
     assert [item.right for item in task.items] == [0, 1, 1, 1]
-    found = ask(decoder, tokenizer, task, Settings(shots=shots))
+    found = ask(decoder, tokenizer, task, TaskSettings(shots=shots))
     before = "Question: def f(x)\nAnswer: return x\n\n" if shots else ""
     right, normed = [], []
     for row, item in list(zip(ROWS, task.items, strict=True))[shots:]:
@@ -144,9 +144,11 @@ def test_completions_in_slots_equal_one_at_a_time(loaded):
         "".join(continued(decoder, tokenizer, one.ids, one.sampling, one.stops)) for one in asked
     ]
     assert (
-        complete(decoder, tokenizer, asked, slots=2) == alone == complete(decoder, tokenizer, asked)
+        complete_prompts(decoder, tokenizer, asked, slots=2)
+        == alone
+        == complete_prompts(decoder, tokenizer, asked)
     )
-    assert complete(decoder, tokenizer, []) == [] and len(set(alone)) > 2
+    assert complete_prompts(decoder, tokenizer, []) == [] and len(set(alone)) > 2
 
 
 def test_exact_match_takes_what_the_pattern_finds_last():
@@ -161,7 +163,7 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
     decoder, tokenizer = loaded
     texts = ["def f(x):", "für Größe", "so on"]
     ids = [tokenizer.prefix + tokenizer.encode(text) for text in texts]
-    wrote = complete(
+    wrote = complete_prompts(
         decoder,
         tokenizer,
         [TextRequest(one, Sampling(max_new_tokens=4, temperature=0)) for one in ids],
@@ -172,7 +174,7 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
         {"prompt": texts[2], "answer": ["no", f" {wrote[2]} "]},
     ]
     task = read_task(task_file(tmp_path, rows))
-    found = ask(decoder, tokenizer, task, Settings(max_new_tokens=4, stop=("\0",)))
+    found = ask(decoder, tokenizer, task, TaskSettings(max_new_tokens=4, stop=("\0",)))
     assert task.kind == "exact-match" and list(found.scores[0].values) == [1.0, 0.0, 1.0]
     assert [one["completion"] for one in found.outputs] == wrote
 
@@ -284,7 +286,7 @@ def test_a_run_that_cannot_be_written_still_has_its_scores(run, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("bloomery.monitor.events.EventLog.__call__", full)
-    report = evaluate_task(Named("ours", run), task_file(tmp_path, ROWS), Settings(), use=CPU)
+    report = evaluate_task(Named("ours", run), task_file(tmp_path, ROWS), TaskSettings(), use=CPU)
     assert (
         "not recorded in the run: No space left on device" in report.notes
         and asdict(report)["results"]
@@ -301,7 +303,7 @@ def test_completions_are_decoded_by_the_core_of_generate_and_choices_are_not(
         ("written", [{"question": "def f(x)", "answer": "return x"}]),
     ):
         said[name] = []
-        settings = Settings(max_new_tokens=2)
+        settings = TaskSettings(max_new_tokens=2)
         evaluate_task(
             Named("ours", run),
             task_file(tmp_path, rows),

@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.evals.statistics import (
     Scores,
-    compare,
+    compare_scores,
     mcnemar,
     shares,
     sign_flip,
@@ -73,7 +73,7 @@ def test_a_comparison_of_shares_counts_the_items_on_which_the_models_disagree():
         shares("acc", [True] * 12 + [False] * 4),
         shares("acc", [True] * 2 + [False] * 12 + [True] * 2),
     )
-    found = compare(first, second)
+    found = compare_scores(first, second)
     assert found.test == "mcnemar-exact" and (found.better, found.worse) == (10, 2)
     assert found.value == pytest.approx(8 / 16) and found.p_value == pytest.approx(mcnemar(10, 2))
     assert found.low < found.value < found.high
@@ -86,14 +86,14 @@ def test_a_comparison_of_bits_per_byte_pairs_the_documents():
     hard = random.uniform(0.5, 3.0, 50)
     first = Scores("bits_per_byte", size * (hard + random.normal(0.02, 0.02, 50)), size)
     second = Scores("bits_per_byte", size * hard, size)
-    found = compare(first, second)
+    found = compare_scores(first, second)
     assert found.test == "sign-flip" and found.p_value < 0.001 and found.low > 0
     assert found.value == pytest.approx(first.estimate().value - second.estimate().value)
     assert first.estimate().low < second.estimate().value < first.estimate().high
-    same = compare(first, first)
+    same = compare_scores(first, first)
     assert same.value == 0 and same.p_value == 1.0 and (same.better, same.worse) == (0, 0)
 
 
 def test_one_document_has_neither_interval_nor_test():
     one = Scores("bits_per_byte", np.array([3.0]), np.array([2.0]))
-    assert one.estimate().low is None and compare(one, one).p_value is None
+    assert one.estimate().low is None and compare_scores(one, one).p_value is None

@@ -259,11 +259,11 @@ def _evaluate(
 ) -> ModelResult:
     """With the same random numbers for every model."""
     from bloomery.evals.evaluate import load_to_evaluate
-    from bloomery.evals.rewards import complete, evaluate_rewards
+    from bloomery.evals.rewards import complete_as_trained, evaluate_rewards
     from bloomery.train.rl.scoring import visible_ids
 
     decoder, tokenizer = load_to_evaluate(model)
     scores, _ = evaluate_rewards(decoder, tokenizer, plan, run_dir, None)
-    completions = complete(decoder, tokenizer, plan, shown_prompts)
+    completions = complete_as_trained(decoder, tokenizer, plan, shown_prompts)
     texts = [harmless(tokenizer.decode(visible_ids(completion))) for completion in completions]
     return ModelResult(scores, texts)

@@ -55,7 +55,7 @@ class TextScores:
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """One tokenized document. Scored are the tokens after the first, with a `loss_mask` (bool [len(tokens)]) only
     those in it; `bytes` are those of the scored tokens. `kind`: of the examples.
     """
@@ -192,7 +192,7 @@ def evaluate(
     """
     refuse_values(decoder.config, where="the model")
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
-    texts = list(texts_of(data, tokenizer, bos=bos, template=template))
+    texts = list(read_texts(data, tokenizer, bos=bos, template=template))
     refuse_unknown_ids(
         chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size
     )
@@ -332,7 +332,7 @@ def _no_pairs(kind: str, where: str) -> UserError:
 
 
 def evaluate_texts(
-    decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None
+    decoder: Decoder, texts: Iterable[TokenizedText], *, where: str, context: int | None = None
 ) -> TextScores:
     """The mean over all scored tokens of all documents."""
     texts = list(texts)
@@ -356,9 +356,9 @@ def evaluate_texts(
     return TextScores(loss, math.exp(min(loss, 700.0)), bits, tokens, size)
 
 
-def texts_of(
+def read_texts(
     data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None
-) -> Iterator[Text]:
+) -> Iterator[TokenizedText]:
     """The documents of `data`, tokenized. Raises UserError when it is missing or unreadable."""
     if (data / "manifest.json").is_file():
         yield from _prepared(data, tokenizer, bos=bos)
@@ -376,12 +376,14 @@ def texts_of(
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if ids[: len(start)] == start else start + ids
-            yield Text(ids, _bytes(content, ids, sizes, has_bos=bool(start)))
+            yield TokenizedText(ids, _bytes(content, ids, sizes, has_bos=bool(start)))
 
 
-def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: ShardKind) -> Text:
+def _masked(
+    ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: ShardKind
+) -> TokenizedText:
     scored = np.asarray(ids[1:], dtype=np.int64)[loss_mask[1:]]
-    return Text(ids, int(sizes[scored].sum()), loss_mask, kind)
+    return TokenizedText(ids, int(sizes[scored].sum()), loss_mask, kind)
 
 
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
@@ -434,7 +436,7 @@ def _bytes(
     return size if has_bos or not ids else max(size - int(sizes[ids[0]]), 0)
 
 
-def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
+def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[TokenizedText]:
     """The validation set as in training, [bos] text [eos]; the EOS is scored and has no bytes."""
     split = open_split(folder, "validation")
     sizes = tokenizer.token_bytes()
@@ -446,10 +448,12 @@ def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text
                 yield _masked(ids, flags.astype(bool), sizes, split.kind)
             continue
         ids = ids[1:] if not bos and ids[:1] == [tokenizer.bos_id] else ids
-        yield Text(ids, int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum()))
+        yield TokenizedText(ids, int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum()))
 
 
-def notes_of(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int) -> list[str]:
+def notes_of(
+    texts: list[TokenizedText], tokenizer: Tokenizer, *, bos: bool, context: int
+) -> list[str]:
     """Sentences that explain the scores."""
     notes = []
     longer = sum(len(text.tokens) > context for text in texts)

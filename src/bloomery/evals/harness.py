@@ -12,7 +12,7 @@ import numpy as np
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
-from bloomery.evals.items import TaskScores, complete
+from bloomery.evals.items import TaskScores, complete_prompts
 from bloomery.evals.statistics import CorpusScores, Scores
 from bloomery.infer.generate import TextRequest
 from bloomery.infer.sampling import Sampling
@@ -146,7 +146,7 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                         ends[-1],
                     )
                 )
-            texts = complete(decoder, tokenizer, completions)
+            texts = complete_prompts(decoder, tokenizer, completions)
             for mark in marks:  # which the harness leaves out, too
                 texts = [text.replace(mark, "") for text in texts]
             texts = [

@@ -33,7 +33,7 @@ _FIX = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} or {"q
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TaskSettings:
     """How a task is asked. `shots`: first items that are shown with their answer and not scored. `limit`: items scored.
     `extract`: a regular expression; its last match in a completion is the answer.
     """
@@ -170,7 +170,7 @@ class Asker:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        settings: Settings,
+        settings: TaskSettings,
         shots: Sequence[Item],
         encode: Callable[[Sequence[Message]], list[int]] | None,
         stops: tuple[str, ...],
@@ -243,7 +243,9 @@ def encode_pair(
 
 
 @contextmanager
-def asking(tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item] = ()) -> Iterator[Asker]:
+def asking(
+    tokenizer: Tokenizer, settings: TaskSettings, shots: Sequence[Item] = ()
+) -> Iterator[Asker]:
     """Raises UserError for a chat with a model without a chat template."""
     if not settings.chat:
         yield Asker(tokenizer, settings, shots, None, settings.stop or _STOPS, ())
@@ -262,7 +264,7 @@ def asking(tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item] = ())
         )
 
 
-def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
+def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: TaskSettings) -> TaskScores:
     """The scores of multiple choice or exact match. Raises UserError."""
     shots = task.items[: settings.shots]
     items = task.items[settings.shots :][: settings.limit]
@@ -325,7 +327,7 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
         stop_ids=asker.stop_ids,
     )
     prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], new_tokens)
-    completions = complete(
+    completions = complete_prompts(
         decoder, asker.tokenizer, [TextRequest(ids, sampling, asker.stops) for ids in prompts]
     )
     outputs = []
@@ -398,7 +400,7 @@ def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[
     )
 
 
-def complete(
+def complete_prompts(
     decoder: Decoder,
     tokenizer: Tokenizer,
     requests: Sequence[TextRequest],

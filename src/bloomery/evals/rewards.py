@@ -96,7 +96,7 @@ def evaluate_rewards(
         fix = "set data.validation in the recipe, or add --data FILE with prompts"
         raise UserError("no prompt to complete", where=where, fix=fix)
 
-    completions = complete(decoder, tokenizer, plan, fitting)
+    completions = complete_as_trained(decoder, tokenizer, plan, fitting)
     entries = reward_entries(tokenizer, fitting, completions)
     device = next(decoder.parameters()).device.type
     with (
@@ -112,7 +112,7 @@ def evaluate_rewards(
     return summarized(completions, scored, where=where), notes
 
 
-def complete(
+def complete_as_trained(
     decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan, prompts: Sequence[Prompt]
 ) -> list[Completion]:
     """One completion of each prompt, with the random numbers of the run's own evaluations."""

@@ -130,7 +130,7 @@ def shares(metric: str, correct: list[bool] | list[float]) -> Scores:
     return Scores(metric, np.array(correct, np.float64), np.ones(len(correct)))
 
 
-def compare(first: Scores, second: Scores) -> Difference:
+def compare_scores(first: Scores, second: Scores) -> Difference:
     """Of the same items in the same order.
 
     Shares: McNemar's exact test. Other figures: items' models are exchanged at random (a paired permutation test).

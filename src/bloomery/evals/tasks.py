@@ -13,11 +13,11 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
-from bloomery.evals.evaluate import load_found, notes_of, texts_of
+from bloomery.evals.evaluate import load_found, notes_of, read_texts
 from bloomery.evals.harness import HarnessSettings, refuse_without_harness, run_harness
 from bloomery.evals.items import (
-    Settings,
     TaskScores,
+    TaskSettings,
     ask,
     compiled,
     read_task,
@@ -27,8 +27,8 @@ from bloomery.evals.statistics import (
     Difference,
     Estimate,
     Scores,
-    compare,
     compare_corpora,
+    compare_scores,
 )
 from bloomery.infer.load import OnText, Use
 from bloomery.infer.model_folder import ModelFiles, find_model
@@ -81,7 +81,7 @@ class TaskReport:
 def evaluate_task(
     model: Named,
     task: Path,
-    settings: Settings,
+    settings: TaskSettings,
     *,
     against: Named | None = None,
     use: Use | None = None,
@@ -152,7 +152,7 @@ def _score_texts(
     decoder: Decoder, tokenizer: Tokenizer, *, data: Path, bos: bool, template: str | None
 ) -> TaskScores:
     """Bits and bytes of each document."""
-    texts = list(texts_of(data, tokenizer, bos=bos, template=template))
+    texts = list(read_texts(data, tokenizer, bos=bos, template=template))
     refuse_unknown_ids(
         (token for text in texts for token in text.tokens), decoder.config.vocab_size
     )
@@ -255,7 +255,7 @@ def _results(
         against = Scores(
             against_scores.metric, against_scores.values[weighs], against_scores.weights[weighs]
         )
-        difference = compare(model, against)
+        difference = compare_scores(model, against)
         results.append(
             Result(model.metric, items, model.estimate(), against.estimate(), difference)
         )

@@ -348,7 +348,7 @@ class ModelFiles:
 
 def find_model(model: Path, step: str = "best") -> ModelFiles:
     """Resolve a MODEL argument as `model_folder`, or BASE+ADAPTER. Raises UserError."""
-    base, adapter = split(model)
+    base, adapter = base_and_adapter(model)
     weights = model_folder(adapter, step)
     if not is_adapter_folder(weights):
         if base is not None:
@@ -373,7 +373,7 @@ def _trained(weights: Path) -> Trained | None:
     return Trained(plan.quantize, plan.train.precision, plan.train.device)
 
 
-def split(model: Path) -> tuple[Path | None, Path]:
+def base_and_adapter(model: Path) -> tuple[Path | None, Path]:
     """(BASE, ADAPTER) where both are folders, else (None, model): a folder's name may contain a +."""
     if model.exists():
         return None, model

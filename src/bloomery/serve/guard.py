@@ -90,7 +90,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = Body(receive, send)
+        body = GuardedBody(receive, send)
         # The token comes first: a stranger learns nothing of a server, not even that it is busy.
         refused = self._stranger(scope)
         if refused is None and scope["path"] != "/health" and self.open >= self.most:
@@ -126,7 +126,7 @@ class Guard:
 
 
 @final
-class Body:
+class GuardedBody:
     """The messages of one request. An answer before its body has arrived drops a little of the rest, and closes."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
