@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bloomery.model.compiled_scores import RowsOf
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.native import find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -22,7 +22,9 @@ def scored(native: bool, dtype: torch.dtype, vocabulary: int, chunk: int) -> tup
     labels[0, :3] = torch.tensor([0, vocabulary - 1, min(4096, vocabulary - 1)])
     weights = (torch.rand(2, 40, generator=draw) > 0.3).float()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        scores = LabelScores(labels, weights, chunk, native=native)(hidden, output, None)
+        scores = LabelScores(labels, weights, ScoreSettings(chunk, native=native))(
+            hidden, output, None
+        )
     (scores * torch.rand(2, 40, generator=draw)).sum().backward()
     return scores.detach(), hidden.grad, output.weight.grad
 
@@ -48,7 +50,9 @@ def test_what_is_not_a_number_is_not_hidden() -> None:
     for place in (0, 5000, 9000):
         hidden, output = torch.randn(1, 20, 32), nn.Linear(32, 9001, bias=False)
         output.weight.data[place] = torch.nan
-        head = LabelScores(torch.ones(1, 20, dtype=torch.int64), torch.ones(1, 20), 20, native=True)
+        head = LabelScores(
+            torch.ones(1, 20, dtype=torch.int64), torch.ones(1, 20), ScoreSettings(20, native=True)
+        )
         assert head(hidden, output, None).isnan().all()
 
 
@@ -56,7 +60,7 @@ def test_a_soft_cap_is_left_to_torch() -> None:
     hidden, output = torch.randn(1, 20, 32), nn.Linear(32, 50, bias=False)
     labels, weights = torch.ones(1, 20, dtype=torch.int64), torch.ones(1, 20)
     ours, theirs = (
-        LabelScores(labels, weights, 20, native=native)(hidden, output, 3.0)
+        LabelScores(labels, weights, ScoreSettings(20, native=native))(hidden, output, 3.0)
         for native in (True, False)
     )
     assert torch.equal(ours, theirs)

@@ -50,7 +50,7 @@ def gradients(scores: Tensor, hidden: Tensor, output: nn.Linear) -> tuple[Tensor
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
     hidden, output, labels, weights = example()
-    ours = LabelScores(labels, weights, chunk)(hidden, output, softcap)
+    ours = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, softcap)
     theirs = reference(hidden, output, labels, weights, softcap)
     assert_close(ours, theirs)
     assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
@@ -59,7 +59,7 @@ def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_gradcheck(softcap: float | None) -> None:
     hidden, output, labels, _ = example()
-    settings = ScoreSettings(softcap, 4, compiled=False)
+    settings = ScoreSettings(4, softcap=softcap)
     assert gradcheck(
         lambda h, w: label_scores(h, w, labels[0], settings), (hidden[0], output.weight)
     )
@@ -74,7 +74,7 @@ def test_rows_without_weight_are_dropped_before_the_matmul(monkeypatch: pytest.M
     )
     hidden, output, labels, weights = example()
     weights[0] = 0
-    scores = LabelScores(labels, weights, 3)(hidden, output, None)
+    scores = LabelScores(labels, weights, ScoreSettings(3))(hidden, output, None)
     assert sum(seen) == weights.sum()
     d_hidden, _ = gradients(scores, hidden, output)
     assert not d_hidden[weights == 0].any()
@@ -83,7 +83,7 @@ def test_rows_without_weight_are_dropped_before_the_matmul(monkeypatch: pytest.M
 
 def test_nothing_to_learn() -> None:
     hidden, output, labels, weights = example()
-    scores = LabelScores(labels, weights * 0, 4)(hidden, output, None)
+    scores = LabelScores(labels, weights * 0, ScoreSettings(4))(hidden, output, None)
     d_hidden, d_weight = gradients(scores, hidden, output)
     assert not scores.any()
     assert not d_hidden.any()
@@ -93,7 +93,7 @@ def test_nothing_to_learn() -> None:
 def test_a_frozen_output_layer_gets_no_gradient() -> None:
     hidden, output, labels, weights = example()
     output.requires_grad_(False)
-    LabelScores(labels, weights, 4)(hidden, output, None).sum().backward()
+    LabelScores(labels, weights, ScoreSettings(4))(hidden, output, None).sum().backward()
     assert hidden.grad is not None
     assert output.weight.grad is None
 
@@ -107,7 +107,7 @@ def test_tied_weights_sum_both_gradients() -> None:
         return torch.autograd.grad(score(embedding(labels), output, None).sum(), output.weight)[0]
 
     assert_close(
-        gradient(LabelScores(labels, weights, 4)),
+        gradient(LabelScores(labels, weights, ScoreSettings(4))),
         gradient(lambda hidden, layer, cap: reference(hidden, layer, labels, weights, cap)),
     )
 
@@ -115,7 +115,7 @@ def test_tied_weights_sum_both_gradients() -> None:
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_half_weights(chunk: int) -> None:
     hidden, output, labels, weights = example(torch.bfloat16)
-    scores = LabelScores(labels, weights, chunk)(hidden, output, 2.0)
+    scores = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, 2.0)
     assert scores.dtype == torch.float32
     exact = reference(hidden.double(), output.double(), labels, weights, 2.0)
     assert_close(scores.double(), exact, atol=0.02, rtol=0)
@@ -124,7 +124,7 @@ def test_half_weights(chunk: int) -> None:
 def test_autocast_multiplies_in_half_and_sums_in_float32() -> None:
     hidden, output, labels, weights = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = LabelScores(labels, weights, 4)(hidden, output, None)
+        scores = LabelScores(labels, weights, ScoreSettings(4))(hidden, output, None)
         theirs = reference(hidden, output, labels, weights, None)
     assert scores.dtype == torch.float32
     assert_close(scores, theirs.float(), atol=1e-5, rtol=0)  # the bf16 logits are the same
@@ -142,7 +142,7 @@ def test_memory_follows_the_chunk() -> None:
     )
 
     def peak(chunk: int) -> int:
-        settings = ScoreSettings(None, chunk, compiled=False)
+        settings = ScoreSettings(chunk)
         labels = torch.zeros(1024, dtype=torch.int64)
         return peak_bytes(lambda: label_scores(hidden, weight, labels, settings).sum().backward())
 
@@ -156,7 +156,7 @@ def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
     )
 
     def flops(chunk: int) -> int:
-        settings = ScoreSettings(None, chunk, compiled=False)
+        settings = ScoreSettings(chunk)
         with FlopCounterMode(display=False) as counted:
             label_scores(
                 hidden, weight, torch.zeros(64, dtype=torch.int64), settings
@@ -168,7 +168,7 @@ def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
 
 def test_kept_logits_serve_one_backward_and_refuse_a_second() -> None:
     hidden, output, labels, weights = example()
-    scores = LabelScores(labels, weights, 1000)(hidden, output, None)
+    scores = LabelScores(labels, weights, ScoreSettings(1000))(hidden, output, None)
     scores.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         scores.sum().backward()
@@ -181,7 +181,7 @@ def test_last_logits() -> None:
 
 def test_whole_model_compilation_keeps_shapes() -> None:
     hidden, output, labels, weights = example()
-    head = LabelScores(labels, weights, 4)
+    head = LabelScores(labels, weights, ScoreSettings(4))
     compiled = torch.compile(
         lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False
     )
@@ -196,7 +196,9 @@ def test_compiled_pointwise_parts(softcap: float | None, chunk: int) -> None:
     hidden, output, labels, weights = example()
     results = []
     for _ in range(2):
-        ours = LabelScores(labels, weights, chunk, compiled=True)(hidden, output, softcap)
+        ours = LabelScores(labels, weights, ScoreSettings(chunk, compiled=True))(
+            hidden, output, softcap
+        )
         results.append((ours.detach(), *gradients(ours, hidden, output)))
     theirs = reference(hidden, output, labels, weights, softcap)
     assert_close(results[0], (theirs.detach(), *gradients(theirs, hidden, output)))
@@ -245,7 +247,7 @@ def test_tiles_of_the_vocabulary_change_no_score_and_no_gradient(
 ) -> None:
     monkeypatch.setattr(heads, "CPU_TILE", tile)
     hidden, output, labels, weights = example()
-    ours = LabelScores(labels, weights, 4)(hidden, output, softcap)
+    ours = LabelScores(labels, weights, ScoreSettings(4))(hidden, output, softcap)
     theirs = reference(hidden, output, labels, weights, softcap)
     assert_close(ours, theirs)
     assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
@@ -257,10 +259,12 @@ def test_a_gradient_that_goes_straight_into_grad_is_added_to_what_is_there(
 ) -> None:
     hidden, output, labels, weights = example()
     (theirs,) = torch.autograd.grad(
-        LabelScores(labels, weights, 4)(hidden, output, None).sum(), output.weight
+        LabelScores(labels, weights, ScoreSettings(4))(hidden, output, None).sum(), output.weight
     )
     output.weight.grad = None if first is None else torch.full_like(output.weight, first)
-    LabelScores(labels, weights, 4, into_grad=True)(hidden, output, None).sum().backward()
+    LabelScores(labels, weights, ScoreSettings(4, into_grad=True))(
+        hidden, output, None
+    ).sum().backward()
     assert_close(output.weight.grad, theirs + (first or 0.0))
 
 
@@ -273,7 +277,7 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
         output.weight.grad = None
         for _ in range(2):  # accumulated
             hidden = torch.nn.functional.embedding(tokens, output.weight).tanh()
-            LabelScores(tokens, torch.ones(2, 9), 4, into_grad=into_grad)(
+            LabelScores(tokens, torch.ones(2, 9), ScoreSettings(4, into_grad=into_grad))(
                 hidden, output, None
             ).sum().backward()
         assert output.weight.grad is not None
@@ -290,7 +294,7 @@ def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
     )
     labels, weights = torch.randint(32768, (1, 512)), torch.ones(1, 512)
     output.weight.grad = torch.zeros_like(output.weight)
-    head = LabelScores(labels, weights, 512, into_grad=True)
+    head = LabelScores(labels, weights, ScoreSettings(512, into_grad=True))
     assert peak_bytes(lambda: head(hidden, output, None).sum().backward()) < 22e6
 
 
@@ -303,9 +307,9 @@ def test_half_precision_on_a_cpu_multiplies_few_shapes_however_many_labels_are_l
             torch.randint(32, (1, 256)),
         )
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mm: _noting(shapes)}):
-            scores = LabelScores(labels, (torch.arange(256) < learned).float()[None], 256)(
-                hidden, output, None
-            )
+            scores = LabelScores(
+                labels, (torch.arange(256) < learned).float()[None], ScoreSettings(256)
+            )(hidden, output, None)
             scores.sum().backward()
         expected = reference(
             hidden, output, labels, (torch.arange(256) < learned).float()[None], None

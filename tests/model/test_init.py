@@ -9,7 +9,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import FAMILIES, fresh_config
 from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, init_weights, model_state
 
 SIZES = {
@@ -41,7 +41,7 @@ def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
     tokens = torch.randint(
         4, config.vocab_size, (2, 97), generator=torch.Generator().manual_seed(0)
     )
-    head = LabelScores(tokens[:, 1:].contiguous(), torch.ones(2, 96), 192)
+    head = LabelScores(tokens[:, 1:].contiguous(), torch.ones(2, 96), ScoreSettings(192))
     loss = -float(decoder(tokens[:, :-1], head=head).head.mean())
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 

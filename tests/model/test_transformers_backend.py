@@ -18,7 +18,7 @@ from bloomery.model import transformers_backend as transformers_backend
 from bloomery.model.cache import Cache
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import (
     give_memory,
     load_decoder,
@@ -65,7 +65,7 @@ def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(
     ours = load_decoder(tmp_path)
     labels, weights = TOKENS.roll(-1, 1), torch.ones(TOKENS.shape)
     weights[:, ::3] = 0
-    scores = ours(TOKENS, head=LabelScores(labels, weights, 7, into_grad=True)).head
+    scores = ours(TOKENS, head=LabelScores(labels, weights, ScoreSettings(7, into_grad=True))).head
     (-(scores * weights).sum()).backward()
     nats = F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="none")
     (nats * weights.flatten()).sum().backward()

@@ -11,7 +11,7 @@ from bloomery.facts.presets import preset
 from bloomery.model.attention.per_document import _padding
 from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.plan.estimate.activations import (
     activation_bytes,
     end_bytes,
@@ -166,7 +166,7 @@ def test_activations_are_what_autograd_keeps(family, attention):
     torch.manual_seed(0)
     decoder = Decoder(config, attention=attention).train()
     tokens = torch.randint(0, 512, (4, 128))
-    head = LabelScores(tokens, torch.ones(4, 128), chunk=64)
+    head = LabelScores(tokens, torch.ones(4, 128), ScoreSettings(chunk=64))
     measured = kept_bytes(decoder, lambda: decoder(tokens, head=head).head)
     load = replace(
         GO_CODER,

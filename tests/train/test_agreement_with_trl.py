@@ -12,7 +12,7 @@ from plans_for_tests import tiny_plan
 from torch import Tensor
 
 from bloomery.data.batch import Batch
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.objectives import Kto, OrPo, Preference, SimPo
 from bloomery.train.objectives.build import build_objective
@@ -118,7 +118,7 @@ def interleaved(first: list, second: list) -> list:
 @torch.no_grad()
 def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
     if start is not None:
-        head = LabelScores(batch.labels, batch.loss_mask, 64)
+        head = LabelScores(batch.labels, batch.loss_mask, ScoreSettings(64))
         output = start(
             batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
         )

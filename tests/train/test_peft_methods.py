@@ -27,7 +27,7 @@ from bloomery.model.adapters.settings import (
     PROMPTS,
     linear_modules,
 )
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.estimate.activations import activation_bytes
 from bloomery.plan.estimate.states import TrainedModel
@@ -299,7 +299,12 @@ def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
         with torch.autocast("cpu", torch.bfloat16):
             return kept_bytes(
                 model,
-                lambda: model(tokens, head=LabelScores(tokens, torch.ones(4, 128), chunk=64)).head,
+                lambda: (
+                    model(
+                        tokens,
+                        head=LabelScores(tokens, torch.ones(4, 128), ScoreSettings(chunk=64)),
+                    ).head
+                ),
             )
 
     ours = measured(lambda model: adapt(model, lora))

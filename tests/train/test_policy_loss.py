@@ -11,7 +11,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.train.objectives.losses import extreme, joined_metrics, means
 from bloomery.train.rl.policy_loss import (
     PolicyLoss,
@@ -246,7 +246,9 @@ def test_extremes_of_two_micro_batches_are_no_sums():
     )
     assert means(sums) == {"a/max": 2.0, "a/min": 1.0}
     nothing = extreme(first, torch.zeros_like(present))
-    assert means(joined_metrics({"a/max": nothing}, {"a/max": extreme(first, present)})) == {"a/max": 1.0}
+    assert means(joined_metrics({"a/max": nothing}, {"a/max": extreme(first, present)})) == {
+        "a/max": 1.0
+    }
 
 
 def test_parts_of_a_batch_add_up():
@@ -371,7 +373,9 @@ def test_the_head_divides_by_the_temperature_and_gives_the_entropy(bias, softcap
     operators = dataclasses.replace(
         SCORE_OPERATORS, tile_size=lambda weight: -(-VOCABULARY // tiles)
     )
-    head = LabelScores(labels, mask, 4, operators=operators, temperature=0.7, entropy=True)
+    head = LabelScores(
+        labels, mask, ScoreSettings(4, operators=operators, temperature=0.7, entropy=True)
+    )
     found = head(hidden, output, softcap)
     torch.testing.assert_close(found[0], scores * mask)
     torch.testing.assert_close(found[1], entropies * mask)

@@ -10,7 +10,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.model.heads import LabelScores, ScoresAndValues
+from bloomery.model.heads import LabelScores, ScoresAndValues, ScoreSettings
 from bloomery.train.objectives.losses import means
 from bloomery.train.rl.ppo import PpoLoss, TokenRewarding, generalized_advantages, whitened
 
@@ -337,7 +337,9 @@ def test_the_head_gives_scores_entropies_and_values():
     expected_gradients = hidden.grad, value_head.weight.grad
     hidden.grad = value_head.weight.grad = None
 
-    head = ScoresAndValues(LabelScores(labels, mask, 4, temperature=0.7, entropy=True), value_head)
+    head = ScoresAndValues(
+        LabelScores(labels, mask, ScoreSettings(4, temperature=0.7, entropy=True)), value_head
+    )
     scores, found_entropies, values = head(hidden, output, None)
     torch.testing.assert_close(scores, expected_scores * mask)
     torch.testing.assert_close(found_entropies, entropies * mask)

@@ -10,7 +10,7 @@ from structured_runs import write_answers
 
 from bloomery.core import Choice
 from bloomery.data.order import Cursor
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import (
     EvalDone,
@@ -96,7 +96,7 @@ def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_p
     loader = open_loader(plan.data, "train", scores, seed=plan.train.seed)
     batch = loader.batch(Cursor(0, 0), 3)
     model = fresh_decoder(PLAIN, seed=0, attention="mask")
-    head = LabelScores(batch.labels, batch.loss_mask, 64)
+    head = LabelScores(batch.labels, batch.loss_mask, ScoreSettings(64))
     with torch.no_grad():
         expected = model(
             batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
@@ -116,7 +116,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_refer
     second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
     assert second.losses() == {step: loss for step, loss in whole.losses().items() if step > 6}
     assert_same_tensors(second.tensors(12), whole.tensors(12))
-    monkeypatch.setattr(reference, "label_scores", None)  # it is there now
+    monkeypatch.setattr(reference, "batch_label_scores", None)  # it is there now
     third = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
     assert third.losses() == second.losses()
 
@@ -131,15 +131,15 @@ def test_a_run_may_be_stopped_while_its_reference_is_computed(answers, tmp_path)
 
 def test_a_killed_computation_of_the_reference_goes_on_where_it_was(answers, tmp_path, monkeypatch):
     plan = plan_of(answers("pairs"), DPO, eval={"every_steps": 6, "micro_batch_size": 2})
-    label_scores, calls = reference.label_scores, []
+    batch_label_scores, calls = reference.batch_label_scores, []
 
     def dying(*args, **kwargs):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return label_scores(*args, **kwargs)
+        return batch_label_scores(*args, **kwargs)
 
-    monkeypatch.setattr(reference, "label_scores", dying)
+    monkeypatch.setattr(reference, "batch_label_scores", dying)
     with pytest.raises(KeyboardInterrupt):
         Run(plan, tmp_path / "run")
     assert not reference_file(tmp_path / "run", "train").exists()

@@ -10,6 +10,7 @@ from rollouts_for_tests import assert_same_training, metrics, plan_of, write_rec
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.infer.forward import eval_mode
+from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
@@ -48,7 +49,7 @@ def batch_of(config) -> Batch:
 def scores(model, plan, batch) -> torch.Tensor:
     with eval_mode(model):
         return batch_label_scores(
-            model, batch, score_chunk=plan.model.score_chunk, precision=plan.train.precision
+            model, batch, ScoreSettings(plan.model.score_chunk), precision=plan.train.precision
         )
 
 

@@ -112,20 +112,17 @@ SCORE_OPERATORS = ScoreOperators()
 
 
 @dataclass(frozen=True)
-class LabelScores:
-    """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
+class ScoreSettings:
+    """How the scores of labels are computed.
 
     Logits exist for `chunk` rows at a time (and on a CPU for a tile of the vocabulary), forward and backward, and are
-    recomputed in backward; where one piece is all there is, it is kept instead. Rows of weight 0 are left out before
-    the matmul. `compiled`: one kernel of torch's compiler each way between the matmuls, for chunks of one shape.
-    `native`: `model.compiled_scores` in its place, for rows as many as there are, on a CPU. `into_grad`: backward
-    adds to the weight's `.grad` and returns no gradient, which saves a copy; hooks are not called.
-    `temperature` divides the logits first. `entropy`: the result is [2, B, T], with the entropy of each distribution in
-    nats, which has no gradient, in second place.
+    recomputed in backward; where one piece is all there is, it is kept instead. `compiled`: one kernel of torch's
+    compiler each way between the matmuls, for chunks of one shape. `native`: `model.compiled_scores` in its place, for
+    rows as many as there are, on a CPU. `into_grad`: backward adds to the weight's `.grad` and returns no gradient,
+    which saves a copy; hooks are not called. `temperature` divides the logits first. `entropy`: the result has the
+    entropy of each distribution in nats, without a gradient, in second place. `softcap`: the model's; its head sets it.
     """
 
-    labels_BT: Tensor
-    loss_mask_BT: Tensor
     chunk: int
     compiled: bool = False
     into_grad: bool = False
@@ -133,6 +130,19 @@ class LabelScores:
     operators: ScoreOperators = SCORE_OPERATORS
     temperature: float = 1.0
     entropy: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """The float32 log-probability of each label, [B, T]; with `settings.entropy` [2, B, T]. 0 where the weight is 0.
+
+    Rows of weight 0 are left out before the matmul.
+    """
+
+    labels_BT: Tensor
+    loss_mask_BT: Tensor
+    settings: ScoreSettings
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         parameter_names = {name for name, _ in output.named_parameters()}
@@ -144,29 +154,27 @@ class LabelScores:
         labels_N = self.labels_BT.flatten()
         loss_mask_N = self.loss_mask_BT.flatten()
         weight_VD = output.weight
-        into_grad = self.into_grad
+        into_grad = self.settings.into_grad
+        temperature = self.settings.temperature
 
         # Logits are linear in the hidden states, which are divided in their place: c tanh(l / c) / t is
         # (c / t) tanh((l / t) / (c / t)).
-        if self.temperature != 1.0:
-            hidden_ND = hidden_ND / self.temperature
-            softcap = None if softcap is None else softcap / self.temperature
+        if temperature != 1.0:
+            hidden_ND = hidden_ND / temperature
+            softcap = None if softcap is None else softcap / temperature
 
         # A bias is the weight of one more input, which is always 1. The joined matrix is no parameter
         # and has no `.grad` to add to.
         if output.bias is not None:
-            hidden_ND = F.pad(hidden_ND, (0, 1), value=1.0 / self.temperature)
+            hidden_ND = F.pad(hidden_ND, (0, 1), value=1.0 / temperature)
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
             into_grad = False
 
-        settings = ScoreSettings(
-            softcap=softcap,
-            chunk=min(self.chunk, len(labels_N)),
-            compiled=self.compiled,
+        settings = replace(
+            self.settings,
+            chunk=min(self.settings.chunk, len(labels_N)),
             into_grad=into_grad,
-            native=self.native,
-            operators=self.operators,
-            entropy=self.entropy,
+            softcap=softcap,
         )
 
         # torch's compiler needs shapes that stay: there all positions are scored, and masked after it.
@@ -183,17 +191,6 @@ class LabelScores:
         blank_results = results.new_zeros(*results.shape[:-1], len(labels_N))
         all_results = blank_results.index_copy(-1, loss_positions, results)
         return all_results.view(*results.shape[:-1], *self.labels_BT.shape)
-
-
-@dataclass(frozen=True)
-class ScoreSettings:
-    softcap: float | None
-    chunk: int
-    compiled: bool
-    into_grad: bool = False
-    native: bool = False
-    operators: ScoreOperators = SCORE_OPERATORS
-    entropy: bool = False
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

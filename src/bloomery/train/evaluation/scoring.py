@@ -12,7 +12,7 @@ from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.infer.forward import eval_mode
 from bloomery.model.decoder import Decoder, Output
-from bloomery.model.heads import LabelScores, Values, capped
+from bloomery.model.heads import LabelScores, ScoreSettings, Values, capped
 from bloomery.model.norms import widened
 from bloomery.train.objectives.losses import reward_loss
 
@@ -118,7 +118,7 @@ def _score(
     with eval_mode(decoder):
         output: Output = decoder(
             tokens_BT.to(device),
-            head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), chunk),
+            head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), ScoreSettings(chunk)),
         )
     scores_BT = output.head.float().cpu().numpy()
     return [

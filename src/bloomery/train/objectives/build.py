@@ -20,6 +20,7 @@ from bloomery.model.heads import (
     LabelScores,
     ScoreOperators,
     ScoresAndValues,
+    ScoreSettings,
     Values,
 )
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -96,12 +97,7 @@ class Scoring:
     `value_head`, too, [3, B, T].
     """
 
-    chunk: int
-    compiled: bool = False
-    native: bool = False
-    operators: ScoreOperators = SCORE_OPERATORS
-    temperature: float = 1.0
-    entropy: bool = False
+    settings: ScoreSettings
     value_head: nn.Linear | None = None
 
     def __call__(self, batch: Batch) -> LabelScores | ScoresAndValues:
@@ -109,36 +105,14 @@ class Scoring:
         return scores if self.value_head is None else ScoresAndValues(scores, self.value_head)
 
     def label_scores(self, batch: Batch) -> LabelScores:
-        return LabelScores(
-            batch.labels,
-            batch.loss_mask,
-            self.chunk,
-            self.compiled,
-            into_grad=True,
-            native=self.native,
-            operators=self.operators,
-            temperature=self.temperature,
-            entropy=self.entropy,
-        )
+        return LabelScores(batch.labels, batch.loss_mask, replace(self.settings, into_grad=True))
 
 
 def batch_label_scores(
-    model: Decoder,
-    batch: Batch,
-    *,
-    score_chunk: int,
-    precision: str,
-    operators: ScoreOperators = SCORE_OPERATORS,
-    temperature: float = 1.0,
+    model: Decoder, batch: Batch, settings: ScoreSettings, *, precision: str
 ) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
-    head = LabelScores(
-        batch.labels,
-        batch.loss_mask,
-        score_chunk,
-        operators=operators,
-        temperature=temperature,
-    )
+    head = LabelScores(batch.labels, batch.loss_mask, settings)
     output = forward(model, batch, head, precision=precision)
     # Stages of a pipeline without the head have no scores, and nobody reads theirs.
     return output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
@@ -159,10 +133,8 @@ def as_reference(model: Decoder, copy: Decoder | None) -> Iterator[Decoder]:
 class BaseScores:
     """Completes batches with reference log-probabilities: of `copy`, or of the base model, without its adapter."""
 
-    score_chunk: int
+    settings: ScoreSettings
     precision: str
-    operators: ScoreOperators = SCORE_OPERATORS
-    temperature: float = 1.0
     copy: Decoder | None = None
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
@@ -173,10 +145,8 @@ class BaseScores:
                     reference=batch_label_scores(
                         reference,
                         to_device(batch, device),
-                        score_chunk=self.score_chunk,
+                        self.settings,
                         precision=self.precision,
-                        operators=self.operators,
-                        temperature=self.temperature,
                     )
                 )
                 for batch in batches
@@ -210,7 +180,7 @@ def build_objective(
 
     `reference`: the frozen copy of its start, where it has one.
     """
-    score_chunk = plan.model.score_chunk
+    score_settings = ScoreSettings(plan.model.score_chunk, operators=operators)
     scores_in_steps = reference_of(plan.objective, plan.adapter).value in ("adapters", "copy")
 
     def teacher() -> Decoder:
@@ -221,13 +191,14 @@ def build_objective(
         plan.objective,
         plan.train.precision,
         Scoring(
-            score_chunk,
-            plan.train.compile,
-            native=plan.model.scores == "compiled",
-            operators=operators,
-            value_head=value_head,
+            replace(
+                score_settings,
+                compiled=plan.train.compile,
+                native=plan.model.scores == "compiled",
+            ),
+            value_head,
         ),
-        BaseScores(score_chunk, plan.train.precision, operators, copy=reference)
+        BaseScores(score_settings, plan.train.precision, copy=reference)
         if scores_in_steps
         else None,
         mesh,
@@ -241,7 +212,7 @@ def build_objective(
 
 def pretraining(*, score_chunk: int, compiled: bool = False, native: bool = False) -> Objective:
     """Next-token loss over the loss tokens."""
-    return likelihood(Scoring(score_chunk, compiled, native))
+    return likelihood(Scoring(ScoreSettings(score_chunk, compiled, native=native)))
 
 
 def likelihood(scoring: Scoring) -> Objective:
@@ -333,11 +304,7 @@ def kto(inputs: ObjectiveInputs) -> Objective:
     def mismatched_head(batch: Batch) -> LabelScores:
         """Scores sequences 2i + 1 alone: prompts with the response of another prompt."""
         is_mismatched = _sequences(batch) % 2 == 1
-        return replace(
-            scoring.label_scores(batch),
-            loss_mask_BT=batch.loss_mask * is_mismatched,
-            into_grad=False,
-        )
+        return LabelScores(batch.labels, batch.loss_mask * is_mismatched, scoring.settings)
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         if inputs.base_scores is not None:
@@ -403,7 +370,8 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     before = None
     if loss_of.beta:
         assert inputs.base_scores is not None, "the plan refuses a divergence without its reference"
-        before = replace(inputs.base_scores, temperature=settings.temperature)
+        score_settings = replace(inputs.base_scores.settings, temperature=settings.temperature)
+        before = replace(inputs.base_scores, settings=score_settings)
     return Objective(
         head=policy_scoring(settings, inputs.scoring),
         loss=loss,
@@ -430,7 +398,8 @@ def proximal_policy(inputs: ObjectiveInputs) -> Objective:
 
 def policy_scoring(settings: Rollouts, scoring: Scoring) -> Scoring:
     """The head of both the loss and of scores before the first step of a rollout."""
-    return replace(scoring, temperature=settings.temperature, entropy=True)
+    score_settings = replace(scoring.settings, temperature=settings.temperature, entropy=True)
+    return replace(scoring, settings=score_settings)
 
 
 def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
@@ -472,7 +441,7 @@ def distill(inputs: ObjectiveInputs) -> Objective:
     settings = inputs.objective
     assert isinstance(settings, Distill)
     teacher = inputs.load_teacher()
-    return distillation(settings, teacher, chunk=inputs.scoring.chunk)
+    return distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
 
 
 BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyType(

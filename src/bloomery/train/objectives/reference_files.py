@@ -11,6 +11,7 @@ from bloomery.data.reference_scores import ReferenceWriter
 from bloomery.data.shards import SplitName
 from bloomery.infer.forward import eval_mode, to_device
 from bloomery.model.decoder import Decoder
+from bloomery.model.heads import ScoreSettings
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import DataPlan
@@ -133,7 +134,7 @@ def precompute(
                 continue
 
             scores_BT = batch_label_scores(
-                model, to_device(batch, device), score_chunk=score_chunk, precision=precision
+                model, to_device(batch, device), ScoreSettings(score_chunk), precision=precision
             )
             # Of a pipeline the ranks of the last stage, which come last, have scores.
             scores_by_rank = mesh.all_gather(scores_BT.cpu())

@@ -18,6 +18,7 @@ from bloomery.data.order import mix
 from bloomery.data.prompts import Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.sampling import Sampling, known_ids
+from bloomery.model.heads import ScoreSettings
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
@@ -275,10 +276,10 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     objective = plan.objective
     assert isinstance(objective, Rollouts)
     scoring = Scoring(
-        plan.model.score_chunk,
-        plan.train.compile,
-        native=plan.model.scores == "compiled",
-        value_head=inputs.state.model.value_head,
+        ScoreSettings(
+            plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
+        ),
+        inputs.state.model.value_head,
     )
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
     mesh = inputs.state.model_and_optimizer.mesh
