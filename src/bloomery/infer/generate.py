@@ -86,12 +86,12 @@ class Model:
         """
         refuse_values(self.decoder.config, where="the model")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        turns_told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
+        conversation = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
         with _chat_form(self.tokenizer, template) as form:
             sampling = replace(Sampling(**settings), stop_ids=form.stop_ids)
             ends = (*stop, *form.stop_strings)
             return "".join(
-                continued(self.decoder, self.tokenizer, form.encode(turns_told), sampling, ends)
+                continued(self.decoder, self.tokenizer, form.encode(conversation), sampling, ends)
             )
 
 
@@ -118,9 +118,9 @@ class Speed:
     def timed(self, step: Callable[[], list[TextUpdate]]) -> list[TextUpdate]:
         """Run a step; its time counts."""
         began = time.perf_counter()
-        drawn = step()
+        updates = step()
         self.seconds += time.perf_counter() - began
-        return drawn
+        return updates
 
     def __str__(self) -> str:
         each_second = self.tokens / max(self.seconds, 1e-9)

@@ -34,7 +34,7 @@ class Sampling:
     `logit_bias` is added to the logits of tokens. `repetition_penalty` divides positive logits of tokens that occurred,
     and multiplies negative ones (Keskar et al. 2019); `frequency_penalty` is subtracted for each time that a token was
     generated, `presence_penalty` once, as by OpenAI; no sequence of `no_repeat_ngram_size` tokens occurs twice;
-    `stop_ids` end the text and are not part of it, and are not drawn before `min_new_tokens`. `top_k` keeps the k
+    `stop_ids` end the text and are not part of it, and are not sampled before `min_new_tokens`. `top_k` keeps the k
     likeliest; `top_p` the fewest whose probabilities add up to p; `min_p` those at least p times as likely as the
     likeliest. Completions that are sampled in rows have no penalties, and their stop id is part of them.
     """
@@ -226,8 +226,8 @@ def sample_rows(
     ids_N1 = ids_N1.clamp(max=logits_NV.shape[1] - 1)
     logps_N1 = (logits_NV.gather(1, ids_N1) - most_N[:, None]).double() - total_N1.log()
     is_finite_N = least_N.isfinite() & total_N1[:, 0].isfinite()
-    drawn = torch.stack([ids_N1[:, 0].double(), logps_N1[:, 0].float().double(), is_finite_N])
-    ids, logps, is_finite = drawn.tolist()
+    results_3N = torch.stack([ids_N1[:, 0].double(), logps_N1[:, 0].float().double(), is_finite_N])
+    ids, logps, is_finite = results_3N.tolist()
     if not all(is_finite):
         raise NotFinite
     return [int(id_) for id_ in ids], logps
