@@ -208,7 +208,7 @@ def test_compiled_pointwise_parts(softcap: float | None, chunk: int) -> None:
 REPEAT = """
 import hashlib, torch
 from torch import nn
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import LabelScores, ScoreSettings
 torch.manual_seed(0)
 digest = hashlib.sha256()
 output = nn.Linear(96, 5003, bias=False)
@@ -216,7 +216,8 @@ for step in range(6):
     hidden = torch.randn(4, 128, 96, requires_grad=True)
     labels, weights = torch.randint(5003, (4, 128)), (torch.rand(4, 128) < 0.9).float()
     with torch.autocast("cpu", torch.bfloat16):
-        scores = LabelScores(labels, weights, 200 if step % 2 else 512, compiled=True)(hidden, output, None)
+        settings = ScoreSettings(200 if step % 2 else 512, compiled=True)
+        scores = LabelScores(labels, weights, settings)(hidden, output, None)
     (-scores.sum() / weights.sum()).backward()
     for x in (scores, hidden.grad, output.weight.grad):
         digest.update(x.detach().numpy().tobytes())
