@@ -108,8 +108,9 @@ def measured(name: str, folder: Path, steps: int, overrides: list[str]) -> dict[
     os.environ.update(child_environment(plan, os.environ))
 
     from bloomery.train.diagnostics.step_health import core_wait_seconds
+    from bloomery.train.kernels import build_kernels
     from bloomery.train.loop import run
-    from bloomery.train.process import build_kernels, set_up_process
+    from bloomery.train.process import set_up_process
 
     set_up_process(plan.train, memory_limit=plan.memory.limit)
     build_kernels(plan.model)

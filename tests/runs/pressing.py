@@ -48,7 +48,7 @@ def press_in_supervisor(moment: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     if moment == PLANNED:
-        lifecycle.train = before(lifecycle.train, ctrl_c)
+        lifecycle.train_stage = before(lifecycle.train_stage, ctrl_c)
     elif moment == CHILD_STARTED:
         start = supervisor._Process.__init__
 

@@ -29,8 +29,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from bloomery.core.run_folder import RunFolder
-from bloomery.core.run_lock import locked
-with locked(RunFolder(Path(sys.argv[1]))):
+from bloomery.core.run_lock import hold_run_lock
+with hold_run_lock(RunFolder(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)
 """
