@@ -65,7 +65,7 @@ def test_a_page_is_a_hundred_columns_wide_and_says_how_it_ends(name):
 def test_the_json_holds_what_the_contract_says(name):
     done = doctor("--machine", record(name), "--json")
     told = json.loads(done.output)
-    assert told.keys() == {"ready", "findings", "machine", "then"}
+    assert told.keys() == {"ready", "findings", "machine", "then", "plugins"}
     assert told["ready"] == (done.return_value == 0)
     assert told["then"].keys() == {
         "recipe",
