@@ -1,5 +1,6 @@
 """config.json and recipes to facts: what is read, what is refused, and that nothing is lost on the way back."""
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import get_args
 import pytest
 from tiny_models import CASES, GPT2, SMALL, tiny_reference
 
+import bloomery
 from bloomery.core.errors import UserError
 from bloomery.facts import config as facts
 from bloomery.facts.config import RopeScaling
@@ -265,3 +267,18 @@ def test_recipes_state_scalings_of_positions_that_configs_have() -> None:
     assert set(get_args(StatedScaling.model_fields["kind"].annotation)) < set(
         get_args(facts.RopeKind)
     )
+
+
+def test_nobody_asks_for_a_family_by_its_name() -> None:
+    root = Path(bloomery.__file__).parent
+    questions = []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Compare) or not ast.unparse(node.left).endswith("family"):
+                continue
+            constants = [
+                part for part in ast.walk(node.comparators[0]) if isinstance(part, ast.Constant)
+            ]
+            if any(constant.value in FAMILIES for constant in constants):
+                questions.append(f"{path.relative_to(root)}: {ast.unparse(node)}")
+    assert questions == []
