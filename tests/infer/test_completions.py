@@ -10,7 +10,7 @@ from bloomery.infer.sampling import (
     Sampling,
     filtered_rows,
     next_distribution,
-    sample_rows,
+    sample_each_row,
 )
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.io.weights import fresh_decoder
@@ -96,12 +96,12 @@ def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads):
 def test_the_draw_has_the_shares_of_the_distribution():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]]).expand(4000, -1)
     numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    ids, logps = sample_rows(logits, numbers, Sampling(max_new_tokens=1, temperature=1.0))
+    ids, logps = sample_each_row(logits, numbers, Sampling(max_new_tokens=1, temperature=1.0))
     shares = logits[0].softmax(-1)
     counts = torch.tensor(ids).bincount(minlength=4)
     torch.testing.assert_close(counts / 4000, shares, atol=1e-3, rtol=0)
     torch.testing.assert_close(torch.tensor(logps), shares.log()[ids])
-    ends = sample_rows(
+    ends = sample_each_row(
         logits[:2], torch.tensor([0.0, 1 - 2.0**-53]), Sampling(max_new_tokens=1, temperature=1.0)
     )
     assert ends[0] == [0, 3]
@@ -113,7 +113,7 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     logits = torch.randn(33, 5003, generator=generator) * 3
     numbers = torch.rand(33, generator=generator, dtype=torch.float64)
     sampling = Sampling(max_new_tokens=1, temperature=0.9)
-    ids, logps = sample_rows(logits, numbers, sampling)
+    ids, logps = sample_each_row(logits, numbers, sampling)
     logprobs = (logits.double() / 0.9).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1)
     expected = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0]
@@ -121,9 +121,9 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     chosen = logprobs[torch.arange(33), expected].float()
     torch.testing.assert_close(torch.tensor(logps), chosen, atol=1e-6, rtol=1e-6)
     for row in range(33):
-        alone = sample_rows(logits[row : row + 1], numbers[row : row + 1], sampling)
+        alone = sample_each_row(logits[row : row + 1], numbers[row : row + 1], sampling)
         assert alone == ([ids[row]], [logps[row]])
-    last = sample_rows(logits, torch.full((33,), 1 - 2.0**-53, dtype=torch.float64), sampling)
+    last = sample_each_row(logits, torch.full((33,), 1 - 2.0**-53, dtype=torch.float64), sampling)
     assert all(shares[id_] > 0 for shares, id_ in zip(logprobs.exp(), last[0], strict=True))
 
 
@@ -161,7 +161,7 @@ def test_filters_leave_what_one_text_would_be_drawn_from(filters):
 
 def test_numbers_that_are_not_finite_are_refused():
     with pytest.raises(NotFinite):
-        sample_rows(
+        sample_each_row(
             torch.tensor([[0.0, float("nan")]]),
             torch.zeros(1),
             Sampling(max_new_tokens=1, temperature=1.0),

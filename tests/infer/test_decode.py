@@ -6,7 +6,7 @@ import torch
 from bloomery.facts.config import ModelConfig
 from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
 from bloomery.infer.past import Past
-from bloomery.infer.sampling import Sampling, sample_rows
+from bloomery.infer.sampling import Sampling, sample_each_row
 from bloomery.model.io.weights import fresh_decoder
 
 CONFIG = ModelConfig(
@@ -59,4 +59,4 @@ def test_a_prompt_that_is_read_once_begins_its_texts_as_if_each_had_read_it() ->
 def test_rows_of_completions_refuse_penalties_of_a_text() -> None:
     penalty = Sampling(temperature=1.0, frequency_penalty=0.5)
     with pytest.raises(AssertionError):
-        sample_rows(torch.zeros(1, 4), torch.zeros(1), penalty)
+        sample_each_row(torch.zeros(1, 4), torch.zeros(1), penalty)

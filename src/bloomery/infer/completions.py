@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
 from bloomery.infer.past import Past
-from bloomery.infer.sampling import Sampling, sample_rows
+from bloomery.infer.sampling import Sampling, sample_each_row
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import PositionLogits
@@ -81,7 +81,7 @@ def sample_completions(
 
     def sample(texts: Sequence[RunningText], logits_NV: Tensor) -> list[TextUpdate]:
         sampled_completions = [completion_of[text] for text in texts]
-        ids, logps = sample_rows(logits_NV, uniforms(sampled_completions), sampling)
+        ids, logps = sample_each_row(logits_NV, uniforms(sampled_completions), sampling)
         updates = []
         for text, completion, token, logp in zip(
             texts, sampled_completions, ids, logps, strict=True

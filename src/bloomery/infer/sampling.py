@@ -1,7 +1,7 @@
 """Sampling: the settings, the distribution that they make of logits, and a token of it.
 
 A text of its own has a stream of random numbers, and penalties of what it says: `sample_token`. Rows of completions
-take numbers that are given: `sample_rows`.
+take numbers that are given: `sample_each_row`.
 
 Legend: N completions, V vocabulary, C pieces of it.
 """
@@ -192,7 +192,7 @@ def beyond_top_p(sorted_shares: Tensor, top_p: float) -> Tensor:
     return sorted_shares.cumsum(-1) - sorted_shares >= max(top_p, LEAST_TOP_P)
 
 
-def sample_rows(
+def sample_each_row(
     logits_NV: Tensor, uniforms_N: Tensor, sampling: Sampling
 ) -> tuple[list[int], list[float]]:
     """A token of each row, and its log-probability.
