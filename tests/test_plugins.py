@@ -118,19 +118,26 @@ def test_a_package_that_is_broken_is_named_where_it_is_used(tmp_path, threads):
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
         '[project]\nname = "broken"\nversion = "2.0"\n'
         '[project.entry-points."bloomery.optimizers"]\nsgd = "broken:SGD"\nadamw = "broken:SGD"\n'
+        '[project.entry-points."bloomery.objectives"]\nother = "broken:OBJECTIVE"\n'
         '[project.entry-points."bloomery.commands"]\nbreak = "broken:nothing"\n'
         '[tool.setuptools]\npy-modules = ["broken"]\n'
     )
-    (project / "broken.py").write_text("SGD = 'no spec'\n")
+    (project / "broken.py").write_text(
+        "from bloomery.facts.objectives import OBJECTIVES\n"
+        "from bloomery.recipe.objectives import Sft\n"
+        "from bloomery.recipe.plugins import ObjectivePlugin\n"
+        "SGD = 'no spec'\nOBJECTIVE = ObjectivePlugin(OBJECTIVES['sft'], Sft)\n"
+    )
     environment = installed(project, tmp_path / "site")
     document = json.loads(bloomery(["doctor", "--json"], environment, tmp_path))
     problems = {(row["kind"], row["name"]): row["problem"] for row in document["plugins"]}
     assert "taken" in problems["optimizers", "adamw"]
     assert "no OptimizerSpec but a str" in problems["optimizers", "sgd"]
     assert "cannot be imported" in problems["commands", "break"]
-    # A recipe without it is planned; one with it says which package is broken.
+    assert "its spec is of kind 'sft', its section of sft" in problems["objectives", "other"]
+    # A recipe with Bloomery's own optimizer of that name is planned; one with the broken package says which it is.
     words = ["plan", "demo", "--json"]
-    bloomery([*words], environment, tmp_path)
+    bloomery([*words, "optimizer.kind=adamw"], environment, tmp_path)
     text = bloomery([*words, "optimizer.kind=sgd"], environment, tmp_path, code=1)
     assert "broken 2.0" in text
 

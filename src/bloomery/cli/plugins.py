@@ -41,7 +41,7 @@ def plugin_states() -> list[PluginState]:
 
 
 def _problem(plugin: Plugin) -> UserError | None:
-    from bloomery.recipe.plugins import refuse_unusable
+    from bloomery.recipe.plugins import unusable
     from bloomery.recipe.schema import FORMAT_NAMES
 
     try:
@@ -54,7 +54,7 @@ def _problem(plugin: Plugin) -> UserError | None:
             case "formats" | "rewards":
                 plugin.load_function()
             case _:  # they were added to their tables when the schema of recipes was built
-                refuse_unusable(plugin.kind, plugin.name)
+                return unusable(plugin)
     except UserError as error:
         return error
     return None

@@ -11,7 +11,9 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 
-# What a package can bring, each as an entry point of the group `bloomery.KIND`.
+# What a package can bring, each as an entry point of the group `bloomery.KIND`. Who reads them: `cli/plugins.py`
+# (commands, and what doctor says of all), `recipe/plugins.py` (families, optimizers, objectives),
+# `data/sources/plugin_formats.py`, and `train/rl/rewards_worker.py`.
 KINDS = ("commands", "families", "optimizers", "objectives", "rewards", "formats")
 
 
