@@ -22,6 +22,7 @@ from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Decode, Event, Tail, fast_decode
 from bloomery.view.step_columns import (
+    AS_EVENTS,
     ParsedSteps,
     StepColumns,
     in_groups,
@@ -33,9 +34,7 @@ from bloomery.view.step_columns import (
 PIECE_BYTES = 2**21  # of a question
 MOST_PROCESSES = 2
 _COLUMNS = [
-    field.name
-    for field in fields(StepColumns)
-    if field.name not in ("step", "metrics", "newest", "skipped")
+    field.name for field in fields(StepColumns) if field.name not in ("step", "metrics", *AS_EVENTS)
 ]
 Part = ParsedSteps | list[bytes]  # of an answer: steps, or lines as they are
 

@@ -57,8 +57,11 @@ class StepColumns:
         return _columns(rows, newest=steps[-NEWEST:], skipped=skipped)
 
 
-_FIELDS = tuple(field.name for field in fields(StepColumns))[: -len(("newest", "skipped"))]
+AS_EVENTS = ("newest", "skipped")  # fields that hold whole steps
+_FIELDS = tuple(field.name for field in fields(StepColumns) if field.name not in AS_EVENTS)
+# Raises KeyError for a line of an older version that lacks one of them: see `parse_steps`.
 _FIELDS_OF = itemgetter(*_FIELDS)
+_NULLABLE = ("loss", "grad_norm")  # null in a skipped step
 
 
 def _columns(
@@ -71,7 +74,7 @@ def _columns(
     metrics = by_name.pop("metrics")
     if {*map(type, steps)} != {int} or {*map(type, metrics)} != {dict}:
         raise TypeError
-    for name in ("loss", "grad_norm"):
+    for name in _NULLABLE:
         by_name[name] = [_NAN if value is None else value for value in by_name[name]]
     names = dict.fromkeys(name for values in metrics if values for name in values)
     return StepColumns(
@@ -112,6 +115,8 @@ def parse_steps(lines: Sequence[bytes], decode: Decode) -> ParsedSteps | None:
         rows = [_FIELDS_OF(decode(line)) for line in lines]
         columns = _columns(rows, newest=(), skipped=())
     except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+        # Of an older version, for one, which lacks a field (KeyError): these lines are read one by one, where the
+        # field has the default of `StepDone`; a line without a field that has none is an unknown line.
         return None
     skipped = [line for line, loss in zip(lines, columns.loss, strict=True) if isnan(loss)]
     return ParsedSteps(columns, lines[-NEWEST:], skipped[-_SKIPPED:])
