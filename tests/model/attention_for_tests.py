@@ -59,8 +59,8 @@ def run(
 
 def with_gradients(backend: str, qkv: Inputs, documents: Tensor | None, **options) -> list[Tensor]:
     """The output and the gradients of q, k and v under a fixed upstream gradient."""
-    out = run(backend, qkv, documents, **options)
+    output = run(backend, qkv, documents, **options)
     upstream = torch.randn(
-        out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    ).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+        output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    ).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, qkv, upstream)]

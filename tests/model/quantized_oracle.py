@@ -23,11 +23,11 @@ SHAPES = {
 def weight_of(shape: tuple[int, int], dtype: str) -> Tensor:
     """Nearly normal numbers that no random library changes, with an outlier and, of several blocks, one of zeros."""
     count = math.prod(shape)
-    drawn = b"".join(
+    random_bytes = b"".join(
         hashlib.sha256(f"{count}/{index}".encode()).digest() for index in range(-(-count // 8))
     )
     values = (
-        torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[: 4 * count].view(-1, 4).sum(1)
+        torch.frombuffer(bytearray(random_bytes), dtype=torch.uint8)[: 4 * count].view(-1, 4).sum(1)
         - 510.0
     )
     values *= 2.0**-13
@@ -54,32 +54,30 @@ def recorded(weight: Tensor) -> dict[str, str]:
     """Codes, both kinds of scales, and what is read back."""
     from bitsandbytes import functional
 
-    codes, plain = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
-    levels, plain_torch = (
-        functional.create_dynamic_map(),
-        torch._C.DispatchKey.CompositeExplicitAutograd,
-    )
-    _, double = functional.quantize_4bit(
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+    levels = functional.create_dynamic_map()
+    plain_torch = torch._C.DispatchKey.CompositeExplicitAutograd
+    _, double_state = functional.quantize_4bit(
         weight, quant_type="nf4", blocksize=64, compress_statistics=True
     )
     # Near the middle between two levels its kernel for processors takes either; its plain torch the nearest.
     exact, _ = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk(
-        plain_torch, plain.absmax - double.offset, levels, 256
+        plain_torch, state.absmax - double_state.offset, levels, 256
     )
     return {
         "codes": digest(codes),
-        "scales": digest(plain.absmax),
-        "read": digest(functional.dequantize_4bit(codes, plain)),
-        "double_scales": text(double.absmax),
+        "scales": digest(state.absmax),
+        "read": digest(functional.dequantize_4bit(codes, state)),
+        "double_scales": text(double_state.absmax),
         "exact_scales": digest(exact),
-        "outer": text(double.state2.absmax),
-        "mean": text(double.offset[None]),
-        "double_read": digest(functional.dequantize_4bit(codes, double)),
+        "outer": text(double_state.state2.absmax),
+        "mean": text(double_state.offset[None]),
+        "double_read": digest(functional.dequantize_4bit(codes, double_state)),
     }
 
 
 if __name__ == "__main__":
     from bitsandbytes import __version__
 
-    cases = {name: recorded(weight_of(*what)) for name, what in SHAPES.items()}
+    cases = {name: recorded(weight_of(shape, dtype)) for name, (shape, dtype) in SHAPES.items()}
     print(json.dumps({"bitsandbytes": __version__, "cases": cases}, indent=1))

@@ -67,12 +67,14 @@ def trained_by_peft(case, folder, **settings):
 )
 def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
     targets = {"target_modules": THEIRS[case]} if case in THEIRS else {}
-    theirs = trained_by_peft(case, tmp_path, **KINDS[kind], **targets)
+    their_model = trained_by_peft(case, tmp_path, **KINDS[kind], **targets)
     # float32 rounds the logits by more than 1e-5
-    ours = load_decoder(tmp_path / "adapter", dtype=torch.float64)
+    our_model = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
-        assert_close(ours(tokens()).head, theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
-        assert (ours(tokens()).head - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
+        assert_close(
+            our_model(tokens()).head, their_model.double()(tokens()).logits, atol=1e-5, rtol=0
+        )
+        assert (our_model(tokens()).head - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
 
 
 @pytest.mark.sampled(2)
@@ -98,71 +100,76 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
 )
 def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     saved_reference(case, tmp_path / "base")
-    ours = load_decoder(tmp_path / "base")
+    our_model = load_decoder(tmp_path / "base")
     lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": LLAMA} | settings))
-    adapt(ours, lora)
-    init_adapters(ours, 0)
+    adapt(our_model, lora)
+    init_adapters(our_model, 0)
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in our_model.parameters():
             if parameter.requires_grad:
                 parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=numbers)
     (tmp_path / "adapter").mkdir()
-    settings = adaptation(ours.config, lora)
     write_adapter(
-        trained_state(ours),
-        settings,
-        ours.config,
+        trained_state(our_model),
+        adaptation(our_model.config, lora),
+        our_model.config,
         tmp_path / "adapter",
         base=str(tmp_path / "base"),
     )
-    wrapped = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
-    again = load_decoder(tmp_path / "adapter", dtype=torch.float64)
+    their_model = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
+    loaded_model = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
-        logits = ours.double()(tokens()).head
-        assert_close(logits, wrapped.double()(tokens()).logits, atol=1e-5, rtol=0)
-        assert_close(logits, again(tokens()).head, atol=1e-5, rtol=0)
+        logits = our_model.double()(tokens()).head
+        assert_close(logits, their_model.double()(tokens()).logits, atol=1e-5, rtol=0)
+        assert_close(logits, loaded_model(tokens()).head, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])
 def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
     saved_reference(case, tmp_path / "base")
     config = replace(read_config(tmp_path / "base"), head="values")
-    ours = Decoder(config)
-    read_model(ours, tmp_path / "base", seed=0)
+    our_model = Decoder(config)
+    read_model(our_model, tmp_path / "base", seed=0)
     lora = Lora(kind="lora", rank=4, target_modules=LLAMA, modules_to_save=["embed_tokens"])
-    adapt(ours, lora)
-    init_adapters(ours, 0)
+    adapt(our_model, lora)
+    init_adapters(our_model, 0)
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in our_model.parameters():
             if parameter.requires_grad:
                 parameter += 0.05
     (tmp_path / "adapter").mkdir()
     settings = adaptation(config, lora)
     write_adapter(
-        trained_state(ours), settings, config, tmp_path / "adapter", base=str(tmp_path / "base")
+        trained_state(our_model),
+        settings,
+        config,
+        tmp_path / "adapter",
+        base=str(tmp_path / "base"),
     )
-    again = load_decoder(tmp_path / "adapter")
-    assert again.config.head == "values"
+    loaded_model = load_decoder(tmp_path / "adapter")
+    assert loaded_model.config.head == "values"
     base = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", num_labels=1, pad_token_id=0
     )
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    their_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        values = ours.double()(tokens(), head=Values()).head
-        assert_close(again.double()(tokens(), head=Values()).head, values, atol=1e-5, rtol=0)
-        assert_close(values[:, -1:], theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
+        values = our_model.double()(tokens(), head=Values()).head
+        assert_close(loaded_model.double()(tokens(), head=Values()).head, values, atol=1e-5, rtol=0)
+        assert_close(values[:, -1:], their_model.double()(tokens()).logits, atol=1e-5, rtol=0)
 
 
-def broken(folder, kind):
-    """One thing wrong with a good adapter."""
-    config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    said, tensors = json.loads(config.read_text()), load_file(file)
-    first = next(iter(tensors))
+def damage(folder, kind):
+    """Puts one error of this kind into a good adapter."""
+    config_file = folder / "adapter_config.json"
+    tensor_file = folder / "adapter_model.safetensors"
+    raw_config = json.loads(config_file.read_text())
+    tensors = load_file(tensor_file)
+    first_name = next(iter(tensors))
     if kind == "missing":
-        tensors.pop(first)
+        tensors.pop(first_name)
     elif kind == "shape":
-        tensors[first] = torch.zeros(4, 7)
+        tensors[first_name] = torch.zeros(4, 7)
     elif kind == "layers":
         tensors = {
             name.replace("layers.1.", "layers.31."): tensor for name, tensor in tensors.items()
@@ -170,27 +177,27 @@ def broken(folder, kind):
     elif kind == "name":
         tensors["../../etc/passwd"] = torch.zeros(1)
     elif kind == "rank":
-        said["r"] = 5
+        raw_config["r"] = 5
     elif kind == "residual":
-        said["init_lora_weights"] = "pissa_niter_4"
+        raw_config["init_lora_weights"] = "pissa_niter_4"
     elif kind == "unknown":
-        said["use_qalora"] = True
+        raw_config["use_qalora"] = True
     elif kind == "pattern":
-        said["alpha_pattern"] = {"a" * 2000: 2}
+        raw_config["alpha_pattern"] = {"a" * 2000: 2}
     elif kind == "alpha":
-        said["lora_alpha"] = "much"
+        raw_config["lora_alpha"] = "much"
     elif kind == "base":
-        said["base_model_name_or_path"] = "/nowhere/at/all"
+        raw_config["base_model_name_or_path"] = "/nowhere/at/all"
     elif kind == "empty":
         tensors = {}
-    save_file(tensors, file)
-    config.write_text("{" if kind == "json" else json.dumps(said))
+    save_file(tensors, tensor_file)
+    config_file.write_text("{" if kind == "json" else json.dumps(raw_config))
     if kind == "pickle":
-        file.rename(folder / "adapter_model.bin")
+        tensor_file.rename(folder / "adapter_model.bin")
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "problem"),
     [
         ("missing", "lacks"),
         ("shape", r"\[4, 7\]"),
@@ -207,10 +214,12 @@ def broken(folder, kind):
         ("empty", "changes nothing"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(kind, told, tmp_path):
+def test_an_adapter_that_does_not_fit_is_refused_with_its_problem_and_a_fix(
+    kind, problem, tmp_path
+):
     trained_by_peft("llama2", tmp_path)
-    broken(tmp_path / "adapter", kind)
-    with pytest.raises(UserError, match=told) as refused:
+    damage(tmp_path / "adapter", kind)
+    with pytest.raises(UserError, match=problem) as refused:
         load_decoder(tmp_path / "adapter")
     assert refused.value.fix
     assert len(refused.value.problem) < 250
@@ -225,46 +234,53 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_gradients_and_a_step_of_adamw_are_those_of_peft(kind, tmp_path):
-    theirs = trained_by_peft("llama2", tmp_path, use_dora=kind == "dora")
-    ours = load_decoder(tmp_path / "adapter")
+    their_model = trained_by_peft("llama2", tmp_path, use_dora=kind == "dora")
+    our_model = load_decoder(tmp_path / "adapter")
     batch = tokens()
-    for model, logits in ((theirs, theirs(batch).logits), (ours, ours(batch).head)):
+    for model, logits in (
+        (their_model, their_model(batch).logits),
+        (our_model, our_model(batch).head),
+    ):
         torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
         ).backward()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        assert all(p.grad is not None for p in trained)
-        torch.optim.AdamW(trained, lr=0.01).step()
-    state = peft.get_peft_model_state_dict(theirs)
-    for name, module in adapted(ours):
-        stored = f"base_model.model.{name}"
-        assert_close(module.lora_A, state[f"{stored}.lora_A.weight"], atol=1e-5, rtol=1e-5)
-        assert_close(module.lora_B, state[f"{stored}.lora_B.weight"], atol=1e-5, rtol=1e-5)
-        peer = theirs.base_model.model.get_submodule(name)
-        assert_close(module.lora_A.grad, peer.lora_A["default"].weight.grad, atol=1e-6, rtol=1e-4)
-        assert_close(module.lora_B.grad, peer.lora_B["default"].weight.grad, atol=1e-6, rtol=1e-4)
+        trained_parameters = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is not None for p in trained_parameters)
+        torch.optim.AdamW(trained_parameters, lr=0.01).step()
+    state = peft.get_peft_model_state_dict(their_model)
+    for name, module in adapted(our_model):
+        stored_name = f"base_model.model.{name}"
+        assert_close(module.lora_A, state[f"{stored_name}.lora_A.weight"], atol=1e-5, rtol=1e-5)
+        assert_close(module.lora_B, state[f"{stored_name}.lora_B.weight"], atol=1e-5, rtol=1e-5)
+        their_module = their_model.base_model.model.get_submodule(name)
+        assert_close(
+            module.lora_A.grad, their_module.lora_A["default"].weight.grad, atol=1e-6, rtol=1e-4
+        )
+        assert_close(
+            module.lora_B.grad, their_module.lora_B["default"].weight.grad, atol=1e-6, rtol=1e-4
+        )
         if kind == "dora":
-            gradient = peer.lora_magnitude_vector["default"].weight.grad
+            gradient = their_module.lora_magnitude_vector["default"].weight.grad
             assert_close(module.lora_magnitude.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_pissa_begins_where_peft_begins(tmp_path):
     reference = saved_reference("llama2", tmp_path)
-    ours = load_decoder(tmp_path)
-    before = ours(tokens()).head
-    adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, target_modules=["q_proj"]))
-    init_adapters(ours, 0)
-    assert_close(ours(tokens()).head, before, atol=1e-5, rtol=1e-5)
+    our_model = load_decoder(tmp_path)
+    logits_before = our_model(tokens()).head
+    adapt(our_model, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, target_modules=["q_proj"]))
+    init_adapters(our_model, 0)
+    assert_close(our_model(tokens()).head, logits_before, atol=1e-5, rtol=1e-5)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa"
     )
-    theirs = peft.get_peft_model(reference, config)
-    for name, module in adapted(ours):
-        peer = theirs.base_model.model.get_submodule(name)
-        product = peer.lora_B["default"].weight @ peer.lora_A["default"].weight
+    their_model = peft.get_peft_model(reference, config)
+    for name, module in adapted(our_model):
+        their_module = their_model.base_model.model.get_submodule(name)
+        product = their_module.lora_B["default"].weight @ their_module.lora_A["default"].weight
         assert_close(module.lora_B @ module.lora_A, product, atol=1e-5, rtol=1e-5)
         residual = module.weight - module.scale * module.first_B @ module.first_A
-        assert_close(residual, peer.base_layer.weight, atol=1e-5, rtol=1e-5)
+        assert_close(residual, their_module.base_layer.weight, atol=1e-5, rtol=1e-5)
 
 
 def test_the_randomised_decomposition_finds_the_largest_singular_values():
@@ -274,33 +290,33 @@ def test_the_randomised_decomposition_finds_the_largest_singular_values():
     W = torch.linalg.qr(torch.randn(600, 600, generator=numbers))[0] * torch.logspace(1, -1, 600)
     W = W @ torch.linalg.qr(torch.randn(600, 600, generator=numbers))[0]
     U, S, V = adapters._largest(W, 8, numbers)
-    truth = torch.linalg.svd(W)
-    assert_close(S, truth.S[:8], atol=1e-3, rtol=1e-3)
-    assert_close(U * S @ V.T, truth.U[:, :8] * truth.S[:8] @ truth.Vh[:8], atol=0.02, rtol=0)
+    exact = torch.linalg.svd(W)
+    assert_close(S, exact.S[:8], atol=1e-3, rtol=1e-3)
+    assert_close(U * S @ V.T, exact.U[:, :8] * exact.S[:8] @ exact.Vh[:8], atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama2", "gpt2"])
 def test_names_and_patterns_choose_modules(case, tmp_path):
     saved_reference(case, tmp_path)
     config = load_decoder(tmp_path).config
-    layers = config.num_layers
+    num_layers = config.num_layers
 
-    def chosen(*targets):
+    def chosen_pairs(*targets):
         return adaptation(config, Lora(kind="lora", target_modules=list(targets))).pairs
 
-    assert len(chosen("q_proj")) == layers
-    assert len(chosen("all-linear")) == layers * (7 if case == "llama2" else 6)
-    assert list(chosen("model.layers.[01].*.q_proj")) == [
+    assert len(chosen_pairs("q_proj")) == num_layers
+    assert len(chosen_pairs("all-linear")) == num_layers * (7 if case == "llama2" else 6)
+    assert list(chosen_pairs("model.layers.[01].*.q_proj")) == [
         f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)
     ]
-    assert len(chosen("mlp.*")) == layers * (3 if case == "llama2" else 2)
+    assert len(chosen_pairs("mlp.*")) == num_layers * (3 if case == "llama2" else 2)
     if case == "gpt2":
-        assert len(chosen("c_attn")) == 3 * layers
-    assert math.isclose(chosen("q_proj")["model.layers.0.self_attn.q_proj"].scale, 2.0)
+        assert len(chosen_pairs("c_attn")) == 3 * num_layers
+    assert math.isclose(chosen_pairs("q_proj")["model.layers.0.self_attn.q_proj"].scale, 2.0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "suggestion"),
     [
         ({"target_modules": ["q_porj"]}, "q_proj"),
         ({"target_modules": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
@@ -311,12 +327,12 @@ def test_names_and_patterns_choose_modules(case, tmp_path):
         ({"init": "pissa", "rank": 64}, "adapter.rank=48"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told, tmp_path):
+def test_impossible_settings_are_refused_with_a_suggestion(settings, suggestion, tmp_path):
     saved_reference("llama2", tmp_path)
     config = load_decoder(tmp_path).config
     with pytest.raises(UserError) as refused:
         adaptation(config, Lora(**({"kind": "lora"} | settings)))
-    assert told in f"{refused.value.problem} {refused.value.fix}"
+    assert suggestion in f"{refused.value.problem} {refused.value.fix}"
 
 
 def test_parts_of_fused_modules_are_refused_where_files_cannot_hold_them(tmp_path):

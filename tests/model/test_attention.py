@@ -46,30 +46,32 @@ def test_backends_agree_with_math(
     documents = PACKED if packed else None
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         qkv = inputs(300, dtype=dtype)
-        ours = with_gradients(backend, qkv, documents, window=window, softcap=softcap)
-        theirs = with_gradients("math", qkv, documents, window=window, softcap=softcap)
-        assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        results = with_gradients(backend, qkv, documents, window=window, softcap=softcap)
+        expected = with_gradients("math", qkv, documents, window=window, softcap=softcap)
+        assert_close(results, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_half_types_stay_near_the_exact_result(backend: str) -> None:
     documents = None if backend == "sdpa" else PACKED
     qkv = inputs(300, dtype=torch.bfloat16)
-    exact = with_gradients(
+    exact_results = with_gradients(
         "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents
     )
-    for ours, theirs in zip(with_gradients(backend, qkv, documents), exact, strict=True):
-        assert ours.dtype == torch.bfloat16
-        assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
+    for result, exact_result in zip(
+        with_gradients(backend, qkv, documents), exact_results, strict=True
+    ):
+        assert result.dtype == torch.bfloat16
+        assert (result.double() - exact_result).norm() < 0.01 * exact_result.norm()
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_autocast_decides_the_dtype(backend: str) -> None:
     q, k, v = inputs(64, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = run(backend, (q, k, v.bfloat16()))
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
+        output = run(backend, (q, k, v.bfloat16()))
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
     assert q.grad.dtype == torch.float32
 
 
@@ -85,15 +87,15 @@ def test_one_graph_serves_every_length() -> None:
         )
 
 
-def test_documents_do_not_see_each_other_by_hand() -> None:
+def test_documents_do_not_see_each_other() -> None:
     q, k, v = inputs(12, batch=1)
     documents = documents_of([5, 7])
-    apart = [
-        run("math", (q[:, :, part], k[:, :, part], v[:, :, part]))
-        for part in (slice(0, 5), slice(5, 12))
+    separate_outputs = [
+        run("math", (q[:, :, tokens], k[:, :, tokens], v[:, :, tokens]))
+        for tokens in (slice(0, 5), slice(5, 12))
     ]
     for backend in ("mask", "math", "per_document", "blockwise"):
-        assert_close(run(backend, (q, k, v), documents), torch.cat(apart, 2))
+        assert_close(run(backend, (q, k, v), documents), torch.cat(separate_outputs, 2))
 
 
 @pytest.mark.parametrize("backend", ["mask", "math", "per_document", COMPILED, "blockwise"])
@@ -111,11 +113,12 @@ def test_padding_is_never_nan(backend: str, options: dict[str, float]) -> None:
 def test_queries_are_the_last_positions_of_a_cache() -> None:
     q, k, v = inputs(30)
     for window in (None, 4):
-        whole = run("math", (q, k, v), window=window)
+        full_output = run("math", (q, k, v), window=window)
         for backend in ("sdpa", "mask", "math"):
-            for queries in (1, 7):
+            for num_queries in (1, 7):
                 assert_close(
-                    run(backend, (q[:, :, -queries:], k, v), window=window), whole[:, :, -queries:]
+                    run(backend, (q[:, :, -num_queries:], k, v), window=window),
+                    full_output[:, :, -num_queries:],
                 )
 
 
@@ -136,29 +139,32 @@ def test_compiled_blocks_hold_the_operators_and_never_recompile(
 ) -> None:
     def block(x: torch.Tensor, layout: object) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (x * 2, x, x + 1))
-        out = attend(
+        output = attend(
             q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.3, dropout=dropout
         )
-        return out.transpose(1, 2).flatten(2)
+        return output.transpose(1, 2).flatten(2)
 
     graphs = []
 
-    def counted(graph: torch.fx.GraphModule, _examples: object) -> torch.fx.GraphModule:
+    def record_graph(graph: torch.fx.GraphModule, _examples: object) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(block, backend=counted, fullgraph=True, dynamic=False)
+    compiled = torch.compile(block, backend=record_graph, fullgraph=True, dynamic=False)
     x = torch.randn(1, 60, 32, requires_grad=True)
     for lengths in ([60], [10, 50], [1, 2, 3, 24, 30]):
         layout = layout_of(documents_of(lengths), backend=backend)
         torch.manual_seed(3)
-        ours = compiled(x, layout)
+        compiled_output = compiled(x, layout)
         torch.manual_seed(3)
-        theirs = block(x, layout)
-        assert torch.equal(ours, theirs)
+        expected = block(x, layout)
+        assert torch.equal(compiled_output, expected)
         assert torch.equal(
-            *(torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
+            *(
+                torch.autograd.grad(output.square().sum(), x)[0]
+                for output in (compiled_output, expected)
+            )
         )
     assert len(graphs) == 1
 
@@ -176,18 +182,18 @@ def test_operators_are_well_formed(backend: str) -> None:
 
 def test_documents_of_many_lengths_share_few_kernels() -> None:
     """torch keeps compiled bfloat16 kernels for every length that it has met, megabytes each."""
-    met: set[int] = set()
-    original = per_document._flash
+    kernel_lengths: set[int] = set()
+    flash = per_document._flash
 
-    def seen(q: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]:
-        met.add(q.shape[2])
-        return original(q, *rest, **more)
+    def record_length(q: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+        kernel_lengths.add(q.shape[2])
+        return flash(q, *arguments, **options)
 
-    with mock.patch.object(per_document, "_flash", seen):
-        for first in range(1, 257):
+    with mock.patch.object(per_document, "_flash", record_length):
+        for first_length in range(1, 257):
             run(
                 "per_document",
                 inputs(257, batch=1, dtype=torch.bfloat16),
-                documents_of([first, 257 - first]),
+                documents_of([first_length, 257 - first_length]),
             )
-    assert met == {64, 128, 192, 256}
+    assert kernel_lengths == {64, 128, 192, 256}

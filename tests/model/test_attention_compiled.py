@@ -13,10 +13,11 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 def heads(
     length: int, queries: int, keys: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    draw = torch.Generator().manual_seed(length)
+    generator = torch.Generator().manual_seed(length)
     shapes = [(1, length, count, width) for count in (queries, keys, keys)]
     return tuple(
-        torch.randn(s, generator=draw).to(dtype).transpose(1, 2).requires_grad_() for s in shapes
+        torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+        for shape in shapes
     )
 
 
@@ -29,28 +30,31 @@ def test_every_length_and_width_is_exact(
     documents = documents_of(lengths)
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
         qkv = heads(sum(lengths), queries, keys, width, dtype)
-        exact = with_gradients(
+        exact_results = with_gradients(
             "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents
         )
-        for ours, theirs in zip(with_gradients("compiled", qkv, documents), exact, strict=True):
-            assert ours.dtype == dtype
-            assert (ours.double() - theirs).norm() < limit * theirs.norm()
+        for result, exact_result in zip(
+            with_gradients("compiled", qkv, documents), exact_results, strict=True
+        ):
+            assert result.dtype == dtype
+            assert (result.double() - exact_result).norm() < limit * exact_result.norm()
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     q, k, v = (x.detach() for x in heads(70, 2, 2, 32, torch.float32))
     qkv = tuple(x.requires_grad_() for x in (q * 50, k * 50, v))
-    exact = with_gradients(
+    exact_results = with_gradients(
         "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents_of([70])
     )
     results = with_gradients("compiled", qkv, documents_of([70]))
     assert all(result.isfinite().all() for result in results)
-    assert (results[0].double() - exact[0]).norm() < 1e-4 * exact[0].norm()
+    assert (results[0].double() - exact_results[0]).norm() < 1e-4 * exact_results[0].norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bit(dtype: torch.dtype) -> None:
-    results, before = [], torch.get_num_threads()
+    results = []
+    threads_before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -58,16 +62,23 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
                 with_gradients("compiled", heads(300, 6, 2, 64, dtype), documents_of([40, 200, 60]))
             )
     finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+        torch.set_num_threads(threads_before)
+    for threaded_results in results[1:]:
+        assert all(
+            torch.equal(tensor, expected)
+            for tensor, expected in zip(threaded_results, results[0], strict=True)
+        )
 
 
-def test_torch_keeps_its_own_tiles() -> None:
+def test_products_of_torch_between_two_calls_do_not_change() -> None:
     """A product of torch between two of ours: both set the shapes of the CPU's matrix unit."""
-    qkv, matrix = inputs(64, dtype=torch.bfloat16), torch.randn(256, 256, dtype=torch.bfloat16)
+    qkv = inputs(64, dtype=torch.bfloat16)
+    matrix = torch.randn(256, 256, dtype=torch.bfloat16)
     product = matrix @ matrix
-    first = with_gradients("compiled", qkv, documents_of([64], [64]))
+    first_results = with_gradients("compiled", qkv, documents_of([64], [64]))
     assert torch.equal(matrix @ matrix, product)
-    again = with_gradients("compiled", qkv, documents_of([64], [64]))
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    second_results = with_gradients("compiled", qkv, documents_of([64], [64]))
+    assert all(
+        torch.equal(first, second)
+        for first, second in zip(first_results, second_results, strict=True)
+    )

@@ -48,12 +48,12 @@ def gradients(scores: Tensor, hidden: Tensor, output: nn.Linear) -> tuple[Tensor
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
+def test_scores_and_gradients_are_those_of_log_softmax(chunk: int, softcap: float | None) -> None:
     hidden, output, labels, weights = example()
-    ours = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, softcap)
-    theirs = reference(hidden, output, labels, weights, softcap)
-    assert_close(ours, theirs)
-    assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
+    scores = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, softcap)
+    expected = reference(hidden, output, labels, weights, softcap)
+    assert_close(scores, expected)
+    assert_close(gradients(scores, hidden, output), gradients(expected, hidden, output))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -66,22 +66,22 @@ def test_gradcheck(softcap: float | None) -> None:
 
 
 def test_rows_without_weight_are_dropped_before_the_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    row_counts = []
     monkeypatch.setattr(
         heads,
         "_log_sums",
-        lambda logits, cap: seen.append(len(logits)) or torch.logsumexp(logits, 1),
+        lambda logits, cap: row_counts.append(len(logits)) or torch.logsumexp(logits, 1),
     )
     hidden, output, labels, weights = example()
     weights[0] = 0
     scores = LabelScores(labels, weights, ScoreSettings(3))(hidden, output, None)
-    assert sum(seen) == weights.sum()
+    assert sum(row_counts) == weights.sum()
     d_hidden, _ = gradients(scores, hidden, output)
     assert not d_hidden[weights == 0].any()
     assert not scores[weights == 0].any()
 
 
-def test_nothing_to_learn() -> None:
+def test_labels_without_weight_give_zero_scores_and_gradients() -> None:
     hidden, output, labels, weights = example()
     scores = LabelScores(labels, weights * 0, ScoreSettings(4))(hidden, output, None)
     d_hidden, d_weight = gradients(scores, hidden, output)
@@ -113,7 +113,7 @@ def test_tied_weights_sum_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("chunk", [5, 1000])
-def test_half_weights(chunk: int) -> None:
+def test_half_precision_weights_give_scores_in_float32(chunk: int) -> None:
     hidden, output, labels, weights = example(torch.bfloat16)
     scores = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, 2.0)
     assert scores.dtype == torch.float32
@@ -125,21 +125,19 @@ def test_autocast_multiplies_in_half_and_sums_in_float32() -> None:
     hidden, output, labels, weights = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         scores = LabelScores(labels, weights, ScoreSettings(4))(hidden, output, None)
-        theirs = reference(hidden, output, labels, weights, None)
+        expected = reference(hidden, output, labels, weights, None)
     assert scores.dtype == torch.float32
-    assert_close(scores, theirs.float(), atol=1e-5, rtol=0)  # the bf16 logits are the same
-    for ours, other in zip(
-        gradients(scores, hidden, output), gradients(theirs, hidden, output), strict=True
+    assert_close(scores, expected.float(), atol=1e-5, rtol=0)  # the bf16 logits are the same
+    for gradient, expected_gradient in zip(
+        gradients(scores, hidden, output), gradients(expected, hidden, output), strict=True
     ):
-        assert ours.dtype == torch.float32
-        assert (ours - other).norm() < 0.02 * other.norm()
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected_gradient).norm() < 0.02 * expected_gradient.norm()
 
 
 def test_memory_follows_the_chunk() -> None:
-    hidden, weight = (
-        torch.randn(1024, 16, requires_grad=True),
-        torch.randn(4096, 16, requires_grad=True),
-    )
+    hidden = torch.randn(1024, 16, requires_grad=True)
+    weight = torch.randn(4096, 16, requires_grad=True)
 
     def peak(chunk: int) -> int:
         settings = ScoreSettings(chunk)
@@ -150,18 +148,16 @@ def test_memory_follows_the_chunk() -> None:
 
 
 def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
-    hidden, weight = (
-        torch.randn(64, 16, requires_grad=True),
-        torch.randn(128, 16, requires_grad=True),
-    )
+    hidden = torch.randn(64, 16, requires_grad=True)
+    weight = torch.randn(128, 16, requires_grad=True)
 
     def flops(chunk: int) -> int:
         settings = ScoreSettings(chunk)
-        with FlopCounterMode(display=False) as counted:
+        with FlopCounterMode(display=False) as counter:
             label_scores(
                 hidden, weight, torch.zeros(64, dtype=torch.int64), settings
             ).sum().backward()
-        return counted.get_total_flops()
+        return counter.get_total_flops()
 
     assert flops(16) - flops(64) == 2 * 64 * 16 * 128
 
@@ -174,7 +170,7 @@ def test_kept_logits_serve_one_backward_and_refuse_a_second() -> None:
         scores.sum().backward()
 
 
-def test_last_logits() -> None:
+def test_last_logits_are_those_of_the_last_position() -> None:
     hidden, output, _, _ = example()
     assert_close(LastLogits()(hidden, output, 3.0), Logits()(hidden, output, 3.0)[:, -1])
 
@@ -192,16 +188,18 @@ def test_whole_model_compilation_keeps_shapes() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("softcap", [2.0, None])
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_compiled_pointwise_parts(softcap: float | None, chunk: int) -> None:
+def test_compiled_pointwise_parts_compute_the_same_and_repeat(
+    softcap: float | None, chunk: int
+) -> None:
     hidden, output, labels, weights = example()
     results = []
     for _ in range(2):
-        ours = LabelScores(labels, weights, ScoreSettings(chunk, compiled=True))(
+        scores = LabelScores(labels, weights, ScoreSettings(chunk, compiled=True))(
             hidden, output, softcap
         )
-        results.append((ours.detach(), *gradients(ours, hidden, output)))
-    theirs = reference(hidden, output, labels, weights, softcap)
-    assert_close(results[0], (theirs.detach(), *gradients(theirs, hidden, output)))
+        results.append((scores.detach(), *gradients(scores, hidden, output)))
+    expected = reference(hidden, output, labels, weights, softcap)
+    assert_close(results[0], (expected.detach(), *gradients(expected, hidden, output)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -248,31 +246,34 @@ def test_tiles_of_the_vocabulary_change_no_score_and_no_gradient(
 ) -> None:
     monkeypatch.setattr(heads, "CPU_TILE", tile)
     hidden, output, labels, weights = example()
-    ours = LabelScores(labels, weights, ScoreSettings(4))(hidden, output, softcap)
-    theirs = reference(hidden, output, labels, weights, softcap)
-    assert_close(ours, theirs)
-    assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
+    scores = LabelScores(labels, weights, ScoreSettings(4))(hidden, output, softcap)
+    expected = reference(hidden, output, labels, weights, softcap)
+    assert_close(scores, expected)
+    assert_close(gradients(scores, hidden, output), gradients(expected, hidden, output))
 
 
-@pytest.mark.parametrize("first", [None, 3.0])
-def test_a_gradient_that_goes_straight_into_grad_is_added_to_what_is_there(
-    first: float | None,
+@pytest.mark.parametrize("grad_before", [None, 3.0])
+def test_a_gradient_that_goes_straight_into_grad_is_added_to_it(
+    grad_before: float | None,
 ) -> None:
     hidden, output, labels, weights = example()
-    (theirs,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         LabelScores(labels, weights, ScoreSettings(4))(hidden, output, None).sum(), output.weight
     )
-    output.weight.grad = None if first is None else torch.full_like(output.weight, first)
+    output.weight.grad = (
+        None if grad_before is None else torch.full_like(output.weight, grad_before)
+    )
     LabelScores(labels, weights, ScoreSettings(4, into_grad=True))(
         hidden, output, None
     ).sum().backward()
-    assert_close(output.weight.grad, theirs + (first or 0.0))
+    assert_close(output.weight.grad, gradient + (grad_before or 0.0))
 
 
 def test_a_tied_weight_gets_both_of_its_gradients() -> None:
     """Once as an embedding, which autograd adds, and once as the output layer, which adds for itself."""
     torch.manual_seed(0)
-    output, tokens = nn.Linear(8, 13, bias=False).double(), torch.randint(13, (2, 9))
+    output = nn.Linear(8, 13, bias=False).double()
+    tokens = torch.randint(13, (2, 9))
 
     def gradient(into_grad: bool) -> Tensor:
         output.weight.grad = None
@@ -289,11 +290,10 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
 
 def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
     """All logits would be 32 MB in bfloat16. A tile is 4, beside its passes in float32 and a slice of the weight."""
-    hidden, output = (
-        torch.randn(1, 512, 64).bfloat16().requires_grad_(),
-        nn.Linear(64, 32768, bias=False).bfloat16(),
-    )
-    labels, weights = torch.randint(32768, (1, 512)), torch.ones(1, 512)
+    hidden = torch.randn(1, 512, 64).bfloat16().requires_grad_()
+    output = nn.Linear(64, 32768, bias=False).bfloat16()
+    labels = torch.randint(32768, (1, 512))
+    weights = torch.ones(1, 512)
     output.weight.grad = torch.zeros_like(output.weight)
     head = LabelScores(labels, weights, ScoreSettings(512, into_grad=True))
     assert peak_bytes(lambda: head(hidden, output, None).sum().backward()) < 22e6
@@ -301,28 +301,25 @@ def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
 
 def test_half_precision_on_a_cpu_multiplies_few_shapes_however_many_labels_are_learned() -> None:
     """A CPU keeps kernels for each shape that it ever multiplied in half precision: 700 MB of them after a while."""
-    output, shapes = nn.Linear(8, 32, bias=False).bfloat16(), set()
-    for learned in range(1, 257, 5):
-        hidden, labels = (
-            torch.randn(1, 256, 8).bfloat16().requires_grad_(),
-            torch.randint(32, (1, 256)),
-        )
-        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mm: _noting(shapes)}):
-            scores = LabelScores(
-                labels, (torch.arange(256) < learned).float()[None], ScoreSettings(256)
-            )(hidden, output, None)
+    output = nn.Linear(8, 32, bias=False).bfloat16()
+    shapes = set()
+    for num_learned in range(1, 257, 5):
+        hidden = torch.randn(1, 256, 8).bfloat16().requires_grad_()
+        labels = torch.randint(32, (1, 256))
+        weights = (torch.arange(256) < num_learned).float()[None]
+        shape_recorder = {torch.ops.aten.mm: record_shapes(shapes)}
+        with FlopCounterMode(display=False, custom_mapping=shape_recorder):
+            scores = LabelScores(labels, weights, ScoreSettings(256))(hidden, output, None)
             scores.sum().backward()
-        expected = reference(
-            hidden, output, labels, (torch.arange(256) < learned).float()[None], None
-        )
+        expected = reference(hidden, output, labels, weights, None)
         assert_close(scores.double(), expected, atol=0.05, rtol=0)
-        assert hidden.grad is not None and not hidden.grad[0, learned:].any()
+        assert hidden.grad is not None and not hidden.grad[0, num_learned:].any()
     assert len(shapes) == 3 * (4 + 3)  # 241, 246 and 251 nearly are the chunk and stay as they are
 
 
-def _noting(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
-    def note(left: list[int], right: list[int], *_: object, **__: object) -> int:
-        shapes.add((*left, *right))
+def record_shapes(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
+    def record(left_shape: list[int], right_shape: list[int], *_: object, **__: object) -> int:
+        shapes.add((*left_shape, *right_shape))
         return 0
 
-    return note
+    return record

@@ -28,29 +28,29 @@ def test_every_family_has_a_case() -> None:
 def test_logits_match_transformers_both_ways(case: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "ours").mkdir()
-    theirs = saved_reference(case, tmp_path / "theirs")
-    expected = theirs(TOKENS).logits
+    their_model = saved_reference(case, tmp_path / "theirs")
+    expected = their_model(TOKENS).logits
     assert float(expected.std()) > 0.1, "the reference is too flat to show a difference"
-    ours = load_decoder(tmp_path / "theirs")
-    assert_close(ours(TOKENS).head, expected, atol=1e-4, rtol=0)
-    write_model(model_state(ours), ours.config, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    our_model = load_decoder(tmp_path / "theirs")
+    assert_close(our_model(TOKENS).head, expected, atol=1e-4, rtol=0)
+    write_model(model_state(our_model), our_model.config, tmp_path / "ours")
+    reloaded_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     ).eval()
-    assert type(again) is type(theirs)
-    assert_close(again(TOKENS).logits, expected, atol=0, rtol=0)
-    assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS).head, ours(TOKENS).head)
-    assert load_decoder(tmp_path / "ours").config == ours.config
+    assert type(reloaded_model) is type(their_model)
+    assert_close(reloaded_model(TOKENS).logits, expected, atol=0, rtol=0)
+    assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS).head, our_model(TOKENS).head)
+    assert load_decoder(tmp_path / "ours").config == our_model.config
 
 
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "gemma3", "olmo2", "qwen3"])
 def test_gradients_match_transformers(case: str, tmp_path: Path) -> None:
-    theirs = saved_reference(case, tmp_path)
-    ours = load_decoder(tmp_path)
-    theirs(TOKENS).logits.square().mean().backward()
-    ours(TOKENS).head.square().mean().backward()
-    embedding = theirs.get_input_embeddings().weight.grad
-    assert_close(ours.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-3)
+    their_model = saved_reference(case, tmp_path)
+    our_model = load_decoder(tmp_path)
+    their_model(TOKENS).logits.square().mean().backward()
+    our_model(TOKENS).head.square().mean().backward()
+    expected = their_model.get_input_embeddings().weight.grad
+    assert_close(our_model.model.embed_tokens.weight.grad, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,13 @@ def test_gradients_match_transformers(case: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     """transformers 4 wrote rope_theta, rope_scaling (with `type`) and no layer_types."""
-    theirs = saved_reference(case, tmp_path)
+    their_model = saved_reference(case, tmp_path)
     path = tmp_path / "config.json"
     raw_config = json.loads(path.read_text())
     rope = raw_config.pop("rope_parameters")
     if local := rope.get("sliding_attention"):
-        raw_config["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
+        raw_config["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope["full_attention"]
     raw_config["rope_theta"] = rope.pop("rope_theta")
     rope.pop("partial_rotary_factor", None)
     kind = rope.pop("rope_type")
@@ -72,7 +73,7 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     raw_config.pop("layer_types", None)
     raw_config.pop("dtype", None)
     path.write_text(json.dumps(raw_config))
-    assert_close(load_decoder(tmp_path)(TOKENS).head, theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    assert_close(load_decoder(tmp_path)(TOKENS).head, their_model(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama2", "gpt2", "gemma3", "phi4-partial"])
@@ -80,31 +81,38 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
 def test_positions_restart_where_the_caller_says(case: str, tmp_path: Path) -> None:
     """Two documents in one row, isolated, give the logits that each gives alone."""
     saved_reference(case, tmp_path)
-    ours = load_decoder(tmp_path, attention="mask")
-    first, second = TOKENS[:1, :15], TOKENS[:1, 15:]
+    decoder = load_decoder(tmp_path, attention="mask")
+    first_tokens, second_tokens = TOKENS[:1, :15], TOKENS[:1, 15:]
     positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
     documents = (torch.arange(40) >= 15).long()[None]
-    packed = ours(TOKENS[:1], positions_BT=positions, documents_BT=documents).head
-    assert_close(packed, torch.cat((ours(first).head, ours(second).head), 1), atol=1e-5, rtol=1e-5)
+    packed_logits = decoder(TOKENS[:1], positions_BT=positions, documents_BT=documents).head
+    assert_close(
+        packed_logits,
+        torch.cat((decoder(first_tokens).head, decoder(second_tokens).head), 1),
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @torch.no_grad()
 def test_the_base_model_of_transformers_loads_with_a_tied_head(tmp_path: Path) -> None:
     """Files saved without the language-modelling head lack the outermost prefix (GPT-2's on the hub do)."""
-    theirs = saved_reference("gpt2", tmp_path)
-    theirs.transformer.save_pretrained(tmp_path)
-    assert_close(load_decoder(tmp_path)(TOKENS).head, theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    their_model = saved_reference("gpt2", tmp_path)
+    their_model.transformer.save_pretrained(tmp_path)
+    assert_close(load_decoder(tmp_path)(TOKENS).head, their_model(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
 def test_autocast_stays_near_float32(tmp_path: Path) -> None:
     saved_reference("qwen3", tmp_path)
-    ours = load_decoder(tmp_path)
-    exact = ours(TOKENS).head
+    decoder = load_decoder(tmp_path)
+    exact_logits = decoder(TOKENS).head
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = ours(TOKENS).head
-    assert rounded.dtype == torch.bfloat16
-    assert float((rounded - exact).abs().mean()) < 0.02 * float(exact.abs().mean())
+        rounded_logits = decoder(TOKENS).head
+    assert rounded_logits.dtype == torch.bfloat16
+    assert float((rounded_logits - exact_logits).abs().mean()) < 0.02 * float(
+        exact_logits.abs().mean()
+    )
     assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).head.dtype == torch.bfloat16
 
 
@@ -118,14 +126,15 @@ def test_autocast_stays_near_float32(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_blocks_compile_whole(case: str, backend: str, tmp_path: Path) -> None:
+def test_a_block_compiles_without_a_graph_break(case: str, backend: str, tmp_path: Path) -> None:
     """No graph break inside a block, forward and backward."""
     # torch has seen other lengths in this process, and would make them symbols
     torch.compiler.reset()
     saved_reference(case, tmp_path)
-    ours, plain = load_decoder(tmp_path), load_decoder(tmp_path)
-    ours.model.layers[1].compile(fullgraph=True, backend=backend)
-    ours(TOKENS).head.square().mean().backward()
-    plain(TOKENS).head.square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        assert_close(ours.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+    compiled_model = load_decoder(tmp_path)
+    plain_model = load_decoder(tmp_path)
+    compiled_model.model.layers[1].compile(fullgraph=True, backend=backend)
+    compiled_model(TOKENS).head.square().mean().backward()
+    plain_model(TOKENS).head.square().mean().backward()
+    for name, parameter in plain_model.named_parameters():
+        assert_close(compiled_model.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)

@@ -20,63 +20,68 @@ def small_stage(monkeypatch):
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(0)
-    held = {"matrix": torch.randn(23, 7), "vector": torch.randn(50), "number": torch.tensor(3.5)}
-    save_file(held, tmp_path / "x.safetensors")
-    return held, stored_tensors(tmp_path / "x.safetensors")
+    tensors_in_memory = {
+        "matrix": torch.randn(23, 7),
+        "vector": torch.randn(50),
+        "number": torch.tensor(3.5),
+    }
+    save_file(tensors_in_memory, tmp_path / "x.safetensors")
+    return tensors_in_memory, stored_tensors(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["matrix", "vector", "number"])
 def test_a_target_is_filled_and_cast(saved, small_stage, name, dtype):
-    held, stored = saved
-    target = torch.empty(held[name].shape, dtype=dtype)
+    tensors_in_memory, tensors_in_file = saved
+    target = torch.empty(tensors_in_memory[name].shape, dtype=dtype)
     with TensorReader() as reader:
-        reader.fill(target, stored[name], first=0, transposed=False)
-    assert torch.equal(target, held[name].to(dtype))
+        reader.fill(target, tensors_in_file[name], first=0, transposed=False)
+    assert torch.equal(target, tensors_in_memory[name].to(dtype))
 
 
 def test_rows_and_transposed_columns(saved, small_stage):
-    held, stored = saved
-    rows, columns = torch.empty(9, 7, dtype=torch.float64), torch.empty(3, 23, dtype=torch.float16)
+    tensors_in_memory, tensors_in_file = saved
+    rows = torch.empty(9, 7, dtype=torch.float64)
+    columns = torch.empty(3, 23, dtype=torch.float16)
     with TensorReader() as reader:
-        reader.fill(rows, stored["matrix"], first=5, transposed=False)
-        reader.fill(columns, stored["matrix"], first=2, transposed=True)
-    assert torch.equal(rows, held["matrix"][5:14].double())
-    assert torch.equal(columns, held["matrix"][:, 2:5].t().half())
+        reader.fill(rows, tensors_in_file["matrix"], first=5, transposed=False)
+        reader.fill(columns, tensors_in_file["matrix"], first=2, transposed=True)
+    assert torch.equal(rows, tensors_in_memory["matrix"][5:14].double())
+    assert torch.equal(columns, tensors_in_memory["matrix"][:, 2:5].t().half())
 
 
 @pytest.mark.parametrize(
     ("multiple", "sizes"), [(1, [3] * 7 + [2]), (4, [4] * 5 + [3]), (64, [23])]
 )
 def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes):
-    held, stored = saved
+    tensors_in_memory, tensors_in_file = saved
     with TensorReader() as reader:
-        found = [
+        pieces = [
             (first, piece.clone())
             for first, piece in reader.pieces(
-                stored["matrix"], 0, 23, device=CPU, multiple=multiple
+                tensors_in_file["matrix"], 0, 23, device=CPU, multiple=multiple
             )
         ]
-    assert [len(piece) for _, piece in found] == sizes
-    assert [first for first, _ in found] == [sum(sizes[:index]) for index in range(len(sizes))]
-    assert torch.equal(torch.cat([piece for _, piece in found]), held["matrix"])
+    assert [len(piece) for _, piece in pieces] == sizes
+    assert [first for first, _ in pieces] == [sum(sizes[:index]) for index in range(len(sizes))]
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), tensors_in_memory["matrix"])
 
 
 def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(saved, small_stage, tmp_path):
-    _, stored = saved
+    _, tensors_in_file = saved
     with TensorReader() as reader:
-        pieces = reader.pieces(stored["matrix"], 0, 23, device=CPU)
+        pieces = reader.pieces(tensors_in_file["matrix"], 0, 23, device=CPU)
         next(pieces)
         with (tmp_path / "x.safetensors").open("r+b") as file:
-            file.truncate(stored["matrix"].offset + 100)
+            file.truncate(tensors_in_file["matrix"].offset + 100)
         with pytest.raises(UserError, match="ends too early"):
             list(pieces)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_pieces_reach_a_gpu_whole(saved, small_stage):
-    held, stored = saved
+def test_every_piece_reaches_a_gpu(saved, small_stage):
+    tensors_in_memory, tensors_in_file = saved
     target = torch.empty(23, 7, device="cuda", dtype=torch.bfloat16)
     with TensorReader() as reader:
-        reader.fill(target, stored["matrix"], first=0, transposed=False)
-    assert torch.equal(target.cpu(), held["matrix"].bfloat16())
+        reader.fill(target, tensors_in_file["matrix"], first=0, transposed=False)
+    assert torch.equal(target.cpu(), tensors_in_memory["matrix"].bfloat16())

@@ -35,58 +35,69 @@ TOKENS = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("kind", LACKED)
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    theirs = saved_model(kind, tmp_path)
-    ours = load_decoder(tmp_path)
-    torch.testing.assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
+    their_model = saved_model(kind, tmp_path)
+    our_model = load_decoder(tmp_path)
+    torch.testing.assert_close(
+        our_model(TOKENS).head, their_model(TOKENS).logits, atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", LACKED)
-def test_parameters_are_planned_as_they_are_and_files_are_written_as_transformers_reads_them(
+def test_planned_shapes_are_the_models_and_transformers_reads_written_files(
     kind: str, tmp_path: Path
 ) -> None:
-    theirs = saved_model(kind, tmp_path)
-    ours = load_decoder(tmp_path)
-    shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
-    assert parameter_shapes(ours.config) == shapes
-    assert sum(p.numel() for p in ours.parameters()) == theirs.num_parameters()
-    again = tmp_path / "again"
-    again.mkdir()
-    write_model(model_state(ours), ours.config, again)
-    opened, told = AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"]
-    assert torch.equal(opened.eval()(TOKENS).logits, theirs(TOKENS).logits)
+    their_model = saved_model(kind, tmp_path)
+    our_model = load_decoder(tmp_path)
+    shapes = {name: tuple(parameter.shape) for name, parameter in our_model.named_parameters()}
+    assert parameter_shapes(our_model.config) == shapes
+    assert sum(p.numel() for p in our_model.parameters()) == their_model.num_parameters()
+    written_folder = tmp_path / "written"
+    written_folder.mkdir()
+    write_model(model_state(our_model), our_model.config, written_folder)
+    opened_model, loading_info = AutoModelForCausalLM.from_pretrained(
+        written_folder, output_loading_info=True
+    )
+    assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
+    assert torch.equal(opened_model.eval()(TOKENS).logits, their_model(TOKENS).logits)
 
 
 @pytest.mark.parametrize("kind", LACKED)
 def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(
     kind: str, tmp_path: Path
 ) -> None:
-    theirs = saved_model(kind, tmp_path)
-    ours = load_decoder(tmp_path)
-    labels, weights = TOKENS.roll(-1, 1), torch.ones(TOKENS.shape)
+    their_model = saved_model(kind, tmp_path)
+    our_model = load_decoder(tmp_path)
+    labels = TOKENS.roll(-1, 1)
+    weights = torch.ones(TOKENS.shape)
     weights[:, ::3] = 0
-    scores = ours(TOKENS, head=LabelScores(labels, weights, ScoreSettings(7, into_grad=True))).head
+    scores = our_model(
+        TOKENS, head=LabelScores(labels, weights, ScoreSettings(7, into_grad=True))
+    ).head
     (-(scores * weights).sum()).backward()
-    nats = F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="none")
+    nats = F.cross_entropy(
+        their_model(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     (nats * weights.flatten()).sum().backward()
     torch.testing.assert_close(-scores.flatten(), nats * weights.flatten(), atol=1e-4, rtol=0)
-    expected = dict(theirs.named_parameters())
-    for name, stored, _ in ours.config.transformers_backend.parameters:
-        of = expected.get(stored, expected.get("lm_head.weight"))
+    their_parameters = dict(their_model.named_parameters())
+    for name, stored_name, _ in our_model.config.transformers_backend.parameters:
+        their_parameter = their_parameters.get(stored_name, their_parameters.get("lm_head.weight"))
         torch.testing.assert_close(
-            ours.get_parameter(name).grad, of.grad, atol=1e-3, rtol=1e-4, msg=name
+            our_model.get_parameter(name).grad, their_parameter.grad, atol=1e-3, rtol=1e-4, msg=name
         )
 
 
 @pytest.mark.parametrize("kind", LACKED)
 def test_documents_of_a_row_do_not_see_each_other(kind: str, tmp_path: Path) -> None:
-    theirs = saved_model(kind, tmp_path)
-    ours = load_decoder(tmp_path)
+    their_model = saved_model(kind, tmp_path)
+    our_model = load_decoder(tmp_path)
     documents = torch.arange(24).ge(10).long().expand(2, 24)
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, 24)
-    together = ours(TOKENS, documents_BT=documents, positions_BT=positions).head
-    alone = torch.cat((theirs(TOKENS[:, :10]).logits, theirs(TOKENS[:, 10:]).logits), 1)
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
+    packed_logits = our_model(TOKENS, documents_BT=documents, positions_BT=positions).head
+    separate_logits = torch.cat(
+        (their_model(TOKENS[:, :10]).logits, their_model(TOKENS[:, 10:]).logits), 1
+    )
+    torch.testing.assert_close(packed_logits, separate_logits, atol=1e-4, rtol=0)
 
 
 def test_an_architecture_without_a_mask_of_documents_says_which_layout_it_needs(
@@ -95,67 +106,76 @@ def test_an_architecture_without_a_mask_of_documents_says_which_layout_it_needs(
     sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     SIZES["bloom"] = sizes
     saved_model("bloom", tmp_path)
-    ours = load_decoder(tmp_path)
-    check_rows(ours, 1e-3, packed=False)
+    model = load_decoder(tmp_path)
+    check_rows(model, 1e-3, packed=False)
     with pytest.raises(UserError, match="no mask of documents"):
-        check_rows(ours, 1e-3, packed=True)
+        check_rows(model, 1e-3, packed=True)
     del SIZES["bloom"]
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "opt", "mpt"])
-def test_the_past_is_kept_cut_and_read_on(kind: str, tmp_path: Path) -> None:
-    theirs = saved_model(kind, tmp_path)
-    ours = load_decoder(tmp_path)
-    cache = Cache(ours.config, 24)
+def test_a_cache_that_was_cut_continues_the_text(kind: str, tmp_path: Path) -> None:
+    their_model = saved_model(kind, tmp_path)
+    our_model = load_decoder(tmp_path)
+    cache = Cache(our_model.config, 24)
     with torch.no_grad():
-        ours(TOKENS[:, :16], cache=cache)
+        our_model(TOKENS[:, :16], cache=cache)
         assert cache.cut(12)
-        last = ours(TOKENS[:, 12:], cache=cache).head
-        torch.testing.assert_close(last, theirs(TOKENS).logits[:, 12:], atol=1e-4, rtol=0)
+        last_logits = our_model(TOKENS[:, 12:], cache=cache).head
+        torch.testing.assert_close(
+            last_logits, their_model(TOKENS).logits[:, 12:], atol=1e-4, rtol=0
+        )
 
 
 def test_a_known_family_computes_the_same_through_transformers(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
-    ours, config = load_decoder(tmp_path), read_config(tmp_path, "transformers")
-    assert ours.config.transformers_backend is None and config.transformers_backend is not None
+    native_model = load_decoder(tmp_path)
+    config = read_config(tmp_path, "transformers")
+    assert (
+        native_model.config.transformers_backend is None and config.transformers_backend is not None
+    )
     with torch.device("meta"):
-        through = Decoder(config)
-    give_memory(through.to(torch.float32), "cpu")
-    read_model(through, tmp_path)
-    torch.testing.assert_close(through.eval()(TOKENS).head, ours(TOKENS).head, atol=1e-4, rtol=0)
-    assert parameter_shapes(config) == parameter_shapes(ours.config)
+        transformers_model = Decoder(config)
+    give_memory(transformers_model.to(torch.float32), "cpu")
+    read_model(transformers_model, tmp_path)
+    torch.testing.assert_close(
+        transformers_model.eval()(TOKENS).head, native_model(TOKENS).head, atol=1e-4, rtol=0
+    )
+    assert parameter_shapes(config) == parameter_shapes(native_model.config)
 
 
-def test_buffers_that_the_config_does_not_tell_are_loaded_by_transformers(
+def test_buffers_that_do_not_follow_from_the_config_are_loaded_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = saved_model("gpt_neox", tmp_path)
+    their_model = saved_model("gpt_neox", tmp_path)
     assert read_config(tmp_path).transformers_backend.safe_reason == ""
 
-    def unlike(raw_config: str, attention: str) -> dict[str, torch.Tensor]:
+    def refuse_buffers(raw_config: str, attention: str) -> dict[str, torch.Tensor]:
         raise transformers_backend.Unlike("a buffer does not follow from config.json")
 
     transformers_config._quietly_probed.cache_clear()
-    monkeypatch.setattr(transformers_backend, "computed_buffers", unlike)
-    ours = load_decoder(tmp_path)
+    monkeypatch.setattr(transformers_backend, "computed_buffers", refuse_buffers)
+    our_model = load_decoder(tmp_path)
     transformers_config._quietly_probed.cache_clear()
-    assert "does not follow" in ours.config.transformers_backend.safe_reason
-    torch.testing.assert_close(ours(TOKENS).head, theirs(TOKENS).logits, atol=1e-5, rtol=0)
+    assert "does not follow" in our_model.config.transformers_backend.safe_reason
+    torch.testing.assert_close(
+        our_model(TOKENS).head, their_model(TOKENS).logits, atol=1e-5, rtol=0
+    )
 
 
 def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Drawn(torch.nn.Module):
+    class RandomBuffer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("drawn", torch.rand(3), persistent=False)
 
-    monkeypatch.setattr(transformers_backend, "blank_model", lambda *_: (Drawn(), "sdpa"))
+    monkeypatch.setattr(transformers_backend, "blank_model", lambda *_: (RandomBuffer(), "sdpa"))
     with pytest.raises(transformers_backend.Unlike, match="drawn"):
         transformers_backend.computed_buffers("{}", "none")
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("raw_config", "problem"),
     [
         ({"model_type": "t5"}, "encoder"),
         ({"model_type": "llava", "text_config": {}, "vision_config": {}}, "multimodal"),
@@ -174,11 +194,11 @@ def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) 
         ({"model_type": "vit"}, "writes no text"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_a_sentence(
-    said: dict[str, object], match: str, tmp_path: Path
+def test_models_that_cannot_be_trained_are_refused_with_the_reason(
+    raw_config: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(UserError, match=match):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config))
+    with pytest.raises(UserError, match=problem):
         read_config(tmp_path)
 
 
@@ -195,25 +215,31 @@ def test_a_mixture_of_experts_is_refused_as_one(
     assert "dense model" in refused.value.fix
 
 
-def test_transformers_prints_no_config_before_our_sentence(
+def test_transformers_logs_no_config_before_our_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = BufferingHandler(capacity=100)
+    log_handler = BufferingHandler(capacity=100)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [heard])
-    said = {"model_type": "mamba", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [log_handler])
+    raw_config = {
+        "model_type": "mamba",
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw_config))
     with pytest.raises(UserError, match="layer_types"):
         read_config(tmp_path)
-    assert not heard.buffer
+    assert not log_handler.buffer
 
 
 def test_a_head_that_is_more_than_a_matrix_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_model("cohere", tmp_path)
-    right = read_config(tmp_path)
-    wrong = replace(right, transformers_backend=replace(right.transformers_backend, factor=1.0))
-    monkeypatch.setattr("bloomery.model.io.weights.read_config", lambda *_: wrong)
+    config = read_config(tmp_path)
+    config_without_factor = replace(
+        config, transformers_backend=replace(config.transformers_backend, factor=1.0)
+    )
+    monkeypatch.setattr("bloomery.model.io.weights.read_config", lambda *_: config_without_factor)
     with pytest.raises(UserError, match="more than a matrix"):
         load_decoder(tmp_path)

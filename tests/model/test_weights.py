@@ -28,45 +28,47 @@ SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]
 INDEX = "model.safetensors.index.json"
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal_states(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return state.keys() == expected.keys() and all(
+        torch.equal(tensor, expected[name]) for name, tensor in state.items()
+    )
 
 
 @pytest.mark.parametrize("case", SHAPES)
-def test_names_go_both_ways(case: str) -> None:
-    theirs = tiny_reference(case)
-    config = config_from_hf(theirs.config.to_dict())
-    stored = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
-    ours = {
-        name: (stored[place.name].t() if place.transposed else stored[place.name])[
-            place.first : place.first + place.rows
-        ]
-        for name, place in tensor_locations(config).items()
+def test_names_translate_both_ways(case: str) -> None:
+    their_model = tiny_reference(case)
+    config = config_from_hf(their_model.config.to_dict())
+    their_state = {name: parameter.detach() for name, parameter in their_model.named_parameters()}
+    our_state = {
+        name: (
+            their_state[location.name].t() if location.transposed else their_state[location.name]
+        )[location.first : location.first + location.rows]
+        for name, location in tensor_locations(config).items()
     }
-    assert ours.keys() == model_state(fresh_decoder(config, seed=0)).keys()
-    assert same(to_hf_names(ours, config), stored)
+    assert our_state.keys() == model_state(fresh_decoder(config, seed=0)).keys()
+    assert equal_states(to_hf_names(our_state, config), their_state)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "phi3", "llama2"])
 @torch.no_grad()
-def test_shards_both_ways(case: str, tmp_path: Path) -> None:
+def test_shards_are_read_and_written(case: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
-    theirs = tiny_reference(case)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    their_model = tiny_reference(case)
+    their_model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     assert (tmp_path / "theirs" / INDEX).exists()
-    ours = load_decoder(tmp_path / "theirs")
-    assert_close(ours(tokens()).head, theirs(tokens()).logits, atol=1e-4, rtol=0)
+    our_model = load_decoder(tmp_path / "theirs")
+    assert_close(our_model(tokens()).head, their_model(tokens()).logits, atol=1e-4, rtol=0)
     (tmp_path / "ours").mkdir()
-    write_model(model_state(ours), ours.config, tmp_path / "ours", shard_bytes=40_000)
+    write_model(model_state(our_model), our_model.config, tmp_path / "ours", shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
-    assert same(model_state(load_decoder(tmp_path / "ours")), model_state(ours))
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    assert equal_states(model_state(load_decoder(tmp_path / "ours")), model_state(our_model))
+    reloaded_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     ).eval()
-    assert torch.equal(again(tokens()).logits, theirs(tokens()).logits)
+    assert torch.equal(reloaded_model(tokens()).logits, their_model(tokens()).logits)
 
 
-def test_the_public_door(tmp_path: Path) -> None:
+def test_bloomery_load_opens_a_folder(tmp_path: Path) -> None:
     saved_reference("qwen3", tmp_path)
     decoder = bloomery.load(str(tmp_path), device="cpu").decoder
     assert not decoder.training
@@ -74,16 +76,18 @@ def test_the_public_door(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_of_the_file_is_kept_unless_said(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_dtype_of_the_file_is_kept_unless_another_is_given(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     tiny_reference("gpt2").to(dtype).save_pretrained(tmp_path)
     assert {p.dtype for p in load_decoder(tmp_path).parameters()} == {dtype}
     assert {p.dtype for p in load_decoder(tmp_path, dtype=torch.float32).parameters()} == {
         torch.float32
     }
-    narrow = load_decoder(tmp_path)
-    (tmp_path / "again").mkdir()
-    write_model(model_state(narrow), narrow.config, tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == str(
+    decoder = load_decoder(tmp_path)
+    (tmp_path / "written").mkdir()
+    write_model(model_state(decoder), decoder.config, tmp_path / "written")
+    assert json.loads((tmp_path / "written" / "config.json").read_text())["dtype"] == str(
         dtype
     ).removeprefix("torch.")
 
@@ -91,8 +95,8 @@ def test_the_dtype_of_the_file_is_kept_unless_said(dtype: torch.dtype, tmp_path:
 def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
     saved_reference("llama2", tmp_path)
     path = tmp_path / "model.safetensors"
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((6,), float("nan"))}
-    save_file(load_file(path) | extra, path)
+    old_buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((6,), float("nan"))}
+    save_file(load_file(path) | old_buffers, path)
     assert bool(torch.isfinite(load_decoder(tmp_path)(tokens()).head).all())
 
 
@@ -135,13 +139,16 @@ def test_loading_makes_no_second_copy(family: str, tmp_path: Path) -> None:
     config = ModelConfig(
         vocab_size=8000, max_positions=1024, **sizes, **(gpt2 if family == "gpt2" else {})
     )
-    for name, each in (("large", config), ("small", replace(config, vocab_size=10, num_layers=1))):
+    for name, saved_config in (
+        ("large", config),
+        ("small", replace(config, vocab_size=10, num_layers=1)),
+    ):
         (tmp_path / name).mkdir()
-        write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
+        write_model(model_state(fresh_decoder(saved_config, seed=0)), saved_config, tmp_path / name)
     command = [sys.executable, "-c", PROBE, str(tmp_path / "large"), str(tmp_path / "small")]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    assert float(told.stdout) < 1.2
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout) < 1.2
 
 
 class TestRefusals:
@@ -150,50 +157,48 @@ class TestRefusals:
         tiny_reference("llama2").save_pretrained(tmp_path / "model", max_shard_size="40KB")
         return tmp_path / "model"
 
-    def refused(self, folder: Path, word: str) -> None:
-        with pytest.raises(UserError, match=word) as caught:
+    def assert_refused(self, folder: Path, problem: str) -> None:
+        with pytest.raises(UserError, match=problem) as refusal:
             load_decoder(folder)
-        assert str(folder) in str(caught.value)
+        assert str(folder) in str(refusal.value)
 
     def edit(self, folder: Path, change: dict) -> None:
         index = json.loads((folder / INDEX).read_text())
         index["weight_map"] |= change
         (folder / INDEX).write_text(json.dumps(index))
 
-    def test_nothing(self, tmp_path: Path) -> None:
+    def test_a_folder_without_weights(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         (tmp_path / "model.safetensors").unlink()
-        self.refused(tmp_path, "no model.safetensors")
+        self.assert_refused(tmp_path, "no model.safetensors")
 
     def test_a_pickle_is_never_opened(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         (tmp_path / "model.safetensors").unlink()
         (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": 1}))
-        self.refused(tmp_path, "pickle")
+        self.assert_refused(tmp_path, "pickle")
 
     def test_a_missing_shard(self, folder: Path) -> None:
         next(iter(folder.glob("model-*.safetensors"))).unlink()
-        self.refused(folder, "missing")
+        self.assert_refused(folder, "missing")
 
     @pytest.mark.parametrize(
         "name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/b.safetensors", "..\x00"]
     )
-    def test_a_shard_outside(self, folder: Path, name: str) -> None:
+    def test_a_shard_outside_the_folder(self, folder: Path, name: str) -> None:
         save_file({"x": torch.zeros(1)}, folder.parent / "secret.safetensors")
         self.edit(folder, {"model.norm.weight": name})
-        self.refused(folder, "not a file of this folder|missing")
+        self.assert_refused(folder, "not a file of this folder|missing")
 
-    def test_a_link_out(self, folder: Path) -> None:
+    def test_a_link_that_leads_out_of_the_folder(self, folder: Path) -> None:
         shard = sorted(folder.glob("model-*.safetensors"))[0]
         shard.rename(folder.parent / "elsewhere.safetensors")
         shard.symlink_to(folder.parent / "elsewhere.safetensors")
-        self.refused(folder, "link that leads out")
+        self.assert_refused(folder, "link that leads out")
 
-    def test_the_hubs_cache_is_made_of_links(self, tmp_path: Path) -> None:
-        snapshot, blobs = (
-            tmp_path / "models--x" / "snapshots" / "abc",
-            tmp_path / "models--x" / "blobs",
-        )
+    def test_the_links_of_the_hubs_cache_are_followed(self, tmp_path: Path) -> None:
+        snapshot = tmp_path / "models--x" / "snapshots" / "abc"
+        blobs = tmp_path / "models--x" / "blobs"
         saved_reference("llama2", snapshot)
         blobs.mkdir()
         for path in list(snapshot.iterdir()):
@@ -201,52 +206,54 @@ class TestRefusals:
             path.symlink_to(os.path.relpath(blobs / path.name, snapshot))
         assert load_decoder(snapshot).config.num_layers == 4
 
-    def test_a_tensor_twice(self, folder: Path) -> None:
+    def test_a_tensor_in_two_shards(self, folder: Path) -> None:
         shards = sorted(folder.glob("model-*.safetensors"))
         save_file(load_file(shards[1]) | load_file(shards[0]), shards[1])
-        self.refused(folder, "two shards")
+        self.assert_refused(folder, "two shards")
 
     def test_a_tensor_in_no_shard(self, folder: Path) -> None:
         name = sorted(path.name for path in folder.glob("model-*.safetensors"))[0]
         self.edit(folder, {"model.layers.9.mlp.up_proj.weight": name})
-        self.refused(folder, "in no shard")
+        self.assert_refused(folder, "in no shard")
 
     @pytest.mark.parametrize(
         "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}']
     )
-    def test_an_index_that_is_none(self, folder: Path, text: str) -> None:
+    def test_a_file_that_is_no_index(self, folder: Path, text: str) -> None:
         (folder / INDEX).write_text(text)
-        self.refused(folder, "weight_map|missing")
+        self.assert_refused(folder, "weight_map|missing")
 
     def test_a_missing_tensor(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
-        stored = load_file(tmp_path / "model.safetensors")
-        del stored["model.norm.weight"]
-        save_file(stored, tmp_path / "model.safetensors")
-        self.refused(tmp_path, "model.norm.weight is missing")
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        self.assert_refused(tmp_path, "model.norm.weight is missing")
 
-    def test_another_shape(self, tmp_path: Path) -> None:
+    def test_a_tensor_of_another_shape(self, tmp_path: Path) -> None:
         saved_reference("gpt2", tmp_path)
-        stored = load_file(tmp_path / "model.safetensors")
-        stored["transformer.h.0.attn.c_attn.weight"] = torch.zeros(48, 145)
-        save_file(stored, tmp_path / "model.safetensors")
-        self.refused(tmp_path, r"c_attn.weight is \[48, 145\]; config.json makes it \[48, 144\]")
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["transformer.h.0.attn.c_attn.weight"] = torch.zeros(48, 145)
+        save_file(tensors, tmp_path / "model.safetensors")
+        self.assert_refused(
+            tmp_path, r"c_attn.weight is \[48, 145\]; config.json makes it \[48, 144\]"
+        )
 
     def test_a_quantized_folder_is_refused_by_name(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
-        stored = load_file(tmp_path / "model.safetensors")
-        del stored["model.layers.0.mlp.up_proj.weight"]
-        stored["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(4, 4, dtype=torch.int32)
-        save_file(stored, tmp_path / "model.safetensors")
-        self.refused(tmp_path, "quantized")
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(4, 4, dtype=torch.int32)
+        save_file(tensors, tmp_path / "model.safetensors")
+        self.assert_refused(tmp_path, "quantized")
 
-    def test_a_tensor_without_a_place(self, tmp_path: Path) -> None:
+    def test_a_tensor_that_the_model_lacks(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
-        stored = load_file(tmp_path / "model.safetensors") | {
+        tensors = load_file(tmp_path / "model.safetensors") | {
             "model.layers.0.self_attn.q_proj.bias": torch.zeros(48)
         }
-        save_file(stored, tmp_path / "model.safetensors")
-        self.refused(tmp_path, "q_proj.bias has no place")
+        save_file(tensors, tmp_path / "model.safetensors")
+        self.assert_refused(tmp_path, "q_proj.bias has no place")
 
     @pytest.mark.parametrize(
         "damage", [b"", b"abc", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}x"]
@@ -254,9 +261,9 @@ class TestRefusals:
     def test_a_damaged_file(self, tmp_path: Path, damage: bytes) -> None:
         saved_reference("llama2", tmp_path)
         (tmp_path / "model.safetensors").write_bytes(damage)
-        self.refused(tmp_path, "cannot be read as safetensors|missing")
+        self.assert_refused(tmp_path, "cannot be read as safetensors|missing")
 
-    def test_a_config_that_lies_takes_no_memory(self, tmp_path: Path) -> None:
+    def test_a_config_larger_than_its_weights_takes_no_memory(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         raw_config = json.loads((tmp_path / "config.json").read_text())
         huge = {
@@ -266,10 +273,10 @@ class TestRefusals:
             "num_key_value_heads": 4,
         }
         (tmp_path / "config.json").write_text(json.dumps(raw_config | huge | {"head_dim": 64}))
-        self.refused(tmp_path, "config.json makes it")
+        self.assert_refused(tmp_path, "config.json makes it")
 
-    def test_a_cut_file(self, tmp_path: Path) -> None:
+    def test_a_truncated_file(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         path = tmp_path / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
-        self.refused(tmp_path, "cannot be read as safetensors")
+        self.assert_refused(tmp_path, "cannot be read as safetensors")
