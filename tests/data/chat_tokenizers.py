@@ -55,11 +55,11 @@ def description(kind: str) -> str:
         show_progress=False,
     )
     library.train_from_iterator([TEXT] * 10, trainer)
-    said = json.loads(library.to_str())
-    said["added_tokens"] = [
-        entry for entry in said["added_tokens"] if not entry["content"].startswith("<0x")
+    tokenizer_json = json.loads(library.to_str())
+    tokenizer_json["added_tokens"] = [
+        entry for entry in tokenizer_json["added_tokens"] if not entry["content"].startswith("<0x")
     ]
-    library = Tokenizer.from_str(json.dumps(said))
+    library = Tokenizer.from_str(json.dumps(tokenizer_json))
     if kind == "bytes":
         library.post_processor = processors.ByteLevel(trim_offsets=True)
     else:

@@ -22,13 +22,13 @@ def recipe_of() -> Callable[..., LoadedRecipe]:
         *, tokenizer: dict[str, Any] | None = None, objective: str = "pretrain", **data: Any
     ) -> LoadedRecipe:
         tokenizer = {"train": {"vocab_size": 300}} if tokenizer is None else tokenizer
-        whole = {
+        recipe_fields = {
             "model": {"preset": "go-coder-tiny"},
             "tokenizer": tokenizer,
             "data": {"sequence_length": 16, "num_proc": 0, **data},
             "objective": {"kind": objective},
         }
-        return LoadedRecipe(Recipe.model_validate(whole), "small")
+        return LoadedRecipe(Recipe.model_validate(recipe_fields), "small")
 
     return make
 

@@ -39,12 +39,12 @@ def test_one_of_three_answers_is_right():
 
 
 def test_prompts_are_prepared_with_a_token_for_each_digit(tmp_path):
-    base = load_recipe("demo-rl-base")
-    prepare(base, tmp_path / "base")
-    loaded = load_recipe(
+    base_recipe = load_recipe("demo-rl-base")
+    prepare(base_recipe, tmp_path / "base")
+    loaded_recipe = load_recipe(
         "demo-rl", [f"model.from={tmp_path / 'base'}", f"tokenizer.from={tmp_path / 'base'}"]
     )
-    prepare(loaded, tmp_path / "prompts")
+    prepare(loaded_recipe, tmp_path / "prompts")
     prompts = Prompts(tmp_path / "prompts", seed=0)
     held_out = Prompts(tmp_path / "prompts", seed=0, split="validation")
     assert len(prompts) + len(held_out) == 400

@@ -18,14 +18,14 @@ from bloomery.data.shards import Manifest, open_split, read_manifest, write_mani
 def sealed(corpus, tmp_path, recipe_of, monkeypatch):
     """A prepared folder of many blocks, and its recipe."""
     monkeypatch.setattr(files, "BLOCK", 256)
-    loaded = recipe_of(path=str(corpus), validation="20%")
-    prepare(loaded, tmp_path / "p")
-    return tmp_path / "p", loaded
+    loaded_recipe = recipe_of(path=str(corpus), validation="20%")
+    prepare(loaded_recipe, tmp_path / "p")
+    return tmp_path / "p", loaded_recipe
 
 
-def flip(path, at, bit=0):
+def flip(path, position, bit=0):
     content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
+    content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
@@ -35,7 +35,7 @@ def read_all(folder, split="train"):
 
 
 def test_every_flipped_file_is_refused_by_prepare_and_by_reading(sealed):
-    folder, loaded = sealed
+    folder, loaded_recipe = sealed
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     assert {
         "train-00000.bin",
@@ -44,63 +44,70 @@ def test_every_flipped_file_is_refused_by_prepare_and_by_reading(sealed):
         "sources.jsonl",
     } <= set(names)
     for name in names:
-        whole = (folder / name).read_bytes()
-        for at in (0, len(whole) // 2, len(whole) - 2):
-            flip(folder / name, at)
-            with pytest.raises(UserError, match=r"changed|damaged") as told:
-                prepare(loaded, folder)
-            assert told.value.where == str(folder / name)
-            assert "prepare again" in told.value.fix
+        content = (folder / name).read_bytes()
+        for position in (0, len(content) // 2, len(content) - 2):
+            flip(folder / name, position)
+            with pytest.raises(UserError, match=r"changed|damaged") as caught:
+                prepare(loaded_recipe, folder)
+            assert caught.value.where == str(folder / name)
+            assert "prepare again" in caught.value.fix
             if name != "sources.jsonl":  # which prepare alone reads
                 with pytest.raises(UserError, match=r"changed|damaged"):
                     read_all(folder), read_all(folder, "validation")
-            (folder / name).write_bytes(whole)
-    assert prepare(loaded, folder) == read_manifest(folder)
+            (folder / name).write_bytes(content)
+    assert prepare(loaded_recipe, folder) == read_manifest(folder)
 
 
 def test_zeroed_text_is_refused_by_the_first_row_of_it_and_by_no_other(sealed):
     folder, _ = sealed
-    before, path = read_all(folder), folder / "train-00000.bin"
+    rows_before, path = read_all(folder), folder / "train-00000.bin"
     content = bytearray(path.read_bytes())
     content[512:768] = bytes(256)
     path.write_bytes(content)
     split = open_split(folder, "train")
     assert len(split.tokens[0:256]) == 256  # two blocks of 128 tokens
-    for place in (slice(255, 257), slice(256, 257), slice(383, 384), slice(0, len(split.tokens))):
+    for token_range in (
+        slice(255, 257),
+        slice(256, 257),
+        slice(383, 384),
+        slice(0, len(split.tokens)),
+    ):
         with pytest.raises(UserError, match="has changed"):
-            split.tokens[place]
+            split.tokens[token_range]
     assert len(split.tokens[384:400]) == 16
     loader = Loader(folder, sequence_length=16, layout="packed", seed=0)
-    same = refused = 0
+    num_equal = num_refused = 0
     for row in range(loader.sequences):
         try:
-            assert loader.batch(Cursor(0, row), 1).tokens.tolist() == before[row]
-            same += 1
+            assert loader.batch(Cursor(0, row), 1).tokens.tolist() == rows_before[row]
+            num_equal += 1
         except UserError:
-            refused += 1
-    assert refused in (9, 10)  # 128 tokens in rows of 16
-    assert same == loader.sequences - refused
+            num_refused += 1
+    assert num_refused in (9, 10)  # 128 tokens in rows of 16
+    assert num_equal == loader.sequences - num_refused
 
 
 def test_a_block_is_hashed_once(sealed, monkeypatch):
     folder, _ = sealed
-    split, hashed = open_split(folder, "train"), []
+    split, hashed_blocks = open_split(folder, "train"), []
     digest = files.digest_of
-    monkeypatch.setattr(files, "digest_of", lambda content: hashed.append(1) or digest(content))
+    monkeypatch.setattr(
+        files, "digest_of", lambda content: hashed_blocks.append(1) or digest(content)
+    )
     for _ in range(3):
         for start in range(0, len(split.tokens), 16):
             split.tokens[start : start + 16]
-    assert len(hashed) == -(-2 * len(split.tokens) // 256)
+    assert len(hashed_blocks) == -(-2 * len(split.tokens) // 256)
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.model", "chat_template.jinja"])
 def test_a_file_that_is_added_is_refused(sealed, name):
-    folder, loaded = sealed
+    folder, loaded_recipe = sealed
     (folder / name).write_text("{}")
-    for read in (lambda: read_manifest(folder), lambda: prepare(loaded, folder)):
-        with pytest.raises(UserError, match="was added") as told:
-            read()
-        assert told.value.where == str(folder / name)
+    for reading in (lambda: read_manifest(folder), lambda: prepare(loaded_recipe, folder)):
+        with pytest.raises(UserError, match="was added") as caught:
+            reading()
+        assert caught.value.where == str(folder / name)
     (folder / name).unlink()
     (folder / "README.md").write_text("where this text is from")
     (folder / ".DS_Store").write_text("")
@@ -108,9 +115,11 @@ def test_a_file_that_is_added_is_refused(sealed, name):
 
 
 @pytest.mark.parametrize("name", ["first", "kto-labels", "loss-mask-00000", "documents"])
-def test_what_stands_beside_the_tokens_is_sealed_too(tmp_path, name):
-    texts = [[(token, place > 3) for place, token in enumerate(range(1, 9))] for _ in range(12)]
-    whole = write_structured(tmp_path, [texts], "kto", marks=[0, 1] * 6)
+def test_a_changed_file_beside_the_tokens_is_refused(tmp_path, name):
+    texts = [
+        [(token, position > 3) for position, token in enumerate(range(1, 9))] for _ in range(12)
+    ]
+    split = write_structured(tmp_path, [texts], "kto", marks=[0, 1] * 6)
     manifest = Manifest(
         recipe="r",
         identity="i",
@@ -124,8 +133,8 @@ def test_what_stands_beside_the_tokens_is_sealed_too(tmp_path, name):
         shard_tokens=7,
         sources=(),
         kind="kto",
-        train=whole.record,
-        validation=whole.record,
+        train=split.record,
+        validation=split.record,
     )
     write_manifest(tmp_path, manifest)
     flip(tmp_path / f"train-{name}.bin", 3)
@@ -138,16 +147,16 @@ def test_digests_of_blocks_by_threads_are_those_of_the_file_in_order(tmp_path, m
     monkeypatch.setattr(files, "_TASK", 2**14)
     content = np.random.default_rng(0).integers(0, 256, 2**20 + 17, np.uint8).tobytes()
     (tmp_path / "f").write_bytes(content)
-    done = []
-    found = files.digests_of_file(tmp_path / "f", done.append)
-    blocks = [content[at : at + files.BLOCK] for at in range(0, len(content), files.BLOCK)]
-    assert found == tuple(map(files.digest_of, blocks))
-    assert sum(done) == len(content)
+    block_sizes = []
+    digests = files.digests_of_file(tmp_path / "f", block_sizes.append)
+    blocks = [content[start : start + files.BLOCK] for start in range(0, len(content), files.BLOCK)]
+    assert digests == tuple(map(files.digest_of, blocks))
+    assert sum(block_sizes) == len(content)
 
 
-def test_a_copied_folder_is_as_good(sealed, tmp_path):
-    folder, loaded = sealed
+def test_a_copied_folder_reads_as_the_original(sealed, tmp_path):
+    folder, loaded_recipe = sealed
     shutil.copytree(folder, tmp_path / "q", ignore=shutil.ignore_patterns("sources.jsonl"))
     assert read_all(tmp_path / "q") == read_all(folder)
     with pytest.raises(UserError, match="is missing"):
-        prepare(loaded, tmp_path / "q")
+        prepare(loaded_recipe, tmp_path / "q")

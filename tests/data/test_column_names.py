@@ -10,7 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
 from bloomery.recipe.schema import Source
 
-ASKED = [
+QUESTION_COLUMNS = [
     ("question", "answer"),
     ("instruction", "response"),
     ("input", "output"),
@@ -44,16 +44,18 @@ def write(path, row):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("asks", "answers"), ASKED)
-def test_a_question_and_its_answer_are_found(asks, answers, suffix, tmp_path):
-    row = {"id": 7, asks: "What is iron?", answers: "A metal."}
+@pytest.mark.parametrize(("question_column", "answer_column"), QUESTION_COLUMNS)
+def test_a_question_and_its_answer_are_found(question_column, answer_column, suffix, tmp_path):
+    row = {"id": 7, question_column: "What is iron?", answer_column: "A metal."}
     (document,), stats = read(write(tmp_path / f"qa.{suffix}", row))
     assert turns_of(document) == [("user", "What is iron?"), ("assistant", "A metal.")]
-    (told,) = stats.formats
-    assert (told.startswith("alpaca (") and f"{answers} " in told) or answers == "output"
+    (format_text,) = stats.formats
+    assert (
+        format_text.startswith("alpaca (") and f"{answer_column} " in format_text
+    ) or answer_column == "output"
 
 
-def test_what_stands_beside_the_question_is_read_too(tmp_path):
+def test_context_and_system_columns_are_read_with_the_question(tmp_path):
     row = {"instruction": "Sum up.", "context": "Iron is a metal.", "response": "A metal."}
     row["system_prompt"] = "Be brief."
     (document,), stats = read(write(tmp_path / "dolly.jsonl", row))

@@ -16,19 +16,19 @@ BOS, EOS = 1, 2
 
 
 def text(*tokens: int, loss_mask: int = 1) -> Text:
-    return [(token, place >= len(tokens) - loss_mask) for place, token in enumerate(tokens)]
+    return [(token, position >= len(tokens) - loss_mask) for position, token in enumerate(tokens)]
 
 
 GOOD = text(BOS, 50, 51, EOS, loss_mask=2)
 
 
-def examined(
+def check_of(
     folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids
 ) -> DatasetCheck:
     split = write_structured(folder, [texts], kind, marks=marks)
     tokenizer = make_tokenizer(folder)
-    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
-    said = {"bos_id": BOS, "eos_id": EOS, "pad_id": 3, **ids}
+    empty_record = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
+    special_ids = {"bos_id": BOS, "eos_id": EOS, "pad_id": 3, **ids}
     manifest = Manifest(
         recipe="r",
         identity="i",
@@ -40,25 +40,25 @@ def examined(
         shard_tokens=7,
         sources=(),
         train=split.record,
-        validation=empty,
-        **said,
+        validation=empty_record,
+        **special_ids,
     )
     assert isinstance(manifest.train.bounds, FileRecord)
     return check_dataset(folder, manifest, tokenizer, sequence_length=length, layout="packed")
 
 
-def test_two_good_conversations_are_told_that_none_is_held_back_and_that_they_are_few(tmp_path):
-    found = examined(tmp_path, [GOOD, text(BOS, 60, EOS)])
-    assert found.warnings == (
+def test_a_small_dataset_without_a_validation_set_is_warned_of(tmp_path):
+    check = check_of(tmp_path, [GOOD, text(BOS, 60, EOS)])
+    assert check.warnings == (
         "no validation set: overfitting cannot be detected",
         "only 2 rows to train on: the model will memorize them; use a few hundred or more",
     )
-    assert (found.units, found.duplicates, found.double_bos, found.missing_eos) == (2, 0, 0, 0)
-    assert found.lengths == ((4, 2),)
+    assert (check.units, check.duplicates, check.double_bos, check.missing_eos) == (2, 0, 0, 0)
+    assert check.lengths == ((4, 2),)
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("faulty_text", "warning_text"),
     [
         (text(BOS, BOS, 50, EOS), "with two BOS tokens (id 1)"),
         (text(BOS, 50, 51), "1 of 2 responses have no end token"),
@@ -71,22 +71,24 @@ def test_two_good_conversations_are_told_that_none_is_held_back_and_that_they_ar
         (GOOD, "50% of the conversations are exact duplicates"),
     ],
 )
-def test_each_fault_is_one_sentence(tmp_path, bad, said):
-    found = examined(tmp_path, [GOOD, bad])
-    assert len([warning for warning in found.warnings if said in warning]) == 1, found.warnings
+def test_each_fault_has_one_warning(tmp_path, faulty_text, warning_text):
+    check = check_of(tmp_path, [GOOD, faulty_text])
+    assert len([warning for warning in check.warnings if warning_text in warning]) == 1, (
+        check.warnings
+    )
 
 
-def test_an_end_that_is_padding_too_is_mentioned(tmp_path):
+def test_an_end_token_that_is_also_padding_is_warned_of(tmp_path):
     assert any(
-        "is also the padding token" in said
-        for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings
+        "is also the padding token" in warning
+        for warning in check_of(tmp_path, [GOOD], pad_id=EOS).warnings
     )
 
 
 def test_pairs_are_counted_as_pairs(tmp_path):
-    other = text(BOS, 50, 52, EOS, loss_mask=2)
-    found = examined(tmp_path, [GOOD, other, GOOD, other, other, GOOD], "pairs")
-    assert (found.units, found.duplicates) == (3, 1)
+    other_text = text(BOS, 50, 52, EOS, loss_mask=2)
+    check = check_of(tmp_path, [GOOD, other_text, GOOD, other_text, other_text, GOOD], "pairs")
+    assert (check.units, check.duplicates) == (3, 1)
 
 
 def test_markup_that_is_no_token_is_named(tmp_path):
@@ -94,22 +96,22 @@ def test_markup_that_is_no_token_is_named(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert missing_markup(tokenizer, "chatml") == ["<|im_start|>", "<|im_end|>"]
     assert missing_markup(tokenizer, None) == []
-    own = Tokenizer(
+    gemma_tokenizer = Tokenizer(
         tokenizer._backend, {**tokenizer.config, "chat_template": builtin_template("gemma")}
     )
-    assert missing_markup(own, None) == ["<start_of_turn>", "<end_of_turn>"]
+    assert missing_markup(gemma_tokenizer, None) == ["<start_of_turn>", "<end_of_turn>"]
 
 
 @pytest.mark.parametrize(
-    ("marks", "said"),
+    ("marks", "warning_text"),
     [
         ([1, 1, 1, 1], "labeled desirable"),
         ([0, 0, 0, 0], "labeled undesirable"),
         ([1, 1, 0, 0], ""),
     ],
 )
-def test_answers_that_are_all_marked_alike(tmp_path, marks, said):
-    found = examined(tmp_path, [GOOD, GOOD, text(BOS, 60, EOS), GOOD], "kto", marks=marks)
-    assert [said in warning for warning in found.warnings if "every response is" in warning] == (
-        [True] if said else []
-    )
+def test_answers_that_are_all_marked_alike(tmp_path, marks, warning_text):
+    check = check_of(tmp_path, [GOOD, GOOD, text(BOS, 60, EOS), GOOD], "kto", marks=marks)
+    assert [
+        warning_text in warning for warning in check.warnings if "every response is" in warning
+    ] == ([True] if warning_text else [])

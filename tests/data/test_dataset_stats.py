@@ -21,25 +21,25 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traits")
     (folder / "text").mkdir()
     for number in range(60):
-        same = (
+        text = (
             "one text that is there twenty times"
             if number % 3 == 0
             else f"a text of its own, number {number}"
         )
-        (folder / "text" / f"{number}.txt").write_text(same * 3)
+        (folder / "text" / f"{number}.txt").write_text(text * 3)
     (folder / "tiny.yaml").write_text(RECIPE)
     prepare(load_recipe(folder / "tiny.yaml"), folder / "prepared")
     return folder / "prepared"
 
 
 def test_entropy_and_bytes_are_those_of_the_split(prepared):
-    split, found = open_split(prepared, "train"), read_stats(prepared)
+    split, split_stats = open_split(prepared, "train"), read_stats(prepared)
     counts = np.bincount(split.tokens[0 : len(split.tokens)])
     shares = counts[counts > 0] / counts.sum()
-    by_hand = -(shares * np.log(shares)).sum() + ((counts > 0).sum() - 1) / (2 * counts.sum())
-    assert found.unigram_nats == pytest.approx(by_hand)
-    assert found.bytes_per_token == pytest.approx(split.record.bytes / split.record.tokens)
-    assert found.tokens == split.record.tokens
+    expected_nats = -(shares * np.log(shares)).sum() + ((counts > 0).sum() - 1) / (2 * counts.sum())
+    assert split_stats.unigram_nats == pytest.approx(expected_nats)
+    assert split_stats.bytes_per_token == pytest.approx(split.record.bytes / split.record.tokens)
+    assert split_stats.tokens == split.record.tokens
 
 
 def test_repeated_documents_are_counted(prepared):
@@ -50,6 +50,6 @@ def test_repeated_documents_are_counted(prepared):
 
 
 def test_a_sample_is_spread_over_the_split(prepared, monkeypatch):
-    whole = read_stats(prepared).unigram_nats
+    nats_of_all_tokens = read_stats(prepared).unigram_nats
     monkeypatch.setattr(traits, "SAMPLE_TOKENS", 640)
-    assert read_stats(prepared).unigram_nats == pytest.approx(whole, abs=0.3)
+    assert read_stats(prepared).unigram_nats == pytest.approx(nats_of_all_tokens, abs=0.3)

@@ -92,8 +92,8 @@ def test_parquet_and_arrow(tmp_path):
 def test_folders_that_datasets_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    whole = datasets.Dataset.from_dict({"text": TEXTS})
-    whole.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    dataset = datasets.Dataset.from_dict({"text": TEXTS})
+    dataset.save_to_disk(str(tmp_path / "one"), num_shards=2)
     assert texts(tmp_path / "one") == TEXTS
     tokens = datasets.Dataset.from_dict(
         {"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1], [1]]}
@@ -166,12 +166,12 @@ def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_bytes(b'{"text": "good"}\n')
     sources = [Source(path=str(tmp_path / "one")), Source(path=str(tmp_path / "two" / "a.jsonl"))]
-    found = [
+    source_names = [
         document.source
         for corpus in open_datasets(Data(sources=sources))
         for document in read_documents(corpus, on_error="stop", stats=ReadStats())
     ]
-    assert found == ["one/a.jsonl:1", "two/a.jsonl:1"]
+    assert source_names == ["one/a.jsonl:1", "two/a.jsonl:1"]
     monkeypatch.chdir(tmp_path / "one")
     assert open_datasets(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(
         tmp_path / "two" / "a.jsonl"
@@ -200,10 +200,10 @@ def test_large_plain_text_comes_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("bloomery.data.sources.readers.MAX_BYTES", 9 * 2**20)
     path = tmp_path / "a.txt"
     line = "a line of some length\n"
-    whole = line * (12 * 2**20 // len(line))
-    path.write_text(whole)
+    file_text = line * (12 * 2**20 // len(line))
+    path.write_text(file_text)
     pieces = texts(path)
-    assert "".join(pieces) == whole
+    assert "".join(pieces) == file_text
     assert len(pieces) > 1
     assert all(piece.endswith("\n") for piece in pieces)
 
@@ -228,7 +228,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_file_is_one_sentence(tmp_path, name):
+def test_a_broken_file_is_named_or_skipped(tmp_path, name):
     content, problem = BROKEN[name]
     path = tmp_path / name
     path.write_bytes(content)
@@ -269,12 +269,12 @@ def test_extension_columns_are_not_read(tmp_path):
         ({"builtin": "stdlib-chat"}, "is not for pretraining"),
     ],
 )
-def test_sources_that_cannot_be(data, problem):
+def test_impossible_sources_are_refused(data, problem):
     with pytest.raises(UserError, match=problem):
         open_datasets(Data.model_validate(data))
 
 
-def test_folder_without_text_says_what_lies_there(tmp_path):
+def test_a_folder_without_text_is_refused_with_its_file_types(tmp_path):
     with pytest.raises(UserError, match="the folder is empty"):
         texts(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"1")
@@ -283,20 +283,20 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     (tmp_path / "b.md").write_text("b")
     with pytest.raises(
         UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md"
-    ) as told:
+    ) as caught:
         texts(tmp_path, glob="*.go")
-    assert told.value.fix == 'set data.glob="*.bin"'
-    with pytest.raises(UserError) as missing:
+    assert caught.value.fix == 'set data.glob="*.bin"'
+    with pytest.raises(UserError) as caught_path:
         texts(tmp_path.with_name(tmp_path.name + "z"))
-    assert missing.value.fix == f"did you mean data.path={tmp_path}?"
+    assert caught_path.value.fix == f"did you mean data.path={tmp_path}?"
 
 
-def test_a_common_ending_makes_no_two_names_alike(tmp_path):
+def test_a_suggested_path_is_similar_in_more_than_its_suffix(tmp_path):
     (tmp_path / "trunc.jsonl").touch()
-    for name, meant in (("nosuch.jsonl", "set data.path"), ("trnuc.json", "trunc.jsonl")):
-        with pytest.raises(UserError) as missing:
+    for name, fix_text in (("nosuch.jsonl", "set data.path"), ("trnuc.json", "trunc.jsonl")):
+        with pytest.raises(UserError) as caught:
             texts(tmp_path / name)
-        assert meant in missing.value.fix
+        assert fix_text in caught.value.fix
 
 
 def test_stdlib_is_code_without_tables_and_tests():

@@ -79,23 +79,23 @@ def turn(leaves: Leaves, role: str) -> dict:
     if leaves.random.random() < 0.3:
         names = ("from", "value")
         role = {"user": "human", "assistant": "gpt"}.get(role, role)
-    made = {names[0]: role, names[1]: leaves.text()}
+    message = {names[0]: role, names[1]: leaves.text()}
     assistant = role in ("assistant", "gpt")
     if leaves.random.random() < 0.25:
         key = leaves.random.choice(ODD_KEYS)
-        made[key] = leaves.odd(key)
+        message[key] = leaves.odd(key)
     if assistant and leaves.random.random() < 0.2:
-        made[leaves.random.choice(("reasoning_content", "thinking"))] = leaves.text()
+        message[leaves.random.choice(("reasoning_content", "thinking"))] = leaves.text()
     if assistant and leaves.random.random() < 0.2:
         arguments = {"city": leaves.text(), "unit": None}
         call = {"type": "function", "function": {"name": leaves.text(), "arguments": arguments}}
         if leaves.random.random() < 0.3:
             call["index"] = leaves.text()
-        made["tool_calls"] = [call]
+        message["tool_calls"] = [call]
     if assistant and leaves.random.random() < 0.2:
         key = leaves.random.choice(("loss", "train", "weight", "masked"))
-        made[key] = leaves.random.random() < 0.5
-    return made
+        message[key] = leaves.random.random() < 0.5
+    return message
 
 
 def turns(leaves: Leaves, *, answered: bool = True) -> list[dict]:
@@ -144,12 +144,12 @@ def row_of(leaves: Leaves, kind: str, form: str, extras: tuple[str, ...]) -> dic
         case _:
             row = {"text": leaves.text()}
     for extra in extras:
-        empty = leaves.random.random() < 0.2
+        is_empty = leaves.random.random() < 0.2
         if extra == "history":
-            row[extra] = None if empty else [[leaves.text(), leaves.text()]]
+            row[extra] = None if is_empty else [[leaves.text(), leaves.text()]]
         else:
-            odd = extra in ODD_COLUMNS
-            row[extra] = None if empty else leaves.odd(extra) if odd else leaves.text()
+            is_odd = extra in ODD_COLUMNS
+            row[extra] = None if is_empty else leaves.odd(extra) if is_odd else leaves.text()
     return row
 
 
@@ -199,7 +199,7 @@ def leaves_in(value: object, key: str = "") -> list[tuple[str, str]]:
     return [] if value is None or value == "" else [(key, str(value))]
 
 
-def said_by(examples: list[object]) -> str:
+def text_of_examples(examples: list[object]) -> str:
     """All that the examples say: texts, calls, tools, reasoning, and columns for rewards."""
     parts = []
     for example in examples:
@@ -222,20 +222,20 @@ FLAGS = {*TRAINED_KEYS, *MASKED_KEYS}
 ROLES = {"role", "from", "type", "label"}
 
 
-def lost(row: dict, said: str, stats: ReadStats) -> list[tuple[str, str]]:
+def lost_leaves(row: dict, example_text: str, stats: ReadStats) -> list[tuple[str, str]]:
     """The leaves of a row that are in no example and in no note."""
-    missing = []
+    lost_leaves_of_row = []
     for column, cell in row.items():
         if column in stats.use.unread_columns:
             continue
         for key, leaf in leaves_in(cell, column):
-            noted = any(
+            is_noted = any(
                 name.rpartition(".")[2] == key or f'"{name}"' in json.dumps(cell)
                 for name in stats.use.unread_turn_keys
             )
-            if leaf not in said and key not in FLAGS | ROLES and not noted:
-                missing.append((key, leaf))
-    return missing
+            if leaf not in example_text and key not in FLAGS | ROLES and not is_noted:
+                lost_leaves_of_row.append((key, leaf))
+    return lost_leaves_of_row
 
 
 def check(seed: int, tmp_path) -> bool:
@@ -257,9 +257,15 @@ def check(seed: int, tmp_path) -> bool:
         except UserError as error:
             assert error.fix and error.where
             continue
-        said = said_by([document.example or document for document in documents])
+        example_text = text_of_examples([document.example or document for document in documents])
         for row in rows:
-            assert not lost(row, said, stats), (seed, required_format, path.name, row, stats.use)
+            assert not lost_leaves(row, example_text, stats), (
+                seed,
+                required_format,
+                path.name,
+                row,
+                stats.use,
+            )
         if required_format == KINDS[kind]:
             return True
     return False
@@ -269,9 +275,9 @@ SEEDS = 400
 
 
 @pytest.mark.parametrize(
-    "first",
+    "first_seed",
     range(0, SEEDS, 50),
 )
-def test_no_leaf_is_lost(first, tmp_path):
-    read = sum(check(seed, tmp_path) for seed in range(first, first + 50))
-    assert read > 25  # the others are refused by name
+def test_no_leaf_is_lost(first_seed, tmp_path):
+    num_read = sum(check(seed, tmp_path) for seed in range(first_seed, first_seed + 50))
+    assert num_read > 25  # the others are refused by name

@@ -27,7 +27,7 @@ from bloomery.data.sources.files import list_files, other_splits, unread_files
 from bloomery.recipe.schema import Data, Source
 
 TALK = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]
-SAID = (Message("user", "two and two?"), Message("assistant", "four"))
+TALK_MESSAGES = (Message("user", "two and two?"), Message("assistant", "four"))
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -64,7 +64,7 @@ def read(
 @pytest.mark.parametrize(
     ("row", "format", "responses"),
     [
-        ({"id": "a", "messages": TALK}, "messages", (SAID,)),
+        ({"id": "a", "messages": TALK}, "messages", (TALK_MESSAGES,)),
         (
             {
                 "conversations": [
@@ -73,7 +73,7 @@ def read(
                 ]
             },
             "sharegpt",
-            (SAID,),
+            (TALK_MESSAGES,),
         ),
         (
             {
@@ -83,18 +83,18 @@ def read(
                 "text": "### Instruction ...",
             },
             "alpaca",
-            (SAID,),
+            (TALK_MESSAGES,),
         ),
         ({"prompt": "two and two?", "completion": " four"}, "completion", (" four",)),
     ],
 )
 def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, responses):
     stats = ReadStats()
-    (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), stats=stats)
-    assert found.example is not None
-    assert found.example.responses == responses
+    (document,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), stats=stats)
+    assert document.example is not None
+    assert document.example.responses == responses
     assert stats.formats == {format}
-    assert from_wire(found.wire.decode(), found.source) == found.example
+    assert from_wire(document.wire.decode(), document.source) == document.example
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
@@ -105,30 +105,30 @@ def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
         "rejected": [{"role": "assistant", "content": "five"}],
     }
     path = write_rows(tmp_path / f"a.{suffix}", [pair])
-    (found,) = read(path, "pairs")
-    assert found.example and found.example.prompt == SAID[:1]
-    assert found.example.responses == (SAID[1:], (Message("assistant", "five"),))
-    good, bad = read(path, "kto")
-    assert good.example and bad.example
-    assert (good.example.desirable, bad.example.desirable) == (True, False)
-    assert (good.example.responses, bad.example.responses) == tuple(
-        (answer,) for answer in found.example.responses
+    (document,) = read(path, "pairs")
+    assert document.example and document.example.prompt == TALK_MESSAGES[:1]
+    assert document.example.responses == (TALK_MESSAGES[1:], (Message("assistant", "five"),))
+    chosen_document, rejected_document = read(path, "kto")
+    assert chosen_document.example and rejected_document.example
+    assert (chosen_document.example.desirable, rejected_document.example.desirable) == (True, False)
+    assert (chosen_document.example.responses, rejected_document.example.responses) == tuple(
+        (answer,) for answer in document.example.responses
     )
     marked = write_rows(
         tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}]
     )
-    (found,) = read(marked, "kto")
-    assert found.example and found.example.desirable is False
+    (document,) = read(marked, "kto")
+    assert document.example and document.example.desirable is False
 
 
-def test_columns_of_other_names(tmp_path):
+def test_the_recipe_names_columns_of_other_names(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"dialogue": TALK, "text": "no"}])
-    (found,) = read(path, columns={"messages": "dialogue"})
-    assert found.example and found.example.responses == (SAID,)
-    (found,) = read(path, columns={"messages": "dialogue"}, format="messages")
-    assert found.example and found.example.responses == (SAID,)
-    (found,) = read(path, columns={"text": "text"})
-    assert (found.text, found.example) == ("no", None)
+    (document,) = read(path, columns={"messages": "dialogue"})
+    assert document.example and document.example.responses == (TALK_MESSAGES,)
+    (document,) = read(path, columns={"messages": "dialogue"}, format="messages")
+    assert document.example and document.example.responses == (TALK_MESSAGES,)
+    (document,) = read(path, columns={"text": "text"})
+    assert (document.text, document.example) == ("no", None)
     with pytest.raises(UserError, match="unknown role: chosen; the roles are messages, system"):
         read(path, columns={"chosen": "x"}, format="messages")
     with pytest.raises(UserError, match="unknown role: wat"):
@@ -144,16 +144,18 @@ def test_text_stays_text(tmp_path):
     (tmp_path / "c.txt").write_text("words")
     assert [document.text for document in read(tmp_path / "c.txt", "sft")] == ["words"]
     for suffix in ("jsonl", "parquet"):
-        both = write_rows(tmp_path / f"both.{suffix}", [{"text": "plain", "messages": TALK}])
-        assert [document.text for document in read(both, "any")] == ["plain"]
-        assert read(both, "sft")[0].example is not None
+        path_of_both = write_rows(
+            tmp_path / f"both.{suffix}", [{"text": "plain", "messages": TALK}]
+        )
+        assert [document.text for document in read(path_of_both, "any")] == ["plain"]
+        assert read(path_of_both, "sft")[0].example is not None
     # plainly a conversation, whatever is trained
     path = write_rows(tmp_path / "d.jsonl", [{"messages": TALK}])
     assert read(path, "any")[0].example is not None
 
 
 @pytest.mark.parametrize(
-    ("row", "required_format", "said", "fix"),
+    ("row", "required_format", "problem", "fix"),
     [
         (
             {"messages": TALK},
@@ -177,9 +179,9 @@ def test_text_stays_text(tmp_path):
         ),
     ],
 )
-def test_rows_that_the_objective_does_not_learn_from(tmp_path, row, required_format, said, fix):
+def test_rows_of_another_objective_are_refused(tmp_path, row, required_format, problem, fix):
     for suffix in ("jsonl", "parquet"):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=problem) as caught:
             read(write_rows(tmp_path / f"a.{suffix}", [row]), required_format)
         assert fix in (caught.value.fix or "")
 
@@ -206,7 +208,7 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "kept"),
+    ("names", "train_names"),
     [
         (["train.jsonl", "test.jsonl", "more.jsonl"], ["train.jsonl", "more.jsonl"]),
         (["a.jsonl", "test.jsonl"], ["a.jsonl"]),
@@ -233,11 +235,13 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
         (["training.jsonl", "tests.jsonl", "train.jsonl"], None),
     ],
 )
-def test_splits_by_name(names, kept, tmp_path):
+def test_splits_by_name(names, train_names, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    assert [file.name for file in list_files(Source(path=str(tmp_path)))] == sorted(kept or names)
+    assert [file.name for file in list_files(Source(path=str(tmp_path)))] == sorted(
+        train_names or names
+    )
 
 
 def test_evaluation_splits_stay_out_with_a_glob(tmp_path):
@@ -254,18 +258,20 @@ def test_evaluation_splits_stay_out_with_a_glob(tmp_path):
     }
 
 
-def test_a_dataset_of_the_hub_is_divided_alike(tmp_path, monkeypatch):
+def test_a_dataset_of_the_hub_is_divided_as_a_folder_is(tmp_path, monkeypatch):
     """The folder that the Hub's library leaves: links to blobs in a snapshot."""
-    kept = tmp_path / "hub" / "datasets--org--chats"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text("abc")
-    (kept / "blobs").mkdir()
-    (kept / "snapshots/abc/data").mkdir(parents=True)
+    cached_dataset = tmp_path / "hub" / "datasets--org--chats"
+    (cached_dataset / "refs").mkdir(parents=True)
+    (cached_dataset / "refs" / "main").write_text("abc")
+    (cached_dataset / "blobs").mkdir()
+    (cached_dataset / "snapshots/abc/data").mkdir(parents=True)
     for name in ("train-00000-of-00001", "validation-00000-of-00001", "test-00000-of-00001"):
-        write_rows(kept / "blobs" / f"{name}.parquet", [{"text": name}])
-        (kept / f"snapshots/abc/data/{name}.parquet").symlink_to(f"../../../blobs/{name}.parquet")
+        write_rows(cached_dataset / "blobs" / f"{name}.parquet", [{"text": name}])
+        (cached_dataset / f"snapshots/abc/data/{name}.parquet").symlink_to(
+            f"../../../blobs/{name}.parquet"
+        )
     monkeypatch.setattr(
-        "bloomery.data.sources.files.data_place", lambda path: kept / "snapshots/abc"
+        "bloomery.data.sources.files.data_place", lambda path: cached_dataset / "snapshots/abc"
     )
     for glob in (None, "*.parquet", "data/*.parquet"):
         source = Source(path="hub:org/chats", glob=glob)
@@ -293,11 +299,11 @@ def test_splits_without_one_called_train_are_to_be_named(tmp_path):
     assert caught.value.fix == (
         'name one: data.glob="train_sft-*" (sft) or data.glob="train_prefs-*" (dpo and other pairs)'
     )
-    (named,) = list_files(Source(path=str(tmp_path), glob="train_prefs-*"))
-    assert named.name == "train_prefs-00000-of-00001.parquet"
+    (named_file,) = list_files(Source(path=str(tmp_path), glob="train_prefs-*"))
+    assert named_file.name == "train_prefs-00000-of-00001.parquet"
 
 
-def left(folder, *names, rows=True, **fields):
+def unread_warning(folder, *names, rows=True, **fields):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
@@ -306,29 +312,36 @@ def left(folder, *names, rows=True, **fields):
 
 def test_tables_beside_data_files_are_named_with_the_glob_that_reads_them(tmp_path):
     """A folder of a.jsonl and c.json used to be read without c.json, and nobody said so."""
-    assert left(tmp_path, "a.jsonl", "b.jsonl") is None
+    assert unread_warning(tmp_path, "a.jsonl", "b.jsonl") is None
     assert (
-        left(tmp_path, "config.json", "dataset_infos.json", "test.json", "README.md", "notes.txt")
+        unread_warning(
+            tmp_path, "config.json", "dataset_infos.json", "test.json", "README.md", "notes.txt"
+        )
         is None
     )
-    told = left(tmp_path / "some", "a.jsonl", "more/c.json")
-    assert told == '1 file that may be data is not read: more/c.json; data.glob="*.json*" reads all'
-    taken = [
+    warning = unread_warning(tmp_path / "some", "a.jsonl", "more/c.json")
+    assert (
+        warning == '1 file that may be data is not read: more/c.json; data.glob="*.json*" reads all'
+    )
+    read_names = [
         file.name
         for file in list_files(Source(path=str(tmp_path / "some"), glob="*.json*"), rows=True)
     ]
-    assert sorted(taken) == ["a.jsonl", "more/c.json"]
-    told = left(tmp_path / "mixed", "a.parquet", "b.csv", "c.csv", "README.md")
+    assert sorted(read_names) == ["a.jsonl", "more/c.json"]
+    warning = unread_warning(tmp_path / "mixed", "a.parquet", "b.csv", "c.csv", "README.md")
     assert (
-        told
+        warning
         == '2 files that may be data are not read, such as b.csv; data.glob="*.csv*" reads such files instead'
     )
-    assert left(tmp_path / "mixed", glob="*.csv") is None
-    assert left(tmp_path / "plain", "a.jsonl", "b.txt", rows=False).endswith(
+    assert unread_warning(tmp_path / "mixed", glob="*.csv") is None
+    assert unread_warning(tmp_path / "plain", "a.jsonl", "b.txt", rows=False).endswith(
         'b.txt; data.glob="*" reads all'
     )
-    assert left(tmp_path / "code", "a.py", "package-lock.json", "sizes.json", rows=False) is None
-    assert "sizes.json" in left(tmp_path / "code", rows=True)
+    assert (
+        unread_warning(tmp_path / "code", "a.py", "package-lock.json", "sizes.json", rows=False)
+        is None
+    )
+    assert "sizes.json" in unread_warning(tmp_path / "code", rows=True)
 
 
 def test_a_flaw_names_its_row(tmp_path):
@@ -377,7 +390,7 @@ TURNS = TEXT | st.lists(MESSAGE, max_size=3).map(tuple)
         ),
     )
 )
-def test_what_travels_comes_back(example):
+def test_an_example_comes_back_from_its_wire_format(example):
     assert from_wire(to_wire(example), example.source) == example
 
 
@@ -398,48 +411,50 @@ def test_hashed_json_stays_as_it_was():
 def library(request, monkeypatch):
     """The first files of the standard library, and textwrap."""
     files = builtin.stdlib_files()
-    kept = [
+    library_files = [
         file
         for index, file in enumerate(files)
         if index < request.param or file.name == "textwrap.py"
     ]
-    monkeypatch.setattr(builtin, "stdlib_files", lambda: kept)
-    return kept
+    monkeypatch.setattr(builtin, "stdlib_files", lambda: library_files)
+    return library_files
 
 
 def stdlib(name: str, required_format: str) -> list[Example]:
     corpus = open_datasets(Data(builtin=name), required_format)[0]
     return [
-        found.example
-        for found in read_documents(corpus, on_error="stop", stats=ReadStats())
-        if found.example
+        document.example
+        for document in read_documents(corpus, on_error="stop", stats=ReadStats())
+        if document.example
     ]
 
 
 def test_the_standard_library_answers_questions(library):
-    found = stdlib("stdlib-chat", "sft")
-    assert len(found) > min(2000, 4 * len(library))
-    questions = [texts_of(example)[0] for example in found]
-    responses = [texts_of(example)[1] for example in found]
+    examples = stdlib("stdlib-chat", "sft")
+    assert len(examples) > min(2000, 4 * len(library))
+    questions = [texts_of(example)[0] for example in examples]
+    responses = [texts_of(example)[1] for example in examples]
     assert len(set(questions)) == len(questions)
     assert len(set(responses)) == len(responses)
     assert all(len(answer) <= 1500 for answer in responses)
     assert not any(ast.get_docstring(ast.parse(answer).body[0]) for answer in responses)
     assert len({question.split()[0] + question.split()[1] for question in questions}) >= 4
-    own = [example for example in found if example.source.startswith("textwrap.py:")]
-    assert any("def dedent(text):" in texts_of(example)[1] for example in own)
+    textwrap_examples = [
+        example for example in examples if example.source.startswith("textwrap.py:")
+    ]
+    assert any("def dedent(text):" in texts_of(example)[1] for example in textwrap_examples)
 
 
 def test_the_standard_library_prefers_answers(library):
-    found = stdlib("stdlib-pairs", "pairs")
-    assert found == stdlib("stdlib-pairs", "pairs")
-    assert len(found) > min(2000, 4 * len(library))
-    for example in found:
-        chosen, rejected = (answer[0].content for answer in example.responses)
-        ast.parse(chosen)
+    examples = stdlib("stdlib-pairs", "pairs")
+    assert examples == stdlib("stdlib-pairs", "pairs")
+    assert len(examples) > min(2000, 4 * len(library))
+    for example in examples:
+        chosen_code, rejected_code = (answer[0].content for answer in example.responses)
+        ast.parse(chosen_code)
         with pytest.raises(SyntaxError):
-            ast.parse(rejected)
-        assert sorted(chosen.splitlines()) == sorted(rejected.splitlines()), (
+            ast.parse(rejected_code)
+        assert sorted(chosen_code.splitlines()) == sorted(rejected_code.splitlines()), (
             "neither length nor words tell them apart"
         )
 

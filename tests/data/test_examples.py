@@ -34,8 +34,8 @@ def example_or_flaw(row, format, columns):
         return bad_row
 
 
-def chat(*messages, **more):
-    return Example("a.jsonl:3", "chat", (), (messages,), **more)
+def chat(*messages, **fields):
+    return Example("a.jsonl:3", "chat", (), (messages,), **fields)
 
 
 def pair(prompt, chosen, rejected):
@@ -328,11 +328,11 @@ FLAWS = {
 
 @pytest.mark.parametrize("name", FLAWS)
 def test_a_row_that_cannot_be_learned_says_where_and_why(name):
-    row, where, why = FLAWS[name]
+    row, where, problem = FLAWS[name]
     _, bad_row = read(row) if detect_format(row) else ("", example_or_flaw(row, "messages", {}))
     assert isinstance(bad_row, BadRow)
     assert where in bad_row.where and bad_row.where.startswith("a.jsonl:3")
-    assert why in bad_row.problem
+    assert problem in bad_row.problem
     assert bad_row.fix
 
 
@@ -390,7 +390,7 @@ KEYS = [
     "tool_call_id",
     "id",
 ]
-SAID = [
+TEXTS = [
     "user",
     "assistant",
     "tool",
@@ -405,7 +405,7 @@ SAID = [
     '{"name": "f"}',
     "[]",
 ]
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(SAID)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
 JSON = st.recursive(
     LEAVES,
     lambda inner: (
@@ -419,15 +419,15 @@ JSON = st.recursive(
     row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5),
     format=st.none() | st.sampled_from(sorted(FORMATS)),
 )
-def test_no_row_at_all_raises(row, format):
-    found = example_or_flaw(row, format or detect_format(row) or "messages", {})
-    assert isinstance(found, Example | BadRow)
-    if isinstance(found, BadRow):
+def test_any_row_becomes_an_example_or_a_bad_row(row, format):
+    result = example_or_flaw(row, format or detect_format(row) or "messages", {})
+    assert isinstance(result, Example | BadRow)
+    if isinstance(result, BadRow):
         assert (
-            found.where.startswith("a.jsonl:3")
-            and found.problem
-            and found.fix
-            and "\n" not in found.problem
+            result.where.startswith("a.jsonl:3")
+            and result.problem
+            and result.fix
+            and "\n" not in result.problem
         )
 
 
@@ -439,10 +439,10 @@ TURN = st.fixed_dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(turns=st.lists(TURN, max_size=5))
 def test_whatever_is_read_is_a_conversation(turns):
-    found = example_or_flaw({"messages": turns}, "messages", {})
-    if isinstance(found, BadRow):
+    result = example_or_flaw({"messages": turns}, "messages", {})
+    if isinstance(result, BadRow):
         return
-    (messages,) = found.responses
+    (messages,) = result.responses
     assert [message.content for message in messages] == [turn["content"] for turn in turns]
     assert messages[-1].role == "assistant" and all(
         message.content.strip() or message.role == "tool" for message in messages

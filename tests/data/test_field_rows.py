@@ -231,14 +231,14 @@ ROWS = {
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".json"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_means_what_it_means_there(name, suffix, tmp_path):
+def test_a_row_means_what_it_means_in_its_own_tool(name, suffix, tmp_path):
     row, required_format, kind, prompt, responses, unread = ROWS[name]
-    (example,), noted = read(write(tmp_path / f"rows{suffix}", [row]), required_format)
+    (example,), columns_used = read(write(tmp_path / f"rows{suffix}", [row]), required_format)
     assert (example.kind, example.prompt, example.responses) == (kind, prompt, responses)
-    assert tuple(noted.unread_columns) == unread and not noted.unread_turn_keys
+    assert tuple(columns_used.unread_columns) == unread and not columns_used.unread_turn_keys
 
 
-MADE = {
+GENERATED = {
     "kto_tag": ({"instruction": "When?", "output": "No.", "kto_tag": False}, "kto"),
     "label": ({"messages": TALK, "label": False}, "kto"),
     "rejected": ({"messages": TALK, "rejected_response": "No."}, "preference"),
@@ -249,11 +249,11 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", GENERATED)
 def test_rows_decide_the_objective_of_a_generated_recipe(name, tmp_path):
-    row, format = MADE[name]
-    found = peek(Source(path=str(write(tmp_path / "rows.jsonl", [row]))))
-    assert (None if found is None else found[0]) == format
+    row, format = GENERATED[name]
+    format_and_columns = peek(Source(path=str(write(tmp_path / "rows.jsonl", [row]))))
+    assert (None if format_and_columns is None else format_and_columns[0]) == format
 
 
 def masked(**keys):
@@ -275,9 +275,9 @@ def masked(**keys):
     ],
 )
 def test_a_turn_is_masked_by_the_keys_of_every_tool(keys, tmp_path):
-    (example,), noted = read(write(tmp_path / "rows.jsonl", [masked(**keys)]), "sft")
+    (example,), columns_used = read(write(tmp_path / "rows.jsonl", [masked(**keys)]), "sft")
     assert [turn.trained_on for turn in example.responses[0]] == [True, False, True, True]
-    assert not noted.unread_turn_keys
+    assert not columns_used.unread_turn_keys
 
 
 def test_keys_of_turns_that_nothing_reads_are_noted(tmp_path):
@@ -288,15 +288,17 @@ def test_keys_of_turns_that_nothing_reads_are_noted(tmp_path):
         {"messages": [{"role": "user", "content": parts}, turn], "tools": [TOOL], "split": "a"},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]},
     ]
-    _, noted = read(write(tmp_path / "rows.jsonl", rows), "sft")
-    assert list(noted.unread_columns) == ["split"]
-    assert set(noted.unread_turn_keys) == {
+    _, columns_used = read(write(tmp_path / "rows.jsonl", rows), "sft")
+    assert list(columns_used.unread_columns) == ["split"]
+    assert set(columns_used.unread_turn_keys) == {
         "content.cache_control",
         "tool_plan",
         "value",
         "tool_calls.index",
     }
-    assert noted.notes()[0] == "split" and noted.notes()[1].startswith("in turns: content.cache")
+    assert columns_used.notes()[0] == "split" and columns_used.notes()[1].startswith(
+        "in turns: content.cache"
+    )
 
 
 REFUSED = {
@@ -375,8 +377,8 @@ def test_markup_is_no_picture(text, tmp_path):
 
 def test_an_explicit_sft_reads_a_conversation_beside_a_rejected_response(tmp_path):
     row = {"messages": TALK, "rejected_response": "No."}
-    (example,), noted = read(write(tmp_path / "rows.jsonl", [row]), "sft")
-    assert example.responses == ((ASK, NINE),) and list(noted.unread_columns) == [
+    (example,), columns_used = read(write(tmp_path / "rows.jsonl", [row]), "sft")
+    assert example.responses == ((ASK, NINE),) and list(columns_used.unread_columns) == [
         "rejected_response"
     ]
 
@@ -407,11 +409,13 @@ def test_nulls_of_united_schemas_are_left_out(tmp_path):
             "tools": [{"type": "function", "function": fly_tool}],
         },
     ]
-    plain, _ = read(write(tmp_path / "rows.jsonl", rows), "sft", format="messages")
-    united, noted = read(write(tmp_path / "rows.parquet", rows), "sft", format="messages")
-    assert [e.responses for e in plain] == [e.responses for e in united]
-    assert [e.tools for e in plain] == [e.tools for e in united]
-    assert plain[0].responses[0][1].calls == (CALL,) and not noted.unread_turn_keys
+    plain_examples, _ = read(write(tmp_path / "rows.jsonl", rows), "sft", format="messages")
+    united_examples, columns_used = read(
+        write(tmp_path / "rows.parquet", rows), "sft", format="messages"
+    )
+    assert [e.responses for e in plain_examples] == [e.responses for e in united_examples]
+    assert [e.tools for e in plain_examples] == [e.tools for e in united_examples]
+    assert plain_examples[0].responses[0][1].calls == (CALL,) and not columns_used.unread_turn_keys
 
 
 def test_the_older_call_of_openai(tmp_path):
@@ -425,21 +429,25 @@ def test_the_older_call_of_openai(tmp_path):
         ],
         "functions": [TOOL["function"]],
     }
-    (example,), noted = read(write(tmp_path / "rows.jsonl", [row]), "sft")
+    (example,), columns_used = read(write(tmp_path / "rows.jsonl", [row]), "sft")
     calling, result = example.responses[0][1:3]
     assert calling.calls == (CALL,) and (result.role, result.name) == ("tool", "weather")
-    assert example.tools == (TOOL,) and not noted.unread_columns and not noted.unread_turn_keys
+    assert (
+        example.tools == (TOOL,)
+        and not columns_used.unread_columns
+        and not columns_used.unread_turn_keys
+    )
 
 
-def test_answers_that_are_calls(tmp_path):
+def test_answers_may_be_tool_calls(tmp_path):
     """xLAM's function calling has the calls as text."""
     calls = [{"name": "weather", "arguments": {"city": "Oslo"}}]
     row = {"id": 1, "query": "When?", "answers": json.dumps(calls), "tools": json.dumps([TOOL])}
     path = write(tmp_path / "rows.jsonl", [row])
     assert peek(Source(path=str(path))) == ("alpaca", {"instruction": "query", "output": "answers"})
-    (example,), noted = read(path, "sft")
+    (example,), columns_used = read(path, "sft")
     assert example.responses == ((ASK, Message("assistant", "", (CALL,))),)
-    assert example.tools == (TOOL,) and list(noted.unread_columns) == ["id"]
+    assert example.tools == (TOOL,) and list(columns_used.unread_columns) == ["id"]
 
 
 @pytest.mark.parametrize("version", ["1", 1])
@@ -455,11 +463,11 @@ def test_an_object_with_one_list_of_rows(version, tmp_path):
 
 def test_rows_of_a_list_keep_their_lists(tmp_path):
     rows = [{"title": "a", "steps": [{"do": "b"}], "prompt": "When?", "completion": "At nine."}]
-    (example,), noted = read(write(tmp_path / "rows.json", rows), "sft")
-    assert example.kind == "completion" and list(noted.unread_columns) == ["title", "steps"]
+    (example,), columns_used = read(write(tmp_path / "rows.json", rows), "sft")
+    assert example.kind == "completion" and list(columns_used.unread_columns) == ["title", "steps"]
 
 
-ASKED = {
+AMBIGUOUS = {
     "two texts": (
         {"id": "1", "customer_text": "When?", "agent_text": "At nine.", "date": "2026"},
         "data.format=alpaca data.columns='{instruction: customer_text, output: agent_text}'",
@@ -502,9 +510,9 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", AMBIGUOUS)
 def test_rows_that_may_mean_several_things_are_asked_about(name, tmp_path):
-    row, fix = ASKED[name]
+    row, fix = AMBIGUOUS[name]
     path = write(tmp_path / "rows.json", row)
     with pytest.raises(UserError) as caught:
         peek(Source(path=str(path)))
@@ -544,11 +552,11 @@ def test_every_role_can_have_a_column_of_another_name(
     row, columns, required_format, kind, tmp_path
 ):
     path = write(tmp_path / "rows.jsonl", [row])
-    (example,), noted = read(path, required_format, columns=columns)
-    assert example.kind == kind and not noted.unread_columns
-    said = json.dumps([str(example.prompt), str(example.responses), example.tools])
+    (example,), columns_used = read(path, required_format, columns=columns)
+    assert example.kind == kind and not columns_used.unread_columns
+    example_text = json.dumps([str(example.prompt), str(example.responses), example.tools])
     for name, value in row.items():
-        assert isinstance(value, int | list) or value in said, name
+        assert isinstance(value, int | list) or value in example_text, name
 
 
 def test_pictures_beside_a_text_are_refused_and_links_are_not(tmp_path):
@@ -556,8 +564,8 @@ def test_pictures_beside_a_text_are_refused_and_links_are_not(tmp_path):
     with pytest.raises(UserError, match="has 'image'"):
         read(path, "any")
     write(path, [{"text": "A boat.", "image": "https://a/b.png"}])
-    (document,), noted = read(path, "any")
-    assert document.text == "A boat." and list(noted.unread_columns) == ["image"]
+    (document,), columns_used = read(path, "any")
+    assert document.text == "A boat." and list(columns_used.unread_columns) == ["image"]
 
 
 @pytest.mark.parametrize(
@@ -594,18 +602,20 @@ def test_bad_rows_can_be_skipped(tmp_path):
     assert stats.skipped == 2 and BadRow.__name__ == "BadRow"
 
 
-@pytest.mark.parametrize("first", ["", None])
-def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(first, tmp_path):
+@pytest.mark.parametrize("first_context", ["", None])
+def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(first_context, tmp_path):
     rows = [
         {"instruction": "Sum up.", "context": context, "response": "They do."}
-        for context in (first, "Boats leave.")
+        for context in (first_context, "Boats leave.")
     ]
     path = write(tmp_path / "rows.jsonl", rows)
-    found = peek(Source(path=str(path)))
-    assert found == ("alpaca", {"output": "response", "input": "context"})
-    examples, noted = read(path, "sft", format=found[0], columns=found[1])
+    format_and_columns = peek(Source(path=str(path)))
+    assert format_and_columns == ("alpaca", {"output": "response", "input": "context"})
+    examples, columns_used = read(
+        path, "sft", format=format_and_columns[0], columns=format_and_columns[1]
+    )
     assert [e.responses[0][0].content for e in examples] == ["Sum up.", "Sum up.\nBoats leave."]
-    assert not noted.unread_columns
+    assert not columns_used.unread_columns
 
 
 def test_parts_of_text_by_the_names_of_other_interfaces(tmp_path):

@@ -89,11 +89,11 @@ def rows() -> list[dict]:
     def word(part: str) -> str:
         return f"{part}{next(count)}word"
 
-    def user(**more: str) -> dict:
-        return {"role": "user", "content": word("user"), **more}
+    def user(**fields: str) -> dict:
+        return {"role": "user", "content": word("user"), **fields}
 
-    def answer(**more: object) -> dict:
-        return {"role": "assistant", "content": word("assistant"), **more}
+    def answer(**fields: object) -> dict:
+        return {"role": "assistant", "content": word("assistant"), **fields}
 
     def thought() -> dict[str, str]:
         return {"reasoning_content": word("reasoning")}
@@ -112,12 +112,12 @@ def rows() -> list[dict]:
     ]
 
 
-def said(row: dict) -> list[tuple[str, str]]:
+def parts_of_row(row: dict) -> list[tuple[str, str]]:
     """The parts of a row with their words."""
     text = json.dumps(row["messages"]).replace("\\n", " ")
     names = [*written.NAMES]
-    found = [(name, word) for name in names for word in set(_words(text, name))]
-    return [*found, *([("tools", "tools0word")] if row.get("tools") else [])]
+    parts_of_messages = [(name, word) for name in names for word in set(_words(text, name))]
+    return [*parts_of_messages, *([("tools", "tools0word")] if row.get("tools") else [])]
 
 
 def _words(text: str, part: str) -> list[str]:
@@ -136,7 +136,7 @@ def test_parts_that_the_rendering_lacks_are_counted(name):
             except Exception:
                 continue
             renderer.encode_batch([example])
-            for part, word in said(row):
+            for part, word in parts_of_row(row):
                 parts[part] += 1
                 left_out[part] += word not in text
         counts = renderer.take_parts()
@@ -149,13 +149,13 @@ def test_parts_that_the_rendering_lacks_are_counted(name):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_prepare_counts_them_over_the_dataset(tmp_path, recipe_of, workers):
+def test_prepare_counts_left_out_parts_over_the_dataset(tmp_path, recipe_of, workers):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row) for row in rows()]
     path.write_text(
         "".join(f"{line.replace('word', f'{n}word')}\n" for n in range(20) for line in lines)
     )
-    loaded = recipe_of(
+    loaded_recipe = recipe_of(
         tokenizer={"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>"]}},
         objective="sft",
         path=str(path),
@@ -165,43 +165,43 @@ def test_prepare_counts_them_over_the_dataset(tmp_path, recipe_of, workers):
         num_proc=workers,
         on_error="skip",
     )
-    prepare(loaded, tmp_path / "prepared")
+    prepare(loaded_recipe, tmp_path / "prepared")
     manifest = read_manifest(tmp_path / "prepared")
     assert dict(manifest.template_parts)["reasoning"] == (40, 80)
     assert "leaves out reasoning of assistant turns: 40 of 80 (50%)" in left_out_parts(
-        loaded.recipe, manifest
+        loaded_recipe.recipe, manifest
     )
 
 
-def test_a_template_that_replaces_the_tokenizer_s_own_is_said_by_prepare_and_plan(
-    tmp_path, recipe_of
-):
+def test_prepare_and_plan_warn_of_a_template_that_replaces_the_tokenizer_s_own(tmp_path, recipe_of):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    own = chat_tokenizers.ours("bytes", EVERYTHING)
-    own.save(tmp_path / "tokenizer")
+    tokenizer = chat_tokenizers.ours("bytes", EVERYTHING)
+    tokenizer.save(tmp_path / "tokenizer")
     for template, replaces in ((EARLIER, True), (None, False)):
         chat = {} if template is None else {"template": template}
-        loaded = recipe_of(
+        loaded_recipe = recipe_of(
             tokenizer={"from": str(tmp_path / "tokenizer")},
             objective="sft",
             path=str(path),
             chat=chat,
             sequence_length=256,
         )
-        before = guessed(loaded.recipe)
-        assert before is not None and before.template.endswith(NOT_OWN) == replaces
-        dropped = [note for note in left_out_parts(loaded.recipe) if "reasoning" in note]
-        assert bool(dropped) == (template == EARLIER), (
+        dataset_guess = guessed(loaded_recipe.recipe)
+        assert dataset_guess is not None and dataset_guess.template.endswith(NOT_OWN) == replaces
+        reasoning_notes = [
+            note for note in left_out_parts(loaded_recipe.recipe) if "reasoning" in note
+        ]
+        assert bool(reasoning_notes) == (template == EARLIER), (
             "by the first rows, before anything is prepared"
         )
         folder = tmp_path / f"prepared {replaces}"
-        prepare(loaded, folder)
+        prepare(loaded_recipe, folder)
         manifest = read_manifest(folder)
-        assert manifest.template == before.template
+        assert manifest.template == dataset_guess.template
         # Also on the page of the plan, and as a warning.
-        facts = facts_of(loaded, machine(), prepared=folder, dataset=before)
-        report = advise(loaded, resolve(loaded, facts), facts)
+        facts = facts_of(loaded_recipe, machine(), prepared=folder, dataset=dataset_guess)
+        report = advise(loaded_recipe, resolve(loaded_recipe, facts), facts)
         assert any(NOT_OWN in warning for warning in report.warnings) == replaces
         lines = page(report, machine(), source="x", commands=["plan"])
         assert any(line.strip().startswith("chat template") for line in lines)

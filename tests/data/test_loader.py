@@ -56,7 +56,7 @@ def as_rows(batch: Batch) -> list[tuple]:
     ]
 
 
-def test_batch_is_what_the_docstring_says(folder):
+def test_a_batch_has_the_shapes_and_types_of_its_docstring(folder):
     batch = loader(folder).batch(Cursor(3, 0), 5)
     for name, dtype in (
         ("tokens", torch.int64),
@@ -79,16 +79,16 @@ def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
 
 
 def test_ranks_share_the_rows_of_one(folder):
-    whole = as_rows(loader(folder).batch(Cursor(3, 8), 8))
+    rows_of_one_rank = as_rows(loader(folder).batch(Cursor(3, 8), 8))
     for world in (2, 4):
         parts = [
             as_rows(loader(folder, data_rank=rank, data_world=world).batch(Cursor(3, 8), 8))
             for rank in range(world)
         ]
-        assert [parts[index % world][index // world] for index in range(8)] == whole
+        assert [parts[index % world][index // world] for index in range(8)] == rows_of_one_rank
 
 
-def test_micro_batches_are_the_batch_cut(folder):
+def test_micro_batches_are_consecutive_rows_of_the_batch(folder):
     data = loader(folder)
     assert as_rows(data.batch(Cursor(3, 4), 3)) + as_rows(data.batch(Cursor(3, 7), 3)) == as_rows(
         data.batch(Cursor(3, 4), 6)
@@ -103,7 +103,7 @@ def test_weights_of_sources_are_exact(tmp_path, recipe_of):
         sources.append({"path": str(path), "weight": weight})
     prepare(recipe_of(sources=sources, validation=0), tmp_path / "prepared")
     data = loader(tmp_path / "prepared")
-    once = loader(tmp_path / "prepared")._packing.counts
+    row_counts = loader(tmp_path / "prepared")._packing.counts
     for epoch in range(2):
         visits = Counter(
             data.locate(epoch * data.sequences + index) for index in range(data.sequences)
@@ -113,9 +113,9 @@ def test_weights_of_sources_are_exact(tmp_path, recipe_of):
             for source in range(3)
         ]
         assert [sum(rows.values()) for rows in by_source] == [
-            round(2.5 * once[0]),
-            once[1],
-            round(0.4 * once[2]),
+            round(2.5 * row_counts[0]),
+            row_counts[1],
+            round(0.4 * row_counts[2]),
         ]
         assert set(by_source[0].values()) == {2, 3}
         assert set(by_source[1].values()) == set(by_source[2].values()) == {1}
@@ -137,25 +137,28 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
     assert [row[0] for row in rows[: data.sequences]] == [
         tuple(row.tokens.tolist()) for row in expected
     ]
-    two = [
+    rank_batches = [
         list(loader(folder, split="validation", data_rank=rank, data_world=2).validation_batches(2))
         for rank in range(2)
     ]
-    assert len(two[0]) == len(two[1])
-    shared = [
-        as_rows(batch)[row] for pair in zip(*two, strict=True) for row in range(2) for batch in pair
+    assert len(rank_batches[0]) == len(rank_batches[1])
+    rank_rows = [
+        as_rows(batch)[row]
+        for pair in zip(*rank_batches, strict=True)
+        for row in range(2)
+        for batch in pair
     ]
-    assert shared[: data.sequences] == rows[: data.sequences]
+    assert rank_rows[: data.sequences] == rows[: data.sequences]
 
 
 def test_limited_validation_is_spread_over_the_text(folder):
     data = loader(folder, split="validation")
     rows = [row for batch in data.validation_batches(2, limit=4) for row in as_rows(batch)]
-    everything = [row for batch in data.validation_batches(2) for row in as_rows(batch)]
-    assert rows == [everything[index * data.sequences // 4] for index in range(4)]
+    all_rows = [row for batch in data.validation_batches(2) for row in as_rows(batch)]
+    assert rows == [all_rows[index * data.sequences // 4] for index in range(4)]
 
 
-def test_empty_validation_is_said(tmp_path, corpus, recipe_of):
+def test_an_empty_validation_split_is_refused(tmp_path, corpus, recipe_of):
     prepare(recipe_of(path=str(corpus), validation=0), tmp_path / "prepared")
     with pytest.raises(UserError, match="the validation split is empty"):
         loader(tmp_path / "prepared", split="validation")
@@ -170,52 +173,58 @@ def test_weights_that_round_to_no_sequence_are_named(tmp_path, corpus, recipe_of
 
 def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
     data = loader(folder)
-    with Prefetcher(data, Cursor(3, 5), batch_size=2, depth=3) as ahead:
-        read = [row for _ in range(6) for row in as_rows(ahead.next())]
-    assert read == as_rows(data.batch(Cursor(3, 5), 12))
+    with Prefetcher(data, Cursor(3, 5), batch_size=2, depth=3) as prefetcher:
+        prefetched_rows = [row for _ in range(6) for row in as_rows(prefetcher.next())]
+    assert prefetched_rows == as_rows(data.batch(Cursor(3, 5), 12))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_ranks_share_out_a_step_and_fill_it_up_with_padding(folder, world):
     """Steps of 7 sequences in micro-batches of 2 for each rank: each sequence once, in the order of one rank."""
-    plain = loader(folder)
+    loader_of_one_rank = loader(folder)
     micro_batches = -(-7 // (2 * world))
-    seen: list[list[Batch]] = []
+    rank_batches: list[list[Batch]] = []
     for rank in range(world):
-        part = loader(folder, data_rank=rank, data_world=world)
-        with Prefetcher(part, Cursor(3, 4), batch_size=2 * world, step_size=7) as ahead:
-            seen.append([ahead.next() for _ in range(2 * micro_batches)])
+        loader_of_rank = loader(folder, data_rank=rank, data_world=world)
+        with Prefetcher(
+            loader_of_rank, Cursor(3, 4), batch_size=2 * world, step_size=7
+        ) as prefetcher:
+            rank_batches.append([prefetcher.next() for _ in range(2 * micro_batches)])
     for step in range(2):
         batches = [
-            own[step * micro_batches + number] for number in range(micro_batches) for own in seen
+            batches_of_rank[step * micro_batches + number]
+            for number in range(micro_batches)
+            for batches_of_rank in rank_batches
         ]
         rows = [row for batch in batches for row in as_rows(batch)]
-        wanted = as_rows(plain.batch(Cursor(3, 4 + 7 * step), 7))
-        assert sorted(row for row in rows if row in wanted) == sorted(wanted)
+        expected_rows = as_rows(loader_of_one_rank.batch(Cursor(3, 4 + 7 * step), 7))
+        assert sorted(row for row in rows if row in expected_rows) == sorted(expected_rows)
         padding = sum(
-            bool((batch.documents[place] == -1).all()) for batch in batches for place in range(2)
+            bool((batch.documents[row_index] == -1).all())
+            for batch in batches
+            for row_index in range(2)
         )
         assert padding == micro_batches * 2 * world - 7
         assert sum(float(batch.loss_mask.sum()) for batch in batches) == float(
-            plain.batch(Cursor(3, 4 + 7 * step), 7).loss_mask.sum()
+            loader_of_one_rank.batch(Cursor(3, 4 + 7 * step), 7).loss_mask.sum()
         )
 
 
 def test_prefetcher_hands_over_errors(folder, monkeypatch):
     data = loader(folder)
 
-    def broken(cursor: Cursor, rows: int, *, filled: int) -> Batch:
+    def failing_batch(cursor: Cursor, rows: int, *, filled: int) -> Batch:
         if cursor.consumed >= 4:
             raise UserError("the disk went away")
         return Loader.batch(data, cursor, rows, filled=filled)
 
-    class Failing:
-        batch = staticmethod(broken)
+    class FailingLoader:
+        batch = staticmethod(failing_batch)
 
-    with Prefetcher(Failing(), Cursor(3, 0), batch_size=2) as ahead:
-        ahead.next()
-        ahead.next()
+    with Prefetcher(FailingLoader(), Cursor(3, 0), batch_size=2) as prefetcher:
+        prefetcher.next()
+        prefetcher.next()
         for _ in range(2):
             with pytest.raises(UserError, match="went away"):
-                ahead.next()
+                prefetcher.next()

@@ -25,15 +25,15 @@ from models_for_tests import make_config, make_tokenizer
 LENGTH = 48
 
 
-def texts(count: int, together: int, seed: int = 0) -> list[list[tuple[int, bool]]]:
+def texts(count: int, texts_per_unit: int, seed: int = 0) -> list[list[tuple[int, bool]]]:
     """Random tokens of which a later stretch is learned; answers of a pair share their prompt."""
-    numbers, found = np.random.default_rng(seed), []
+    numbers, texts_of_source = np.random.default_rng(seed), []
     for _ in range(count):
         prompt = numbers.integers(10, 300, int(numbers.integers(2, 9))).tolist()
-        for _ in range(together):
+        for _ in range(texts_per_unit):
             answer = numbers.integers(10, 300, int(numbers.integers(2, 14))).tolist()
-            found.append([(t, False) for t in prompt] + [(t, True) for t in answer])
-    return found
+            texts_of_source.append([(t, False) for t in prompt] + [(t, True) for t in answer])
+    return texts_of_source
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def folder(tmp_path: Path):
         path = tmp_path / f"{kind}-{count}-{parts}"
         path.mkdir()
         tokenizer = make_tokenizer(path)
-        together = 1 if kind == "chat" else 2
-        sources = [texts(count, together, seed) for seed in range(parts)]
-        marks = [place // 2 % 3 == 0 for place in range(2 * count * parts)]
+        texts_per_unit = 1 if kind == "chat" else 2
+        sources = [texts(count, texts_per_unit, seed) for seed in range(parts)]
+        marks = [number // 2 % 3 == 0 for number in range(2 * count * parts)]
         split = write_structured(path, sources, kind, 64, [int(mark) for mark in marks])
         write_manifest(path, _manifest(split, path, tokenizer))
         return path
@@ -53,7 +53,7 @@ def folder(tmp_path: Path):
 
 
 def _manifest(split: Split, folder: Path, tokenizer: Tokenizer) -> Manifest:
-    empty = split.record.model_copy(
+    empty_record = split.record.model_copy(
         update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "loss_mask": ()}
     )
     return Manifest(
@@ -70,7 +70,7 @@ def _manifest(split: Split, folder: Path, tokenizer: Tokenizer) -> Manifest:
         sources=(),
         kind=split.kind,
         train=split.record,
-        validation=empty,
+        validation=empty_record,
     )
 
 
@@ -78,17 +78,17 @@ def loader(folder: Path, layout: str = "packed", **options) -> Loader:
     return Loader(folder, **{"sequence_length": LENGTH, "layout": layout, "seed": 3, **options})
 
 
-def whole(data: Loader) -> Batch:
+def epoch_batch(data: Loader) -> Batch:
     return data.batch(Cursor(3, 0), data.sequences)
 
 
 def test_sequences_are_numbered_through_the_micro_batch(folder):
-    batch = whole(loader(folder("chat")))
+    batch = epoch_batch(loader(folder("chat")))
     assert batch.sequences is not None
     assert not batch.extras
-    inside = batch.documents >= 0
-    assert (batch.sequences[~inside] == -1).all()
-    assert batch.sequences[inside].unique().tolist() == list(range(30))
+    inside_documents = batch.documents >= 0
+    assert (batch.sequences[~inside_documents] == -1).all()
+    assert batch.sequences[inside_documents].unique().tolist() == list(range(30))
     changes = batch.sequences[:, 1:] != batch.sequences[:, :-1]
     assert torch.equal(changes, batch.documents[:, 1:] != batch.documents[:, :-1])
 
@@ -106,20 +106,23 @@ def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout)
         numbers = batch.sequences[batch.sequences >= 0].unique().tolist()
         assert numbers == list(range(len(numbers)))
         assert len(numbers) % 2 == 0
-        for chosen in numbers[::2]:
-            sides = [batch.tokens[batch.sequences == number] for number in (chosen, chosen + 1)]
+        for chosen_number in numbers[::2]:
+            sides = [
+                batch.tokens[batch.sequences == number]
+                for number in (chosen_number, chosen_number + 1)
+            ]
             assert torch.equal(sides[0][:2], sides[1][:2])  # one prompt
 
 
 def test_marks_stand_on_every_token_of_their_text(folder):
-    batch = whole(loader(folder("kto")))
+    batch = epoch_batch(loader(folder("kto")))
     labels = batch.extras["kto_labels"]
     assert set(labels.unique().tolist()) == {0, 1}
     assert (labels[batch.sequences < 0] == 0).all()
     marks = [set(labels[batch.sequences == number].tolist()) for number in range(60)]
-    assert all(len(found) == 1 for found in marks)
+    assert all(len(labels_of_text) == 1 for labels_of_text in marks)
     assert marks[::2] == marks[1::2]
-    assert sum(found == {1} for found in marks[::2]) == 10
+    assert sum(labels_of_text == {1} for labels_of_text in marks[::2]) == 10
 
 
 @pytest.mark.parametrize(
@@ -128,20 +131,23 @@ def test_marks_stand_on_every_token_of_their_text(folder):
 def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     path, file = folder(kind, parts=2), tmp_path / "reference.bin"
     data = loader(path, layout)
-    seen = Counter()
+    num_visits = Counter()
     with ReferenceWriter(file, data.tokens) as writer:
-        for batch, stored in data.stored_batches(4):
-            assert torch.equal(stored >= 0, torch.where(batch.loss_mask > 0, True, stored >= 0))
-            seen.update(stored[batch.loss_mask > 0].tolist())
-            writer.add(
-                stored.numpy(), (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32)
+        for batch, label_indices in data.stored_batches(4):
+            assert torch.equal(
+                label_indices >= 0, torch.where(batch.loss_mask > 0, True, label_indices >= 0)
             )
-    assert set(seen.values()) == {1}
-    batch = whole(loader(path, layout, reference=file))
+            num_visits.update(label_indices[batch.loss_mask > 0].tolist())
+            writer.add(
+                label_indices.numpy(),
+                (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32),
+            )
+    assert set(num_visits.values()) == {1}
+    batch = epoch_batch(loader(path, layout, reference=file))
     expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
     assert torch.equal(batch.extras["reference"], expected)
     with pytest.raises(UserError, match="has no value for a loss token"):
-        whole(loader(path, layout, reference=partial(path, file, layout)))
+        epoch_batch(loader(path, layout, reference=partial(path, file, layout)))
     with pytest.raises(UserError, match="is missing"):
         loader(path, layout, reference=tmp_path / "none")
 
@@ -149,9 +155,9 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
 def partial(path: Path, file: Path, layout: str) -> Path:
     """A reference that lacks the last token that is learned."""
     values = np.fromfile(file, np.float32)
-    known = np.flatnonzero(~np.isnan(values))[:-1]
+    scored_labels = np.flatnonzero(~np.isnan(values))[:-1]
     with ReferenceWriter(file.with_name("partial.bin"), len(values)) as writer:
-        writer.add(known, values[known])
+        writer.add(scored_labels, values[scored_labels])
     return file.with_name("partial.bin")
 
 
@@ -161,7 +167,7 @@ def test_an_epoch_visits_every_conversation_once(folder):
     assert (
         sorted(places[: data.sequences]) == sorted(places[data.sequences :]) == sorted(set(places))
     )
-    loss_mask = whole(data).loss_mask.sum()
+    loss_mask = epoch_batch(data).loss_mask.sum()
     assert loss_mask == sum(
         flag for source in range(2) for text in texts(30, 1, source) for _, flag in text
     )
@@ -187,27 +193,27 @@ def gradients(
 def test_packed_and_unpacked_give_the_same_gradients(folder):
     path = folder("chat", 24)
     tokenizer = make_tokenizer(path)
-    loss, packed = gradients(path, "packed", tokenizer)
-    alone_loss, alone = gradients(path, "padded", tokenizer)
+    loss, packed_gradients = gradients(path, "packed", tokenizer)
+    padded_loss, padded_gradients = gradients(path, "padded", tokenizer)
     assert loader(path).sequences < loader(path, "padded").sequences / 2
-    assert loss == pytest.approx(alone_loss, rel=1e-12)
-    assert packed.keys() == alone.keys()
-    for name, gradient in packed.items():
+    assert loss == pytest.approx(padded_loss, rel=1e-12)
+    assert packed_gradients.keys() == padded_gradients.keys()
+    for name, gradient in packed_gradients.items():
         assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, alone[name], atol=1e-9, rtol=0)
+        torch.testing.assert_close(gradient, padded_gradients[name], atol=1e-9, rtol=0)
 
 
-def test_nothing_held_back_is_said(folder):
+def test_an_empty_validation_split_is_refused(folder):
     with pytest.raises(UserError, match="the validation split is empty"):
         loader(folder("chat"), split="validation")
 
 
-def test_nothing_within_a_row_is_said(folder):
+def test_a_split_without_loss_tokens_is_refused(folder):
     with pytest.raises(UserError, match="no loss tokens in the train split"):
         loader(folder("pairs"), sequence_length=4)
 
 
-def test_validation_is_every_pair_once_and_padded(folder):
+def test_validation_visits_every_pair_once_in_padded_batches(folder):
     data = loader(folder("kto"))
     batches = list(data.validation_batches(4))
     assert {batch.tokens.shape for batch in batches} == {(4, LENGTH)}

@@ -66,12 +66,12 @@ def talks(draw):
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
 def test_each_span_holds_its_turn_and_no_other(path):
     template = Template(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}, ENDERS)
-    read = []
+    has_calls_of_talks = []
 
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(turns=talks())
     def check(turns):
-        learn = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        learned_turns = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         tools = [
             {
                 "type": "function",
@@ -85,26 +85,26 @@ def test_each_span_holds_its_turn_and_no_other(path):
                 },
             }
         ]
-        calls = any(turn["role"] == "tool" for turn in turns)
+        has_calls = any(turn["role"] == "tool" for turn in turns)
         try:
-            found = template.read(
-                {"messages": turns, "tools": tools if calls else [], "train_on": learn}
+            rendering = template.read(
+                {"messages": turns, "tools": tools if has_calls else [], "train_on": learned_turns}
             )
         except (Refused, Unclear):
             return
-        read.append(calls)
-        spoken = [found["text"][start:end] for start, end in found["spans"]]
-        if template.marks_itself and len(spoken) != len(learn):
+        has_calls_of_talks.append(has_calls)
+        span_texts = [rendering["text"][start:end] for start, end in rendering["spans"]]
+        if template.marks_itself and len(span_texts) != len(learned_turns):
             return  # several blocks a turn
-        assert len(spoken) == len(learn)
-        for said, index in zip(spoken, learn, strict=True):
+        assert len(span_texts) == len(learned_turns)
+        for span, index in zip(span_texts, learned_turns, strict=True):
             (word,) = re.findall(r"[wf]\d+[wf]", str(turns[index]))
-            assert re.findall(r"[wf]\d+[wf]", said) in ([word], [word, word])
-            assert turns[index]["content"].strip() in said
-            assert not said.startswith(("<|im_start|>", "<start_of_turn>", "<|start_header_id|>"))
+            assert re.findall(r"[wf]\d+[wf]", span) in ([word], [word, word])
+            assert turns[index]["content"].strip() in span
+            assert not span.startswith(("<|im_start|>", "<start_of_turn>", "<|start_header_id|>"))
 
     check()
-    assert read, "every talk was refused"
+    assert has_calls_of_talks, "every talk was refused"
 
 
 def test_a_token_with_one_learned_character_is_learned():

@@ -48,8 +48,8 @@ def places(tmp_path_factory) -> Path:
     tokens = [{"input_ids": tokenizer.encode(text)} for text in sentences(20)]
     texts = [{"text": text} for text in TEXTS]
     rows = {"chats": chat_rows(24), "texts": texts, "tokens": tokens, "pairs": pair_rows(9)}
-    for name, found in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, kind_rows in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kind_rows))
     return folder
 
 
@@ -79,18 +79,22 @@ def test_each_source_has_the_tokens_that_it_has_alone(recipe, tmp_path):
         (True, 1.5),
         (True, 2),
     ]
-    split, number, loss_mask = open_split(tmp_path / "mixed", "train"), 0, 0
+    split, number, num_learned = open_split(tmp_path / "mixed", "train"), 0, 0
     for name in ("chats", "texts", "tokens"):
         prepare(recipe(name), tmp_path / name, limits=SMALL)
-        alone = open_split(tmp_path / name, "train")
-        assert (alone.kind == "text") == (name != "chats")
-        for index in range(len(alone)):
-            ids = tuple(alone.document(index).tolist())
-            flags = (1,) * len(ids) if alone.loss_mask is None else stored(alone, index)[1]
+        source_split = open_split(tmp_path / name, "train")
+        assert (source_split.kind == "text") == (name != "chats")
+        for index in range(len(source_split)):
+            ids = tuple(source_split.document(index).tolist())
+            flags = (
+                (1,) * len(ids)
+                if source_split.loss_mask is None
+                else stored(source_split, index)[1]
+            )
             assert stored(split, number) == (ids, flags)
             assert split.is_plain(number) == (name != "chats")
-            number, loss_mask = number + 1, loss_mask + sum(flags)
-    assert (number, loss_mask) == (len(split), manifest.train.loss_tokens)
+            number, num_learned = number + 1, num_learned + sum(flags)
+    assert (number, num_learned) == (len(split), manifest.train.loss_tokens)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
@@ -101,33 +105,35 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
     rows = PackedSequences(split, sequence_length=LENGTH, layout=layout, pad_id=3)
     for part, name in enumerate(names):
         manifest = prepare(recipe(name), tmp_path / name)
-        alone = PackedSequences(
+        source_rows = PackedSequences(
             open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3
         )
-        assert rows.counts[part] == alone.counts[0]
-        for index in range(alone.counts[0]):
-            ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
-            began = np.where(theirs["label_indices"] < 0, 0, split.part_starts[part][0])
+        assert rows.counts[part] == source_rows.counts[0]
+        for index in range(source_rows.counts[0]):
+            mixed_row, source_row = vars(rows.read(part, index)), vars(source_rows.read(0, index))
+            offsets = np.where(source_row["label_indices"] < 0, 0, split.part_starts[part][0])
             assert all(
-                np.array_equal(ours[key], theirs[key] + (began if key == "label_indices" else 0))
-                for key in ours
+                np.array_equal(
+                    mixed_row[key], source_row[key] + (offsets if key == "label_indices" else 0)
+                )
+                for key in mixed_row
                 if key != "extras"
             )
         if name == "texts" and layout == "packed":
-            loss_mask = sum(
+            num_learned = sum(
                 rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part])
             )
-            assert loss_mask == manifest.train.tokens - manifest.train.documents, (
+            assert num_learned == manifest.train.tokens - manifest.train.documents, (
                 "a long text loses nothing"
             )
     fill = packing_stats(split, sequence_length=LENGTH, layout=layout)
     if layout == "fixed":
         assert fill is None
         return
-    read = [
+    mixed_rows = [
         rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
     ]
-    assert fill.positions == sum(int((row.documents >= 0).sum()) for row in read)
+    assert fill.positions == sum(int((row.documents >= 0).sum()) for row in mixed_rows)
     assert (fill.cut > 0) == (layout == "padded")
 
 
@@ -158,14 +164,16 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     chats, texts = cost(("chats",)), cost(("texts",))
     rows = Loader(folders["texts",], sequence_length=LENGTH, layout="packed", seed=3).sequences
     assert visits.count(1) == round(1.5 * rows) > rows, "the weight of the text counts its rows"
-    extra = [index for index in range(len(visits)) if visits[index] == 1]
+    text_visits = [index for index in range(len(visits)) if visits[index] == 1]
     loader = Loader(folders["chats", "texts"], sequence_length=LENGTH, layout="packed", seed=3)
-    seen = [loader.locate(index)[1] for index in extra]
-    again = [row for row in seen if seen.count(row) == 2]
-    assert len(set(again)) == len(extra) - rows
+    visited_rows = [loader.locate(index)[1] for index in text_visits]
+    repeated_rows = [row for row in visited_rows if visited_rows.count(row) == 2]
+    assert len(set(repeated_rows)) == len(text_visits) - rows
     twice_total, twice_count = 0.0, 0.0
-    for row in set(again):
-        batch = loader.batch(Cursor(3, next(i for i in extra if loader.locate(i)[1] == row)), 1)
+    for row in set(repeated_rows):
+        batch = loader.batch(
+            Cursor(3, next(i for i in text_visits if loader.locate(i)[1] == row)), 1
+        )
         batch = replace(batch, loss_mask=batch.loss_mask.double())
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
@@ -201,7 +209,7 @@ def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, re
     folder.mkdir()
     for name in ("chats", "texts"):
         (folder / f"{name}.jsonl").write_bytes((places / f"{name}.jsonl").read_bytes())
-    loaded = recipe_of(
+    loaded_recipe = recipe_of(
         tokenizer={"from": str(places / "t")},
         objective="sft",
         path=str(folder),
@@ -210,9 +218,9 @@ def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, re
     )
     with pytest.raises(
         UserError, match="plain text here and conversations before: one source has one"
-    ) as told:
-        prepare(loaded, tmp_path / "r")
-    assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.fix
+    ) as caught:
+        prepare(loaded_recipe, tmp_path / "r")
+    assert "texts.jsonl:1" in caught.value.where and "data.sources" in caught.value.fix
 
 
 def test_text_does_not_stand_in_for_conversations_without_answers(
@@ -228,7 +236,7 @@ def test_text_does_not_stand_in_for_conversations_without_answers(
     ] * 3
     (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [{"path": str(tmp_path / "none.jsonl")}, {"path": str(places / "texts.jsonl")}]
-    loaded = recipe_of(
+    loaded_recipe = recipe_of(
         tokenizer={"from": str(places / "t")},
         objective="sft",
         sources=sources,
@@ -236,19 +244,27 @@ def test_text_does_not_stand_in_for_conversations_without_answers(
         chat={"template": "chatml"},
     )
     with pytest.raises(UserError, match="all labels are masked"):
-        prepare(loaded, tmp_path / "p")
+        prepare(loaded_recipe, tmp_path / "p")
 
 
 def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
-    loaded = recipe("chats", "texts")
-    with preparation(loaded, tmp_path / "p") as work:
-        seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
-    assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
-    assert [one.sequences for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
+    loaded_recipe = recipe("chats", "texts")
+    with preparation(loaded_recipe, tmp_path / "p") as work:
+        documents = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
+    assert [document.kind for document in documents] == [
+        "conversation",
+        "conversation",
+        "text",
+        "text",
+    ]
+    assert [document.sequences for document in documents[2:]] == [
+        -(-len(documents[2].ids) // LENGTH),
+        1,
+    ]
     assert (
-        seen[2].sequences > 1
-        and seen[2].cut == 0
-        and seen[2].loss_mask == [True] * len(seen[2].ids)
+        documents[2].sequences > 1
+        and documents[2].cut == 0
+        and documents[2].loss_mask == [True] * len(documents[2].ids)
     )
 
 
@@ -273,10 +289,10 @@ def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch)
             }
         )
     )
-    told = (
+    output = (
         CliRunner().invoke(cli, ["prepare", "mix.yaml", "--check"], catch_exceptions=False).stdout
     )
-    lines = told.splitlines()
+    lines = output.splitlines()
     assert (
         lines[0]
         == f"dataset    24 conversations and {len(TEXTS)} documents for training, 0 for validation"
@@ -287,17 +303,19 @@ def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch)
         for line in lines
     )
     assert any("; 1 text longer, 0 tokens truncated" in line for line in lines)
-    told = (
+    output = (
         CliRunner()
         .invoke(cli, ["prepare", "mix.yaml", "--preview", "2"], catch_exceptions=False)
         .stdout
     )
-    assert "train · conversation · " in told and "train · text · " in told and "of 200" in told
+    assert (
+        "train · conversation · " in output and "train · text · " in output and "of 200" in output
+    )
 
 
-def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
-    loaded = recipe("chats", "texts", validation="30%")
-    manifest = prepare(loaded, tmp_path / "p")
+def test_held_out_text_and_conversations_are_examined_as_such(recipe, places, tmp_path):
+    loaded_recipe = recipe("chats", "texts", validation="30%")
+    manifest = prepare(loaded_recipe, tmp_path / "p")
     chats, plain = (part.documents for part in manifest.validation.parts)
     assert chats and plain
     tokenizer: Tokenizer = load_tokenizer(tmp_path / "p")
@@ -305,10 +323,10 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     assert [text.loss_mask is None for text in texts] == [False] * chats + [True] * plain
     assert len(validation_prompts(tmp_path / "p", 99)) == chats
     manifest_read = read_manifest(tmp_path / "p")
-    found = check_dataset(
+    check = check_dataset(
         tmp_path / "p", manifest_read, tokenizer, sequence_length=LENGTH, layout="packed"
     )
-    assert (found.units, found.unit_name) == (manifest.train.documents, "texts")
-    assert found.other_eos == manifest.train.parts[0].documents, (
+    assert (check.units, check.unit_name) == (manifest.train.documents, "texts")
+    assert check.other_eos == manifest.train.parts[0].documents, (
         "texts are not asked how an answer ends"
     )

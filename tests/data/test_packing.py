@@ -50,11 +50,11 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
-    read = [
+    read_rows = [
         rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
     ]
     names = ("tokens", "labels", "loss_mask", "positions", "documents")
-    return [{name: getattr(row, name).tolist() for name in names} for row in read]
+    return [{name: getattr(row, name).tolist() for name in names} for row in read_rows]
 
 
 def test_packed_rows_by_hand(tmp_path):
@@ -85,15 +85,15 @@ def test_packed_rows_by_hand(tmp_path):
 
 def test_padded_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 7, 2], [1, 3, 4, 5, 6, 2]]])
-    short, cut = rows_of(split, "padded", 4)
-    assert short == {
+    short_row, cut_row = rows_of(split, "padded", 4)
+    assert short_row == {
         "tokens": [1, 7, PAD, PAD],
         "labels": [7, 2, PAD, PAD],
         "loss_mask": [1, 1, 0, 0],
         "positions": [0, 1, 0, 0],
         "documents": [0, 0, -1, -1],
     }
-    assert cut == {
+    assert cut_row == {
         "tokens": [1, 3, 4, 5],
         "labels": [3, 4, 5, 6],
         "loss_mask": [1] * 4,
@@ -141,16 +141,16 @@ def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[di
         for piece in pieces:
             names = ("tokens", "labels", "loss_mask", "positions", "documents")
             row: dict[str, list[int]] = {name: [] for name in names}
-            seen: list[int] = []
+            documents_before: list[int] = []
             for (token, number), (label, following) in pairwise(piece):
                 number, following = (0, 0) if layout == "fixed" else (number, following)
                 row["tokens"].append(token)
                 row["labels"].append(label)
                 row["loss_mask"].append(int(number == following))
-                row["positions"].append(seen.count(number))
-                seen.append(number)
-                row["documents"].append(sorted(set(seen)).index(number))
-            missing = length - len(row["tokens"])
+                row["positions"].append(documents_before.count(number))
+                documents_before.append(number)
+                row["documents"].append(sorted(set(documents_before)).index(number))
+            num_padding = length - len(row["tokens"])
             for name, fill in (
                 ("tokens", PAD),
                 ("labels", PAD),
@@ -158,7 +158,7 @@ def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[di
                 ("positions", 0),
                 ("documents", -1),
             ):
-                row[name] += [fill] * missing
+                row[name] += [fill] * num_padding
             rows.append(row)
     return rows
 
@@ -176,8 +176,10 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=9), max_si
 def test_rows_equal_the_reference(tmp_path_factory, layout, parts, length, shard_tokens):
     split = write_split(tmp_path_factory.mktemp("s"), parts, shard_tokens)
     assert rows_of(split, layout, length) == reference(parts, layout, length)
-    laid = {"sequence_length": length, "layout": layout}
-    counts = [count_plain_sequences(p.tokens, p.documents, **laid) for p in split.record.parts]
+    layout_settings = {"sequence_length": length, "layout": layout}
+    counts = [
+        count_plain_sequences(p.tokens, p.documents, **layout_settings) for p in split.record.parts
+    ]
     assert sum(counts) == len(reference(parts, layout, length))
 
 

@@ -16,34 +16,35 @@ from bloomery.data.shards import Split
 def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Looks at every row for every text."""
     rows: list[list[int]] = []
-    used: list[int] = []
-    changed: list[int] = []  # when a row last took something
+    row_lengths: list[int] = []
+    last_turns: list[int] = []  # when a row last took something
     for turn, text in enumerate(
         sorted(range(len(lengths)), key=lambda text: (-lengths[text], text))
     ):
-        fitting = [row for row in range(len(rows)) if used[row] + lengths[text] <= capacity]
+        fitting = [row for row in range(len(rows)) if row_lengths[row] + lengths[text] <= capacity]
         if fitting:
-            row = max(fitting, key=lambda row: (used[row], changed[row]))
+            row = max(fitting, key=lambda row: (row_lengths[row], last_turns[row]))
         else:
             row = len(rows)
             rows.append([])
-            used.append(0)
-            changed.append(turn)
+            row_lengths.append(0)
+            last_turns.append(turn)
         rows[row].append(text)
-        used[row] += lengths[text]
-        changed[row] = turn
+        row_lengths[row] += lengths[text]
+        last_turns[row] = turn
     return [sorted(row) for row in rows]
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 5000))
-def test_best_fit_is_the_slow_one(data, capacity):
+def test_best_fit_equals_a_slow_search_of_all_rows(data, capacity):
     lengths = data.draw(
         st.lists(st.integers(1, capacity) | st.integers(1, min(capacity, 9)), max_size=60)
     )
-    found = best_fit(np.array(lengths, np.int64), capacity)
+    row_of_text = best_fit(np.array(lengths, np.int64), capacity)
     rows = [
-        np.flatnonzero(found == row).tolist() for row in range(found.max() + 1 if lengths else 0)
+        np.flatnonzero(row_of_text == row).tolist()
+        for row in range(row_of_text.max() + 1 if lengths else 0)
     ]
     assert rows == slow_best_fit(lengths, capacity)
 
@@ -52,15 +53,15 @@ def test_a_hundred_thousand_texts_take_no_time_and_little_room():
     lengths = np.clip(
         np.random.default_rng(0).lognormal(5.8, 1.0, 100_000).astype(np.int64), 1, 4096
     )
-    begun = time.process_time()
+    started = time.process_time()
     rows = best_fit(lengths, 4096)
-    assert time.process_time() - begun < 2
+    assert time.process_time() - started < 2
     assert rows.max() + 1 < 1.01 * lengths.sum() / 4096
 
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
-    read = [
+    read_rows = [
         rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
     ]
     return [
@@ -69,12 +70,12 @@ def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float
             for name, value in {**vars(row), **row.extras}.items()
             if name != "extras"
         }
-        for row in read
+        for row in read_rows
     ]
 
 
 def text(*tokens: int, loss_mask: tuple[int, ...]) -> Text:
-    return [(token, place in loss_mask) for place, token in enumerate(tokens)]
+    return [(token, position in loss_mask) for position, token in enumerate(tokens)]
 
 
 def test_packed_conversations_by_hand(tmp_path):
@@ -132,22 +133,22 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kept"),
+    ("sizes", "kept_sizes"),
     [((3, 4), (3, 4)), ((3, 9), (3, 7)), ((9, 3), (7, 3)), ((9, 9), (5, 5)), ((5, 6), (5, 5))],
 )
-def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept):
+def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept_sizes):
     texts = [
         text(*range(100 * side, 100 * side + size), loss_mask=(2,))
         for side, size in enumerate(sizes, 1)
     ]
     (row,) = rows_of(write_structured(tmp_path, [texts], "pairs"), "packed", 10)
-    expected = [*range(100, 100 + kept[0]), *range(200, 200 + kept[1])]
-    assert row["tokens"][: sum(kept)] == expected
-    assert row["documents"][: sum(kept)] == [0] * kept[0] + [1] * kept[1]
+    expected = [*range(100, 100 + kept_sizes[0]), *range(200, 200 + kept_sizes[1])]
+    assert row["tokens"][: sum(kept_sizes)] == expected
+    assert row["documents"][: sum(kept_sizes)] == [0] * kept_sizes[0] + [1] * kept_sizes[1]
     assert sum(row["loss_mask"]) == 2
 
 
-def test_a_pair_with_one_side_unlearned_is_dropped_whole(tmp_path):
+def test_a_pair_with_one_fully_masked_side_is_dropped(tmp_path):
     texts = [text(1, 2, 3, loss_mask=(2,)), text(1, 2, 4, loss_mask=())]
     texts += [text(5, 6, loss_mask=(1,)), text(5, 7, loss_mask=(1,))]
     (row,) = rows_of(write_structured(tmp_path, [texts], "pairs"), "packed", 8)
@@ -162,7 +163,7 @@ def test_pairs_are_never_cut_by_the_stream(tmp_path):
         PackedSequences(split, sequence_length=8, layout="fixed", pad_id=PAD)
 
 
-def test_fixed_learns_what_is_marked(tmp_path):
+def test_fixed_rows_keep_the_loss_mask(tmp_path):
     texts = [text(1, 2, 3, loss_mask=(2,)), text(4, 5, 6, loss_mask=(1, 2))]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "fixed", 4)
     assert first["labels"] + second["labels"][:1] == [2, 3, 4, 5, 6]
@@ -181,31 +182,38 @@ TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_
     [("chat", "packed"), ("pairs", "packed"), ("chat", "padded"), ("kto", "padded")],
 )
 def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layout, parts, length):
-    together = 1 if kind == "chat" else 2
-    parts = [texts[: len(texts) // together * together] for texts in parts]
+    texts_per_unit = 1 if kind == "chat" else 2
+    parts = [texts[: len(texts) // texts_per_unit * texts_per_unit] for texts in parts]
     split = write_structured(tmp_path_factory.mktemp("s"), parts, kind)
     rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
     for part, texts in enumerate(parts):
-        found: list[list[tuple[int, int, float]]] = []
+        found_units: list[list[tuple[int, int, float]]] = []
         for index in range(rows.counts[part]):
             row = rows.read(part, index)
             numbers = [number for number in dict.fromkeys(row.documents.tolist()) if number >= 0]
             assert numbers == list(range(len(numbers)))
-            assert len(numbers) % together == 0
-            assert layout == "packed" or len(numbers) == together
+            assert len(numbers) % texts_per_unit == 0
+            assert layout == "packed" or len(numbers) == texts_per_unit
             pieces = [np.flatnonzero(row.documents == number) for number in numbers]
             assert all(row.positions[piece].tolist() == list(range(len(piece))) for piece in pieces)
-            for unit in range(0, len(pieces), together):
-                both = np.concatenate(pieces[unit : unit + together])
-                found.append(
-                    list(zip(row.tokens[both], row.labels[both], row.loss_mask[both], strict=True))
+            for unit in range(0, len(pieces), texts_per_unit):
+                unit_positions = np.concatenate(pieces[unit : unit + texts_per_unit])
+                found_units.append(
+                    list(
+                        zip(
+                            row.tokens[unit_positions],
+                            row.labels[unit_positions],
+                            row.loss_mask[unit_positions],
+                            strict=True,
+                        )
+                    )
                 )
-        expected = []
-        for unit in range(0, len(texts), together):
-            sides = kept_sides(texts[unit : unit + together], length)
+        expected_units = []
+        for unit in range(0, len(texts), texts_per_unit):
+            sides = kept_sides(texts[unit : unit + texts_per_unit], length)
             if all(any(flag for _, flag in side[1:]) for side in sides):
-                expected.append([entry for side in sides for entry in as_positions(side)])
-        assert sorted(map(masked, found)) == sorted(map(masked, expected))
+                expected_units.append([entry for side in sides for entry in as_positions(side)])
+        assert sorted(map(masked, found_units)) == sorted(map(masked, expected_units))
 
 
 def kept_sides(sides: list[Text], length: int) -> list[Text]:

@@ -120,17 +120,17 @@ def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
     text.write_text(
         "".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences(1200, 30))
     )
-    loaded = recipe_of(path=str(text), validation="5%", num_proc=2)
+    loaded_recipe = recipe_of(path=str(text), validation="5%", num_proc=2)
     recipe = tmp_path / "recipe.json"
-    recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
+    recipe.write_text(loaded_recipe.recipe.model_dump_json(by_alias=True))
     # What forks takes longer to start than any of these runs: its first answer is awaited here.
     assert preloaded.run([sys.executable, "-c", ""]).returncode == 0
     started = time.monotonic()
     assert kill_after(120, recipe, tmp_path / "whole") == 0
-    whole, chance = time.monotonic() - started, random.Random(count)
+    whole_seconds, chance = time.monotonic() - started, random.Random(count)
     kills = 0
     while kills < count:
-        code = kill_after(chance.uniform(0, 0.6 * whole), recipe, tmp_path / "killed")
+        code = kill_after(chance.uniform(0, 0.6 * whole_seconds), recipe, tmp_path / "killed")
         kills += 1
         if code == 0:
             assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -152,74 +152,76 @@ class Stop(Exception):
     """Ends a `prepare` where a test wants it."""
 
 
-def journal_of_stopped(loaded: LoadedRecipe, folder: Path, batches: int) -> dict:
+def journal_of_stopped(loaded_recipe: LoadedRecipe, folder: Path, batches: int) -> dict:
     """What `prepare` vouches for that was ended after so many batches of tokens."""
-    left = iter(range(batches))
+    remaining_batches = iter(range(batches))
 
-    def stopping(phase: str, done: float, total: float) -> None:
-        if phase == "tokens" and next(left, None) is None:
+    def stopping(phase: str, progress: float, total: float) -> None:
+        if phase == "tokens" and next(remaining_batches, None) is None:
             raise Stop
 
     with pytest.raises(Stop):
-        prepare(loaded, folder, report=stopping, limits=SMALL)
+        prepare(loaded_recipe, folder, report=stopping, limits=SMALL)
     return json.loads((folder / "preparing.json").read_text())
 
 
 @pytest.mark.parametrize("batches", [1, 4, 9])
-def test_what_the_journal_vouches_for_is_not_made_again(
+def test_work_that_the_journal_records_is_not_done_again(
     corpus, tmp_path, recipe_of, batches, monkeypatch
 ):
-    loaded = recipe_of(path=str(corpus), validation="10%")
-    prepare(loaded, tmp_path / "whole", limits=SMALL)
-    journal = journal_of_stopped(loaded, tmp_path / "p", batches)
+    loaded_recipe = recipe_of(path=str(corpus), validation="10%")
+    prepare(loaded_recipe, tmp_path / "whole", limits=SMALL)
+    journal = journal_of_stopped(loaded_recipe, tmp_path / "p", batches)
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
     assert size == 2 * sum(
         tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"]
     )
     # a second training would fail
     monkeypatch.setattr("bloomery.data.prepare.pipeline.train_tokenizer", None)
-    done = []
-    prepare(loaded, tmp_path / "p", report=lambda phase, *_: done.append(phase), limits=SMALL)
+    phases = []
+    prepare(
+        loaded_recipe, tmp_path / "p", report=lambda phase, *_: phases.append(phase), limits=SMALL
+    )
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
-    assert "tokenizer" not in done
+    assert "tokenizer" not in phases
 
 
 def test_shards_shorter_than_the_journal_are_made_again(corpus, tmp_path, recipe_of):
-    loaded = recipe_of(path=str(corpus))
-    prepare(loaded, tmp_path / "whole", limits=SMALL)
-    journal_of_stopped(loaded, tmp_path / "p", 3)
+    loaded_recipe = recipe_of(path=str(corpus))
+    prepare(loaded_recipe, tmp_path / "whole", limits=SMALL)
+    journal_of_stopped(loaded_recipe, tmp_path / "p", 3)
     os.truncate(tmp_path / "p" / "train-00000.bin", 10)
-    prepare(loaded, tmp_path / "p", limits=SMALL)
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
 
 def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_of):
-    loaded, folder = recipe_of(path=str(corpus)), tmp_path / "p"
-    prepare(loaded, folder)
+    loaded_recipe, folder = recipe_of(path=str(corpus)), tmp_path / "p"
+    prepare(loaded_recipe, folder)
     with pytest.raises(UserError, match="other data or tokenizer settings"):
         prepare(recipe_of(path=str(corpus), validation="9%"), folder)
     (corpus / "003.txt").touch()
-    prepare(loaded, folder)  # another time, the same text
-    assert changed_source(loaded.recipe, folder) is None
-    kept = (corpus / "003.txt").read_text()
-    (corpus / "003.txt").write_text(kept.upper())
+    prepare(loaded_recipe, folder)  # another time, the same text
+    assert changed_source(loaded_recipe.recipe, folder) is None
+    original_text = (corpus / "003.txt").read_text()
+    (corpus / "003.txt").write_text(original_text.upper())
     with pytest.raises(UserError, match=r"changed after it was prepared: .*003\.txt") as caught:
-        prepare(loaded, folder)
+        prepare(loaded_recipe, folder)
     assert "rm -r" in caught.value.fix
-    assert Path(changed_source(loaded.recipe, folder) or "").name == "003.txt"
-    (corpus / "003.txt").write_text(kept)
+    assert Path(changed_source(loaded_recipe.recipe, folder) or "").name == "003.txt"
+    (corpus / "003.txt").write_text(original_text)
     (corpus / "new.txt").write_text("more")
     with pytest.raises(UserError, match=r"new\.txt"):
-        prepare(loaded, folder)
+        prepare(loaded_recipe, folder)
     (corpus / "new.txt").unlink()
     (corpus / "004.txt").rename(tmp_path / "away")
     with pytest.raises(UserError, match=r"004\.txt"):
-        prepare(loaded, folder)
+        prepare(loaded_recipe, folder)
     (tmp_path / "away").rename(corpus / "004.txt")
     with (folder / "train-00000.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match=r"bytes instead of the .* in the manifest"):
-        prepare(loaded, folder)
+        prepare(loaded_recipe, folder)
     (folder / "train-00000.bin").unlink()
     with pytest.raises(UserError, match="is missing"):
         read_manifest(folder)
@@ -230,11 +232,11 @@ def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_
         read_manifest(tmp_path)
 
 
-def test_tokens_may_travel_without_their_text(corpus, tmp_path, recipe_of):
-    loaded = recipe_of(path=str(corpus))
-    prepare(loaded, tmp_path / "p")
+def test_prepared_tokens_are_valid_without_their_text(corpus, tmp_path, recipe_of):
+    loaded_recipe = recipe_of(path=str(corpus))
+    prepare(loaded_recipe, tmp_path / "p")
     shutil.rmtree(corpus)
-    assert finished_manifest(loaded, tmp_path / "p")
+    assert finished_manifest(loaded_recipe, tmp_path / "p")
 
 
 def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe_of):
@@ -256,41 +258,39 @@ def test_folder_of_somebody_else_is_left_alone(corpus, tmp_path, recipe_of):
 
 
 def test_unfinished_folder_of_changed_text_starts_over(corpus, tmp_path, recipe_of):
-    loaded = recipe_of(path=str(corpus))
+    loaded_recipe = recipe_of(path=str(corpus))
 
-    def stop(phase: str, done: float, total: float) -> None:
+    def stop(phase: str, progress: float, total: float) -> None:
         if phase == "tokens":
             raise Stop
 
     with pytest.raises(Stop):
-        prepare(loaded, tmp_path / "p", report=stop, limits=SMALL)
+        prepare(loaded_recipe, tmp_path / "p", report=stop, limits=SMALL)
     (corpus / "000.txt").write_text("something else")
-    prepare(loaded, tmp_path / "p", limits=SMALL)
-    prepare(loaded, tmp_path / "q", limits=SMALL)
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
+    prepare(loaded_recipe, tmp_path / "q", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "q")
 
 
-def test_two_at_once_are_one_too_many(corpus, tmp_path, recipe_of):
+def test_a_second_process_in_one_folder_is_refused(corpus, tmp_path, recipe_of):
     (tmp_path / "p").mkdir()
     with locked(tmp_path / "p"), pytest.raises(UserError, match="another process is preparing"):
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
 
 
-def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(
-    corpus, tmp_path, recipe_of, monkeypatch
-):
-    loaded, room = recipe_of(path=str(corpus)), 1500
-    prepare(loaded, tmp_path / "whole", limits=SMALL)
+def test_a_full_disk_is_reported_and_the_next_run_resumes(corpus, tmp_path, recipe_of, monkeypatch):
+    loaded_recipe, free_bytes = recipe_of(path=str(corpus)), 1500
+    prepare(loaded_recipe, tmp_path / "whole", limits=SMALL)
 
     class FullDisk:
         def __init__(self, path: Path) -> None:
             self._file = path.open("ab", buffering=0)
 
         def write(self, data: bytes) -> int:
-            nonlocal room
-            if room <= 0:
+            nonlocal free_bytes
+            if free_bytes <= 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            room -= len(data)
+            free_bytes -= len(data)
             return self._file.write(data)
 
         def fileno(self) -> int:
@@ -301,7 +301,7 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(
 
     monkeypatch.setattr("bloomery.data.shards.open_to_append", FullDisk)
     with pytest.raises(UserError, match="the disk is full") as caught:
-        prepare(loaded, tmp_path / "p", limits=SMALL)
+        prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert "run the same command again" in caught.value.fix and "resumes" in caught.value.fix
     journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
@@ -309,12 +309,12 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(
         tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"]
     )
     monkeypatch.undo()
-    prepare(loaded, tmp_path / "p", limits=SMALL)
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_read_only_folder_is_one_sentence(corpus, tmp_path, recipe_of, number, monkeypatch):
+def test_a_read_only_folder_is_reported(corpus, tmp_path, recipe_of, number, monkeypatch):
     def forbidden(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "prepared")
 
@@ -342,8 +342,8 @@ def test_empty_and_tiny_corpora(tmp_path, recipe_of):
 
 def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
     text = tmp_path / "a.jsonl"
-    good = [json.dumps({"text": sentence}) for sentence in sentences(30)]
-    text.write_text("\n".join([*good[:10], '{"text": 3}', *good[10:], "{", ""]))
+    good_lines = [json.dumps({"text": sentence}) for sentence in sentences(30)]
+    text.write_text("\n".join([*good_lines[:10], '{"text": 3}', *good_lines[10:], "{", ""]))
     with pytest.raises(UserError, match="is a number, not a text"):
         prepare(recipe_of(path=str(text)), tmp_path / "p")
     manifest = prepare(recipe_of(path=str(text), on_error="skip"), tmp_path / "q")
@@ -351,7 +351,7 @@ def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
     assert manifest.first_skipped == f"{text}:11, field text: is a number, not a text"
 
 
-def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
+def test_pretokenized_rows_keep_their_ids(tmp_path, recipe_of, corpus):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     rows = [[1, 40 + n, 50, 2] for n in range(40)]
     (tmp_path / "a.jsonl").write_text(
@@ -360,21 +360,23 @@ def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
     with pytest.raises(UserError, match="names no tokenizer") as caught:
         prepare(recipe_of(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
     assert caught.value.where == "tokenizer.from"
-    named = recipe_of(
+    tokenized_recipe = recipe_of(
         path=str(tmp_path / "a.jsonl"), validation=0, tokenizer={"from": str(tmp_path / "first")}
     )
-    prepare(named, tmp_path / "p")
+    prepare(tokenized_recipe, tmp_path / "p")
     split = open_split(tmp_path / "p", "train")
     assert [split.document(index).tolist() for index in range(len(split))] == rows
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 999]}) + "\n")
     with pytest.raises(UserError, match="token id 999 is outside the tokenizer's vocabulary"):
-        prepare(named, tmp_path / "q")
+        prepare(tokenized_recipe, tmp_path / "q")
 
 
 @pytest.mark.parametrize("mask", ["attention_mask", None], ids=["attention mask", "padding token"])
 @pytest.mark.parametrize("objective", ["pretrain", "sft"])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix, objective, mask):
+def test_padding_of_pretokenized_rows_is_not_trained_on(
+    tmp_path, recipe_of, corpus, suffix, objective, mask
+):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     pad = load_tokenizer(tmp_path / "first").pad_id
     rows = [{"input_ids": [pad] * 3 + [1, 40 + n, 50, 2] + [pad] * (n % 5)} for n in range(40)]
@@ -386,25 +388,29 @@ def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix
             row[mask] = [int(token != pad) for token in row["input_ids"]]
             row[mask][0] = int(size == 7)
     path = write_rows(tmp_path / f"a.{suffix}", rows)
-    named = recipe_of(
+    padded_recipe = recipe_of(
         path=str(path),
         validation=0,
         tokenizer={"from": str(tmp_path / "first")},
         objective=objective,
     )
-    manifest = prepare(named, tmp_path / "p", limits=SMALL)
+    manifest = prepare(padded_recipe, tmp_path / "p", limits=SMALL)
     split = open_split(tmp_path / "p", "train")
-    kept = [[pad] * (mask is not None and n % 5 == 0) + [1, 40 + n, 50, 2] for n in range(40)]
-    assert [split.document(index).tolist() for index in range(len(split))] == kept
+    unpadded_rows = [
+        [pad] * (mask is not None and n % 5 == 0) + [1, 40 + n, 50, 2] for n in range(40)
+    ]
+    assert [split.document(index).tolist() for index in range(len(split))] == unpadded_rows
     assert manifest.empty == 1
-    assert manifest.padding == sum(len(row["input_ids"]) for row in rows) - sum(map(len, kept))
+    assert manifest.padding == sum(len(row["input_ids"]) for row in rows) - sum(
+        map(len, unpadded_rows)
+    )
     if objective == "sft":
         assert split.loss_mask[:].tolist() == [
-            int(token not in (pad, 50)) for ids in kept for token in ids
+            int(token not in (pad, 50)) for ids in unpadded_rows for token in ids
         ]
 
 
-def test_of_a_padding_token_that_ends_texts_one_is_kept():
+def test_one_end_token_stays_where_it_is_also_the_padding_token():
     texts = [
         ((1, 5, 2, 2, 2), (1, 5, 2)),
         ((2, 2, 5, 6), (2, 5, 6)),
@@ -412,27 +418,29 @@ def test_of_a_padding_token_that_ends_texts_one_is_kept():
         ((5, 2, 6),) * 2,
         ((2,), ()),
     ]
-    for tokens, kept in texts:
-        assert unpadded(Document("a", tokens=tokens), pad_id=2, ends=(1, 2)).tokens == kept
+    for tokens, unpadded_tokens in texts:
+        assert (
+            unpadded(Document("a", tokens=tokens), pad_id=2, ends=(1, 2)).tokens == unpadded_tokens
+        )
     assert unpadded(Document("a", tokens=(3, 5, 3)), pad_id=3, ends=(1, 2)).tokens == (5,)
-    whole = Document("a", tokens=(5, 3), padding=0)
-    assert unpadded(whole, pad_id=3, ends=()) == whole
+    document_without_padding = Document("a", tokens=(5, 3), padding=0)
+    assert unpadded(document_without_padding, pad_id=3, ends=()) == document_without_padding
 
 
 def test_tokens_prepared_by_a_version_that_kept_padding_are_refused(tmp_path, recipe_of, corpus):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 40 + n, 50, 2]} for n in range(40)])
-    named = recipe_of(path=str(path), tokenizer={"from": str(tmp_path / "first")})
-    prepare(named, tmp_path / "p")
+    tokenized_recipe = recipe_of(path=str(path), tokenizer={"from": str(tmp_path / "first")})
+    prepare(tokenized_recipe, tmp_path / "p")
     write_manifest(
         tmp_path / "p", read_manifest(tmp_path / "p").model_copy(update={"padding": None})
     )
     with pytest.raises(UserError, match="with their padding"):
-        prepare(named, tmp_path / "p")
+        prepare(tokenized_recipe, tmp_path / "p")
 
 
 @pytest.mark.parametrize("form", ["saved", "files"])
-def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, form):
+def test_the_validation_split_of_a_dataset_is_used(tmp_path, recipe_of, form):
     datasets = pytest.importorskip("datasets")
     texts = {
         "train": sentences(40),
@@ -448,11 +456,11 @@ def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, for
             write_rows(
                 tmp_path / "d" / f"{name}-00000-of-00001.parquet", [{"text": text} for text in rows]
             )
-    loaded = recipe_of(path=str(tmp_path / "d"))
-    prepare(loaded, tmp_path / "p", limits=SMALL)
+    loaded_recipe = recipe_of(path=str(tmp_path / "d"))
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert decoded(tmp_path / "p", "train") == texts["train"]
     assert decoded(tmp_path / "p", "validation") == texts["validation"]
-    assert finished_manifest(loaded, tmp_path / "p") is not None
+    assert finished_manifest(loaded_recipe, tmp_path / "p") is not None
     prepare(recipe_of(path=str(tmp_path / "d"), validation="10%"), tmp_path / "share", limits=SMALL)
     assert not set(decoded(tmp_path / "share", "validation")) - set(texts["train"])
     prepare(recipe_of(path=str(tmp_path / "d"), validation="test"), tmp_path / "test", limits=SMALL)
@@ -515,11 +523,11 @@ def test_rows_of_the_validation_set_are_counted_by_file_also_after_a_kill(tmp_pa
         "validation": [*texts[:3], texts[30], "new"],
     }.items():
         write_rows(tmp_path / "d" / f"{name}.jsonl", [{"text": text} for text in rows])
-    loaded = recipe_of(path=str(tmp_path / "d"), glob="*.jsonl")
-    named = ((str(tmp_path / "d" / "a.jsonl"), 3), (str(tmp_path / "d" / "b.jsonl"), 1))
-    assert prepare(loaded, tmp_path / "p", limits=SMALL).held_files == named
-    assert journal_of_stopped(loaded, tmp_path / "stopped", 4)["held_files"]
-    assert prepare(loaded, tmp_path / "stopped", limits=SMALL).held_files == named
+    loaded_recipe = recipe_of(path=str(tmp_path / "d"), glob="*.jsonl")
+    held_files = ((str(tmp_path / "d" / "a.jsonl"), 3), (str(tmp_path / "d" / "b.jsonl"), 1))
+    assert prepare(loaded_recipe, tmp_path / "p", limits=SMALL).held_files == held_files
+    assert journal_of_stopped(loaded_recipe, tmp_path / "stopped", 4)["held_files"]
+    assert prepare(loaded_recipe, tmp_path / "stopped", limits=SMALL).held_files == held_files
 
 
 def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe_of):
@@ -530,26 +538,28 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     (tmp_path / "held.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in [*texts[:3], "new one"])
     )
-    loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"))
-    manifest = prepare(loaded, tmp_path / "p")
+    loaded_recipe = recipe_of(
+        path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl")
+    )
+    manifest = prepare(loaded_recipe, tmp_path / "p")
     assert decoded(tmp_path / "p", "train") == texts[3:]
     assert decoded(tmp_path / "p", "validation") == [*texts[:3], "new one"]
     assert manifest.held_back == 3
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"), [("", "set is empty\n"), ("\n7\n", "1 row skipped, the first: .*held")]
+    ("rows", "problem"), [("", "set is empty\n"), ("\n7\n", "1 row skipped, the first: .*held")]
 )
-def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
+def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, problem):
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(5))
     )
     (tmp_path / "held.jsonl").write_text(rows)
-    loaded = recipe_of(
+    loaded_recipe = recipe_of(
         path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip"
     )
-    with pytest.raises(UserError, match=said) as caught:
-        prepare(loaded, tmp_path / "p")
+    with pytest.raises(UserError, match=problem) as caught:
+        prepare(loaded_recipe, tmp_path / "p")
     assert caught.value.where == f"data.validation: {tmp_path / 'held.jsonl'}"
     assert "data.validation" in caught.value.fix and "1%" in caught.value.fix
 

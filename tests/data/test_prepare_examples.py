@@ -27,11 +27,11 @@ TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|
 
 
 def talk(number: int) -> list[dict]:
-    question, answer, more = sentences(3, 5 + number % 7, first=3 * number)
+    question, answer, follow_up = sentences(3, 5 + number % 7, first=3 * number)
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
-        {"role": "user", "content": more},
+        {"role": "user", "content": follow_up},
         {"role": "assistant", "content": f"{WORDS[number % 13]} {number}"},
     ]
 
@@ -81,8 +81,8 @@ def recipe(tmp_path, recipe_of):
     return make
 
 
-def examples(loaded: LoadedRecipe) -> list[Example]:
-    documents = read_documents(streams(loaded.recipe)[0], on_error="skip", stats=ReadStats())
+def examples(loaded_recipe: LoadedRecipe) -> list[Example]:
+    documents = read_documents(streams(loaded_recipe.recipe)[0], on_error="skip", stats=ReadStats())
     return [document.example for document in documents if document.example]
 
 
@@ -94,9 +94,13 @@ def stored(split: Split, document: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
-    loaded = recipe(objective)
-    manifest = prepare(loaded, tmp_path / "p", limits=SMALL)
-    assert manifest == read_manifest(tmp_path / "p") == finished_manifest(loaded, tmp_path / "p")
+    loaded_recipe = recipe(objective)
+    manifest = prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
+    assert (
+        manifest
+        == read_manifest(tmp_path / "p")
+        == finished_manifest(loaded_recipe, tmp_path / "p")
+    )
     assert (manifest.kind, manifest.formats) == (
         KINDS[objective],
         ({"sft": "messages", "dpo": "preference"}[objective],),
@@ -104,30 +108,30 @@ def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
     with Renderer(
         load_tokenizer(tmp_path / "p"), template="chatml", train_on="assistant"
     ) as renderer:
-        expected = [renderer.encode(example) for example in examples(loaded)]
+        expected = [renderer.encode(example) for example in examples(loaded_recipe)]
     units = [
         tuple((tuple(s.ids), tuple(map(int, s.loss_mask))) for s in sequences)
         for sequences in expected
     ]
-    found = []
+    stored_units = []
     for name in ("train", "validation"):
         split, step = open_split(tmp_path / "p", name), len(units[0])
         assert len(split) % step == 0
-        found += [
+        stored_units += [
             tuple(stored(split, i + side) for side in range(step))
             for i in range(0, len(split), step)
         ]
         loss_mask = split.loss_mask[0 : len(split.tokens)]
         assert split.record.loss_tokens == loss_mask.sum()
-        firsts = [
+        first_loss_tokens = [
             next(
                 (i for i, flag in enumerate(stored(split, d)[1]) if flag and i),
                 len(stored(split, d)[1]),
             )
             for d in range(len(split))
         ]
-        assert split.first_loss_tokens.tolist() == firsts
-    assert sorted(found) == sorted(units)
+        assert split.first_loss_tokens.tolist() == first_loss_tokens
+    assert sorted(stored_units) == sorted(units)
     assert len(read_manifest(tmp_path / "p").train.loss_mask) > 1
 
 
@@ -139,12 +143,14 @@ def test_a_tokenizer_sees_the_texts_and_keeps_the_template(recipe, tmp_path):
 
 
 def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
-    loaded = recipe("kto", chat={"template": "none"})
-    prepare(loaded, tmp_path / "p", limits=SMALL)
-    known = {(example.prompt, example.responses[0]): example for example in examples(loaded)}
-    tokenizer, seen = load_tokenizer(tmp_path / "p"), 0
-    by_answer = {answer: example for (_, answer), example in known.items()}
-    others = {"train": set(), "validation": set()}
+    loaded_recipe = recipe("kto", chat={"template": "none"})
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
+    examples_by_pair = {
+        (example.prompt, example.responses[0]): example for example in examples(loaded_recipe)
+    }
+    tokenizer, num_units = load_tokenizer(tmp_path / "p"), 0
+    by_answer = {answer: example for (_, answer), example in examples_by_pair.items()}
+    twin_prompts = {"train": set(), "validation": set()}
     prompts = {"train": set(), "validation": set()}
     for name in ("train", "validation"):
         split = open_split(tmp_path / "p", name)
@@ -156,24 +162,26 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
                 sides.append(
                     (tokenizer.decode(list(ids[1:start])), tokenizer.decode(list(ids[start:-1])))
                 )
-            (prompt, own), (same, other) = sides
-            assert prompt == same
+            (prompt, own_answer), (twin_prompt, twin_answer) = sides
+            assert prompt == twin_prompt
             assert (
-                split.kto_labels[unit] == split.kto_labels[unit + 1] == known[prompt, own].desirable
+                split.kto_labels[unit]
+                == split.kto_labels[unit + 1]
+                == examples_by_pair[prompt, own_answer].desirable
             )
-            assert by_answer[other].prompt != prompt
-            others[name].add(by_answer[other].prompt)
+            assert by_answer[twin_answer].prompt != prompt
+            twin_prompts[name].add(by_answer[twin_answer].prompt)
             prompts[name].add(prompt)
-            seen += 1
-    assert seen == 60
+            num_units += 1
+    assert num_units == 60
     assert len(prompts["validation"]) > 1 and not prompts["train"] & prompts["validation"]
-    assert all(others[name] <= prompts[name] for name in others), (
+    assert all(twin_prompts[name] <= prompts[name] for name in twin_prompts), (
         "what is held out lends no answer to training"
     )
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "template_text"),
     [
         ("chatml", "the built-in template chatml"),
         ("none", "none"),
@@ -181,18 +189,21 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
     ],
 )
 def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_prepared(
-    recipe, tmp_path, template, told
+    recipe, tmp_path, template, template_text
 ):
-    loaded = recipe("dpo", chat={"template": template})
-    manifest = prepare(loaded, tmp_path / "p")
+    loaded_recipe = recipe("dpo", chat={"template": template})
+    manifest = prepare(loaded_recipe, tmp_path / "p")
     assert manifest.turns == (template == "chatml")
     first = load_tokenizer(tmp_path / "p").decode(
         open_split(tmp_path / "p", "train").document(0).tolist()
     )
     assert ("<|im_start|>assistant" in first) == manifest.turns
-    for corpus in (guessed(loaded.recipe), prepared_facts(manifest, loaded.recipe, tmp_path / "p")):
-        choices = dict(objective_choices(loaded.recipe, corpus, None))
-        assert choices["data.chat.template"].value == told
+    for corpus in (
+        guessed(loaded_recipe.recipe),
+        prepared_facts(manifest, loaded_recipe.recipe, tmp_path / "p"),
+    ):
+        choices = dict(objective_choices(loaded_recipe.recipe, corpus, None))
+        assert choices["data.chat.template"].value == template_text
 
 
 def test_a_split_of_one_prompt_borrows_its_twin(recipe, tmp_path):
@@ -205,7 +216,7 @@ def test_a_split_of_one_prompt_borrows_its_twin(recipe, tmp_path):
     assert (manifest.train.documents, manifest.validation.documents) == (6, 6)
 
 
-def test_one_prompt_alone_is_nothing_for_kto(recipe, tmp_path):
+def test_kto_refuses_rows_of_a_single_prompt(recipe, tmp_path):
     rows = [{"prompt": "a", "completion": f"b{n}", "label": True} for n in range(5)]
     with pytest.raises(UserError, match="every row has the same prompt"):
         prepare(recipe("kto", rows=rows), tmp_path / "p")
@@ -221,14 +232,14 @@ def test_several_processes_write_the_same_bytes(recipe, tmp_path, objective):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.soak)])
 def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path, kills):
-    loaded = recipe("kto", 300, num_proc=2)
+    loaded_recipe = recipe("kto", 300, num_proc=2)
     file = tmp_path / "recipe.json"
-    file.write_text(loaded.recipe.model_dump_json(by_alias=True))
-    begun = time.monotonic()
+    file.write_text(loaded_recipe.recipe.model_dump_json(by_alias=True))
+    started = time.monotonic()
     assert kill_after(120, file, tmp_path / "whole") == 0
-    whole, chance = time.monotonic() - begun, random.Random(3)
+    whole_seconds, chance = time.monotonic() - started, random.Random(3)
     for _ in range(kills):
-        kill_after(chance.uniform(0.3, 0.9) * whole, file, tmp_path / "killed")
+        kill_after(chance.uniform(0.3, 0.9) * whole_seconds, file, tmp_path / "killed")
     assert kill_after(120, file, tmp_path / "killed") == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
@@ -236,17 +247,22 @@ def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path, kills):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("batches", [1, 4])
-def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batches, objective):
+def test_work_that_the_journal_records_is_not_done_again(recipe, tmp_path, batches, objective):
     rows = ROWS[objective](60)
     rows[7] = {**rows[7], "extra": "\ud800"}  # unread
     rows.insert(3, {"messages": "no", "prompt": 1})
-    loaded = recipe(objective, rows=rows, on_error="skip")
-    manifest = prepare(loaded, tmp_path / "whole", limits=SMALL)
+    loaded_recipe = recipe(objective, rows=rows, on_error="skip")
+    manifest = prepare(loaded_recipe, tmp_path / "whole", limits=SMALL)
     assert manifest.skipped == 1
-    journal = journal_of_stopped(loaded, tmp_path / "p", batches)
-    kept = sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
-    assert sum(path.stat().st_size for path in (tmp_path / "p").glob("*-loss-mask-*.bin")) == kept
-    prepare(loaded, tmp_path / "p", limits=SMALL)
+    journal = journal_of_stopped(loaded_recipe, tmp_path / "p", batches)
+    mask_bytes = sum(
+        tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"]
+    )
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "p").glob("*-loss-mask-*.bin"))
+        == mask_bytes
+    )
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
 
@@ -271,26 +287,26 @@ def test_conversations_that_the_template_refuses_are_named_or_skipped(recipe, tm
 
 
 def test_folder_depends_on_chat_settings_where_they_decide_tokens(recipe, recipe_of, tmp_path):
-    plain = recipe()
-    others = [
+    plain_recipe = recipe()
+    other_recipes = [
         recipe(chat={"template": "gemma"}),
         recipe(chat={"template": "chatml", "train_on": "all"}),
-        recipe_of(tokenizer=TOKENIZER, objective="dpo", **_data(plain)),
-        recipe_of(tokenizer=TOKENIZER, objective="pretrain", **_data(plain)),
+        recipe_of(tokenizer=TOKENIZER, objective="dpo", **_data(plain_recipe)),
+        recipe_of(tokenizer=TOKENIZER, objective="pretrain", **_data(plain_recipe)),
     ]
-    assert len({identity(loaded) for loaded in (plain, *others)}) == 5
+    assert len({identity(loaded_recipe) for loaded_recipe in (plain_recipe, *other_recipes)}) == 5
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    mine = recipe(chat={"template": str(tmp_path / "t.jinja")})
-    before = identity(mine)
+    recipe_of_file = recipe(chat={"template": str(tmp_path / "t.jinja")})
+    identity_before = identity(recipe_of_file)
     (tmp_path / "t.jinja").write_text("{{ messages }} ")
-    assert identity(mine) != before
+    assert identity(recipe_of_file) != identity_before
     text = {"path": "a", "format": "text"}
     assert identity(recipe_of(objective="sft", **text)) == identity(recipe_of(**text))
-    assert identity(recipe(packing=False)) == identity(plain)
+    assert identity(recipe(packing=False)) == identity(plain_recipe)
 
 
-def _data(loaded: LoadedRecipe) -> dict:
-    return loaded.recipe.data.model_dump(mode="json")
+def _data(loaded_recipe: LoadedRecipe) -> dict:
+    return loaded_recipe.recipe.data.model_dump(mode="json")
 
 
 def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_path):
@@ -308,26 +324,30 @@ def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_
         ("loss_mask", [False, False, True, True]),
     ],
 )
-def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, mask, flags):
+def test_pretokenized_rows_keep_their_masks(corpus, recipe_of, tmp_path, suffix, mask, flags):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     rows = [
         {"input_ids": [1, 40 + n, 50, 2], mask: flags, "attention_mask": [1] * 4} for n in range(20)
     ]
     path = write_rows(tmp_path / f"a.{suffix}", rows)
-    named = {"tokenizer": {"from": str(tmp_path / "first")}, "path": str(path), "validation": 0}
-    manifest = prepare(recipe_of(objective="sft", **named), tmp_path / "p")
+    data_settings = {
+        "tokenizer": {"from": str(tmp_path / "first")},
+        "path": str(path),
+        "validation": 0,
+    }
+    manifest = prepare(recipe_of(objective="sft", **data_settings), tmp_path / "p")
     assert (manifest.kind, manifest.formats) == ("chat", (f"tokens with {mask}",))
     split = open_split(tmp_path / "p", "train")
     assert [stored(split, n) for n in range(20)] == [
         ((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)
     ]
     # Pretraining masks what labels mask, and no assistant's turns.
-    pretrained = prepare(recipe_of(objective="pretrain", **named), tmp_path / "q")
+    pretrained = prepare(recipe_of(objective="pretrain", **data_settings), tmp_path / "q")
     assert pretrained.kind == ("chat" if mask == "labels" else "text")
     assert pretrained.unread_columns == (() if mask == "labels" else ("attention_mask", mask)[1:])
     write_rows(path, [{**rows[0], mask: flags[:3]}])
     with pytest.raises(UserError, match="has 3 entries where input_ids has 4 tokens"):
-        prepare(recipe_of(objective="sft", **named), tmp_path / "r")
+        prepare(recipe_of(objective="sft", **data_settings), tmp_path / "r")
 
 
 def test_sources_of_several_formats(recipe_of, tmp_path):
@@ -338,12 +358,12 @@ def test_sources_of_several_formats(recipe_of, tmp_path):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(9)))
     data = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": 0}
 
-    def mixed(*names: str, **more) -> LoadedRecipe:
+    def mixed(*names: str, **settings) -> LoadedRecipe:
         sources = [
             {"path": str(tmp_path / name), "weight": 0.5 + index}
             for index, name in enumerate(names)
         ]
-        return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **more)
+        return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **settings)
 
     manifest = prepare(mixed("a.jsonl", "b.json"), tmp_path / "p")
     assert manifest.formats == ("alpaca", "messages")
@@ -352,7 +372,7 @@ def test_sources_of_several_formats(recipe_of, tmp_path):
         prepare(mixed("a.jsonl", "c.jsonl"), tmp_path / "q")
 
 
-def test_nothing_to_learn_is_said(recipe, tmp_path):
+def test_rows_without_learned_labels_are_refused(recipe, tmp_path):
     rows = [{"messages": [*talk(n)[:1], {**talk(n)[1], "weight": 0}]} for n in range(12)]
     with pytest.raises(UserError, match="all labels are masked"):
         prepare(recipe(rows=rows), tmp_path / "p")
@@ -372,26 +392,28 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         ("kto", "padded"),
         ("sft", "fixed"),
     ):
-        loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")
+        loaded_recipe = recipe(
+            objective, packing=layout != "padded", document_masking=layout != "fixed"
+        )
         folder = tmp_path / objective / layout
-        manifest = prepare(loaded, folder)
-        facts = prepared_facts(manifest, loaded.recipe, folder)
+        manifest = prepare(loaded_recipe, folder)
+        facts = prepared_facts(manifest, loaded_recipe.recipe, folder)
         assert (
             facts.sequences_per_epoch
             == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
         )
         assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
-            before = guessed(loaded.recipe)
+            before = guessed(loaded_recipe.recipe)
             assert before is not None
             assert before.tokens > 0
 
 
-def test_plans_say_what_no_row_holds(recipe, tmp_path):
-    loaded = recipe(sequence_length=40)
-    manifest = prepare(loaded, tmp_path / "p")
+def test_a_plan_counts_documents_left_out_and_cut_short(recipe, tmp_path):
+    loaded_recipe = recipe(sequence_length=40)
+    manifest = prepare(loaded_recipe, tmp_path / "p")
     facts, split = (
-        prepared_facts(manifest, loaded.recipe, tmp_path / "p"),
+        prepared_facts(manifest, loaded_recipe.recipe, tmp_path / "p"),
         open_split(tmp_path / "p", "train"),
     )
     sizes = np.diff(np.asarray(split.bounds).astype(np.int64))
@@ -399,10 +421,10 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
     assert facts.left_out + facts.cut_short == sum(sizes > 40)
     assert facts.left_out
     assert facts.cut_short
-    tokenizer = loaded.recipe.tokenizer.model_copy(
+    tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
+    before = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
     assert (before.left_out, before.cut_short) == (facts.left_out, facts.cut_short)
     assert before.sequences_per_epoch == facts.sequences_per_epoch
 
@@ -426,19 +448,19 @@ def test_a_plan_of_small_files_counts_what_prepare_writes(
 ):
     """Rows, tokens, the validation set and the packing are those of `prepare`, with the same tokenizer."""
     texts = [{"text": sentence} for sentence in sentences(60)]
-    loaded = recipe(
+    loaded_recipe = recipe(
         objective,
         rows=texts if objective == "pretrain" else None,
         packing=layout != "padded",
         document_masking=layout != "fixed",
         validation=validation,
     )
-    manifest = prepare(loaded, tmp_path / "p")
-    facts = prepared_facts(manifest, loaded.recipe, tmp_path / "p")
-    tokenizer = loaded.recipe.tokenizer.model_copy(
+    manifest = prepare(loaded_recipe, tmp_path / "p")
+    facts = prepared_facts(manifest, loaded_recipe.recipe, tmp_path / "p")
+    tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
+    before = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
     # The second response of a KTO row is another row's.
     slack = 0.15 if objective == "kto" else 0.0
     assert before.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=slack)
@@ -449,13 +471,13 @@ def test_a_plan_of_small_files_counts_what_prepare_writes(
 
 def test_a_plan_of_large_files_samples_them(recipe, tmp_path, monkeypatch):
     """Every n-th row gives the tokens per byte of the others; the first rows stand for rows that are not read."""
-    loaded = recipe("sft")
-    manifest = prepare(loaded, tmp_path / "p")
-    facts = prepared_facts(manifest, loaded.recipe, tmp_path / "p")
-    tokenizer = loaded.recipe.tokenizer.model_copy(
+    loaded_recipe = recipe("sft")
+    manifest = prepare(loaded_recipe, tmp_path / "p")
+    facts = prepared_facts(manifest, loaded_recipe.recipe, tmp_path / "p")
+    tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    sampled = loaded.recipe.model_copy(update={"tokenizer": tokenizer})
+    sampled = loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer})
     size = dataset_size.sample_rows(
         open_datasets(sampled.data, "sft")[0], files=1, on_error="stop", stats=ReadStats()
     )
@@ -472,16 +494,16 @@ def test_a_plan_of_large_files_samples_them(recipe, tmp_path, monkeypatch):
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
     from bloomery.data.sources import builtin as mined
 
-    few = [
+    mined_examples = [
         Example(
             f"m.py:{n}", "chat", (), ((Message("user", f"Write {n}."), Message("assistant", text)),)
         )
         for n, text in enumerate(sentences(30))
     ]
-    monkeypatch.setattr(mined, "conversations", lambda files: iter(few))
+    monkeypatch.setattr(mined, "conversations", lambda files: iter(mined_examples))
     data = {"builtin": "stdlib-chat", "chat": {"template": "chatml"}, "sequence_length": 128}
     manifest = prepare(recipe_of(tokenizer=TOKENIZER, objective="sft", **data), tmp_path / "p")
     assert manifest.formats == ("stdlib-chat",)
     assert manifest.train.documents + manifest.validation.documents == 30
-    assert texts_of(few[0])[0] == "Write 0."
+    assert texts_of(mined_examples[0])[0] == "Write 0."
     assert np.all(np.asarray(open_split(tmp_path / "p", "train").first_loss_tokens) > 0)

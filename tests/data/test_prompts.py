@@ -68,13 +68,13 @@ def recipe(tmp_path):
             if not path.exists() or path.read_text() != content:  # another time is another file
                 path.write_text(content)
         settings = {"sequence_length": 256, "num_proc": 0, "validation": "10%", **data}
-        whole = {
+        recipe_fields = {
             "model": {"preset": "go-coder-tiny"},
             "tokenizer": TOKENIZER if tokenizer is None else tokenizer,
             "data": {"path": str(path), **settings},
             "objective": {"kind": "grpo", "max_completion_length": 64, **(objective or {})},
         }
-        return LoadedRecipe(Recipe.model_validate(whole), "small")
+        return LoadedRecipe(Recipe.model_validate(recipe_fields), "small")
 
     return make
 
@@ -115,9 +115,9 @@ def test_messages_are_what_transformers_gives_for_generation(recipe, tmp_path, k
     rows = [{"prompt": turns, "name": name} for name, turns in talks.items()]
     from_folder = {"from": str(tmp_path / "tokenizer")}
     prepare(recipe(rows, tokenizer=from_folder), tmp_path / "p")
-    found = read_all(tmp_path / "p")
-    assert {prompt.columns["name"] for prompt in found} == set(talks)
-    for prompt in found:
+    prompts = read_all(tmp_path / "p")
+    assert {prompt.columns["name"] for prompt in prompts} == set(talks)
+    for prompt in prompts:
         turns = talks[prompt.columns["name"]]
         expected = library.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
         assert prompt.ids.tolist() == expected["input_ids"]
@@ -145,12 +145,12 @@ def test_a_text_is_the_prompt_that_fine_tuning_masks(recipe, tmp_path, kind, tem
     """A model that was fine-tuned on rows of prompt and completion sees the form that it knows."""
     chat_tokenizers.ours(kind).save(tmp_path / "tokenizer")
     texts = ["what is it", " hello there\n", "the lazy dog"]
-    loaded = recipe(
+    loaded_recipe = recipe(
         [{"prompt": text} for text in texts],
         tokenizer={"from": str(tmp_path / "tokenizer")},
         chat={"template": template},
     )
-    prepare(loaded, tmp_path / "p")
+    prepare(loaded_recipe, tmp_path / "p")
     with Renderer(
         load_tokenizer(tmp_path / "p"), template=template, train_on="assistant"
     ) as renderer:
@@ -177,9 +177,9 @@ def test_columns_come_back_with_their_types(recipe, tmp_path):
     assert (manifest.kind, manifest.formats) == ("prompts", ("prompts",))
     assert len(manifest.train.shards) > 1
     by_text = {row["prompt"]: row for row in rows}
-    found = read_all(tmp_path / "p")
-    assert sorted(prompt.text for prompt in found) == sorted(by_text)
-    for prompt in found:
+    prompts = read_all(tmp_path / "p")
+    assert sorted(prompt.text for prompt in prompts) == sorted(by_text)
+    for prompt in prompts:
         expected = {name: value for name, value in by_text[prompt.text].items() if name != "prompt"}
         assert json.dumps(prompt.columns) == json.dumps(expected)  # 1, 1.0 and True are equal
 
@@ -190,13 +190,13 @@ def test_columns_of_a_table_are_all_read(recipe, tmp_path):
         for n, text in enumerate(sentences(20))
     ]
     prepare(recipe(rows, suffix="parquet"), tmp_path / "p")
-    found = {prompt.text: prompt.columns for prompt in read_all(tmp_path / "p")}
-    assert found == {row.pop("prompt"): row for row in rows}
+    columns_of_text = {prompt.text: prompt.columns for prompt in read_all(tmp_path / "p")}
+    assert columns_of_text == {row.pop("prompt"): row for row in rows}
     for value, problem in ((float("nan"), "holds NaN or infinity"), (b"4", "is not valid JSON")):
         rows = [{"prompt": text, "answer": value} for text in sentences(3)]
-        with pytest.raises(UserError, match=problem) as told:
+        with pytest.raises(UserError, match=problem) as caught:
             prepare(recipe(rows, suffix="parquet"), tmp_path / "q")
-        assert told.value.where.endswith("rows.parquet, row 1, answer")
+        assert caught.value.where.endswith("rows.parquet, row 1, answer")
 
 
 def test_the_prompt_may_have_another_name(recipe, tmp_path):
@@ -204,47 +204,47 @@ def test_the_prompt_may_have_another_name(recipe, tmp_path):
     manifest = prepare(recipe(rows), tmp_path / "p")
     assert manifest.formats == ("prompts (question is the prompt)",)
     assert {tuple(prompt.columns) for prompt in read_all(tmp_path / "p")} == {("answer",)}
-    both = [{"question": text, "prompt": "p", "answer": "4"} for text in sentences(9)]
-    prepare(recipe(both, columns={"prompt": "question"}), tmp_path / "q")
-    found = read_all(tmp_path / "q")
-    assert {prompt.text for prompt in found} == set(sentences(9))
-    assert {tuple(prompt.columns) for prompt in found} == {("prompt", "answer")}
-    with_input = [{"instruction": text, "input": "4"} for text in sentences(9)]
-    prepare(recipe(with_input), tmp_path / "r")
+    two_column_rows = [{"question": text, "prompt": "p", "answer": "4"} for text in sentences(9)]
+    prepare(recipe(two_column_rows, columns={"prompt": "question"}), tmp_path / "q")
+    prompts = read_all(tmp_path / "q")
+    assert {prompt.text for prompt in prompts} == set(sentences(9))
+    assert {tuple(prompt.columns) for prompt in prompts} == {("prompt", "answer")}
+    alpaca_rows = [{"instruction": text, "input": "4"} for text in sentences(9)]
+    prepare(recipe(alpaca_rows), tmp_path / "r")
     assert {prompt.text for prompt in read_all(tmp_path / "r")} == {
         f"{text}\n4" for text in sentences(9)
     }
-    nameless = [{"riddle": text, "level": 4} for text in sentences(9)]
-    with pytest.raises(UserError, match="plain text; the objective needs prompts") as told:
-        prepare(recipe(nameless), tmp_path / "s")
-    assert "data.columns={prompt: NAME}" in told.value.fix
+    nameless_rows = [{"riddle": text, "level": 4} for text in sentences(9)]
+    with pytest.raises(UserError, match="plain text; the objective needs prompts") as caught:
+        prepare(recipe(nameless_rows), tmp_path / "s")
+    assert "data.columns={prompt: NAME}" in caught.value.fix
 
 
 # Order
 
 
-def test_the_order_of_a_run_is_its_seeds(recipe, tmp_path):
+def test_the_seed_decides_the_order_of_prompts(recipe, tmp_path):
     prepare(recipe(), tmp_path / "p")
     prompts = Prompts(tmp_path / "p", seed=5)
     size = len(prompts)
-    stored = [prompt.columns["level"] for prompt in _stored(tmp_path / "p")]
-    assert len(stored) == size
+    stored_levels = [prompt.columns["level"] for prompt in prompts_on_disk(tmp_path / "p")]
+    assert len(stored_levels) == size
     epochs = [
         [prompts[epoch * size + number].columns["level"] for number in range(size)]
         for epoch in range(3)
     ]
     for epoch, levels in enumerate(epochs):
         assert levels == [
-            stored[feistel(number, size=size, key=mix(5, epoch))] for number in range(size)
+            stored_levels[feistel(number, size=size, key=mix(5, epoch))] for number in range(size)
         ]
-        assert sorted(levels) == sorted(stored)
+        assert sorted(levels) == sorted(stored_levels)
     assert epochs[0] != epochs[1]
-    again = Prompts(tmp_path / "p", seed=5)
-    assert again[2 * size + 7].columns["level"] == epochs[2][7], "as after a resume"
+    resumed_prompts = Prompts(tmp_path / "p", seed=5)
+    assert resumed_prompts[2 * size + 7].columns["level"] == epochs[2][7], "as after a resume"
     assert [prompt.columns["level"] for prompt in Prompts(tmp_path / "p", seed=6)] != epochs[0]
 
 
-def _stored(folder: Path) -> list:
+def prompts_on_disk(folder: Path) -> list:
     prompts = Prompts(folder, seed=0)
     return [prompts._read(number) for number in range(read_manifest(folder).train.documents)]
 
@@ -258,13 +258,13 @@ def from_sources(tmp_path: Path, weights: dict[str, float]) -> Path:
         {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight}
         for name, weight in weights.items()
     ]
-    whole = {
+    recipe_fields = {
         "model": {"preset": "go-coder-tiny"},
         "tokenizer": TOKENIZER,
         "data": {"sources": sources, "validation": 0, "sequence_length": 600, "num_proc": 0},
         "objective": {"kind": "rloo"},
     }
-    prepare(LoadedRecipe(Recipe.model_validate(whole), "small"), tmp_path / "p")
+    prepare(LoadedRecipe(Recipe.model_validate(recipe_fields), "small"), tmp_path / "p")
     return tmp_path / "p"
 
 
@@ -323,9 +323,9 @@ def test_a_bad_row_is_named_or_skipped(recipe, tmp_path, case):
     row, problem = BAD[case]
     rows = [*prompt_rows(20), row, *prompt_rows(30)[20:]]
     chat = {"template": "chatml"}
-    with pytest.raises(UserError, match=problem) as told:
+    with pytest.raises(UserError, match=problem) as caught:
         prepare(recipe(rows, chat=chat), tmp_path / "p")
-    assert "rows.jsonl:21" in told.value.where
+    assert "rows.jsonl:21" in caught.value.where
     manifest = prepare(recipe(rows, chat=chat, on_error="skip"), tmp_path / "q")
     assert manifest.skipped == 1
     assert "rows.jsonl:21" in manifest.first_skipped
@@ -336,28 +336,34 @@ def test_a_prompt_may_fill_what_completions_leave(recipe, tmp_path):
     """The longest prompt of the rest of a sequence is kept, and is refused where one token less is left."""
     rows = [{"prompt": text} for text in sentences(9, 12)]
     prepare(recipe(rows), tmp_path / "p")
-    longest = max(len(prompt.ids) for prompt in read_all(tmp_path / "p"))
+    longest_prompt = max(len(prompt.ids) for prompt in read_all(tmp_path / "p"))
     from_folder = {"from": str(tmp_path / "p")}
-    exact = recipe(rows, tokenizer=from_folder, sequence_length=longest + 64)
-    assert len(read_all_of(exact, tmp_path / "q")) == 9
-    longer = {"max_completion_length": 65}
-    short = recipe(rows, tokenizer=from_folder, sequence_length=longest + 64, objective=longer)
+    exact_recipe = recipe(rows, tokenizer=from_folder, sequence_length=longest_prompt + 64)
+    assert len(read_all_of(exact_recipe, tmp_path / "q")) == 9
+    longer_completions = {"max_completion_length": 65}
+    short_recipe = recipe(
+        rows,
+        tokenizer=from_folder,
+        sequence_length=longest_prompt + 64,
+        objective=longer_completions,
+    )
     with pytest.raises(
-        UserError, match=f"prompt of {longest} tokens, and a prompt may have {longest - 1} "
+        UserError,
+        match=f"prompt of {longest_prompt} tokens, and a prompt may have {longest_prompt - 1} ",
     ):
-        prepare(short, tmp_path / "r")
-    assert identity(short) != identity(exact)
-    with pytest.raises(UserError, match="leave no room for a prompt") as told:
+        prepare(short_recipe, tmp_path / "r")
+    assert identity(short_recipe) != identity(exact_recipe)
+    with pytest.raises(UserError, match="leave no room for a prompt") as caught:
         prepare(recipe(rows, sequence_length=64), tmp_path / "s")
-    assert told.value.fix.startswith("set data.sequence_length=128")
+    assert caught.value.fix.startswith("set data.sequence_length=128")
 
 
-def read_all_of(loaded: LoadedRecipe, folder: Path) -> list:
-    prepare(loaded, folder)
+def read_all_of(loaded_recipe: LoadedRecipe, folder: Path) -> list:
+    prepare(loaded_recipe, folder)
     return read_all(folder)
 
 
-def test_rows_of_other_objectives_are_refused_in_one_sentence(recipe, recipe_of, tmp_path):
+def test_rows_of_other_objectives_are_refused(recipe, recipe_of, tmp_path):
     conversations = [{"messages": [*TALKS["turns before"], {"role": "assistant", "content": "a"}]}]
     for rows, data, problem in (
         (conversations, {}, "ends with a turn of the assistant, with nothing to answer"),
@@ -372,9 +378,9 @@ def test_rows_of_other_objectives_are_refused_in_one_sentence(recipe, recipe_of,
             prepare(recipe(rows, **data), tmp_path / "p")
     path = str(recipe([{"prompt": "a", "answer": "b"}] * 3).recipe.data.path)
     for objective in ("sft", "pretrain", "dpo"):
-        with pytest.raises(UserError, match="rows are prompts without responses") as told:
+        with pytest.raises(UserError, match="rows are prompts without responses") as caught:
             prepare(recipe_of(objective=objective, path=path, format="prompts"), tmp_path / "q")
-        assert "objective.kind=grpo" in told.value.fix
+        assert "objective.kind=grpo" in caught.value.fix
     chat = {"template": "chatml"}
     prepare(recipe_of(objective="sft", path=path, sequence_length=64, chat=chat), tmp_path / "r")
     with pytest.raises(UserError, match="has no prompts"):
@@ -397,49 +403,54 @@ def test_several_processes_write_the_same_bytes(recipe, tmp_path):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.soak)])
 def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path, kills):
-    loaded = recipe(prompt_rows(400), num_proc=2)
+    loaded_recipe = recipe(prompt_rows(400), num_proc=2)
     file = tmp_path / "recipe.json"
-    file.write_text(loaded.recipe.model_dump_json(by_alias=True))
-    begun = time.monotonic()
+    file.write_text(loaded_recipe.recipe.model_dump_json(by_alias=True))
+    started = time.monotonic()
     assert kill_after(120, file, tmp_path / "whole") == 0
-    whole, chance = time.monotonic() - begun, random.Random(3)
+    whole_seconds, chance = time.monotonic() - started, random.Random(3)
     for _ in range(kills):
-        kill_after(chance.uniform(0.3, 0.9) * whole, file, tmp_path / "killed")
+        kill_after(chance.uniform(0.3, 0.9) * whole_seconds, file, tmp_path / "killed")
     assert kill_after(120, file, tmp_path / "killed") == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("batches", [1, 4, 9])
-def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batches):
+def test_work_that_the_journal_records_is_not_done_again(recipe, tmp_path, batches):
     rows = prompt_rows(60)
     rows.insert(3, {"prompt": 1})
-    loaded = recipe(rows, on_error="skip")
-    prepare(loaded, tmp_path / "whole", limits=SMALL)
-    journal = journal_of_stopped(loaded, tmp_path / "p", batches)
+    loaded_recipe = recipe(rows, on_error="skip")
+    prepare(loaded_recipe, tmp_path / "whole", limits=SMALL)
+    journal = journal_of_stopped(loaded_recipe, tmp_path / "p", batches)
     row_bytes = sum(journal[split]["row_bytes"] for split in ("train", "validation"))
     assert row_bytes
     for name in ("train", "validation"):  # what a kill leaves behind the journal
         with (tmp_path / "p" / f"{name}-rows.bin").open("ab") as file:
             file.write(b"more")
-    prepare(loaded, tmp_path / "p", limits=SMALL)
+    prepare(loaded_recipe, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
 
 def test_every_flipped_bit_is_noticed_when_it_is_read(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 256)
-    loaded = recipe()
-    prepare(loaded, tmp_path / "p")
+    loaded_recipe = recipe()
+    prepare(loaded_recipe, tmp_path / "p")
     names = sorted(path.name for path in (tmp_path / "p").glob("*.bin"))
     assert {"train-rows.bin", "train-row-starts.bin", "validation-rows.bin"} <= set(names)
     for name in names:
         path = tmp_path / "p" / name
         content = path.read_bytes()
-        for at in (0, len(content) // 2, len(content) - 1):
-            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            for read in (lambda: read_all(tmp_path / "p"), lambda: prepare(loaded, tmp_path / "p")):
-                with pytest.raises(UserError, match="changed") as told:
-                    read()
-                assert told.value.where == str(path)
+        for position in (0, len(content) // 2, len(content) - 1):
+            path.write_bytes(
+                content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+            )
+            for reading in (
+                lambda: read_all(tmp_path / "p"),
+                lambda: prepare(loaded_recipe, tmp_path / "p"),
+            ):
+                with pytest.raises(UserError, match="changed") as caught:
+                    reading()
+                assert caught.value.where == str(path)
         path.write_bytes(content)
     read_all(tmp_path / "p")
 
@@ -452,13 +463,13 @@ def test_a_row_is_read_without_the_others(recipe, tmp_path, monkeypatch):
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"]")
     prompts = Prompts(tmp_path / "p", seed=0)
-    damaged = 0
+    num_damaged = 0
     for number in range(len(prompts)):
         try:
             prompts[number]
         except UserError:
-            damaged += 1
-    assert 0 < damaged < 10
+            num_damaged += 1
+    assert 0 < num_damaged < 10
 
 
 # Statistics
@@ -481,9 +492,11 @@ def test_a_check_counts_prompts(recipe, tmp_path):
     assert check.tokens == sum(lengths)
     assert (check.missing_eos, check.other_eos) == (0, 0)
     assert not any("EOS" in warning or "sequence" in warning for warning in check.warnings)
-    few = prepare(recipe(prompt_rows(60), validation="10%"), tmp_path / "q")
-    assert 0 < few.validation.documents < 20
+    small_manifest = prepare(recipe(prompt_rows(60), validation="10%"), tmp_path / "q")
+    assert 0 < small_manifest.validation.documents < 20
     assert [
-        line for line in size_warnings(few, sequence_length=256) if "its reward is noisy" in line
+        line
+        for line in size_warnings(small_manifest, sequence_length=256)
+        if "its reward is noisy" in line
     ]
     assert np.all(np.array(lengths) <= 192)

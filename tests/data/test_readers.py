@@ -23,7 +23,7 @@ def read(path, format="csv"):
     return list(read_values(path, path.name, format))
 
 
-def good(path, format="csv"):
+def contents_of(path, format="csv"):
     values = read(path, format)
     assert all(isinstance(value, Value) for value in values), values
     return [tuple(value.content.values()) for value in values]
@@ -49,7 +49,7 @@ def good(path, format="csv"):
 def test_the_delimiter_is_found_and_announced(tmp_path, text, delimiter, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
-    assert good(path) == ROWS
+    assert contents_of(path) == ROWS
     assert peek(Source(path=str(path))) == (
         "alpaca",
         {"instruction": "question", "output": "answer"},
@@ -62,7 +62,7 @@ def test_the_delimiter_is_found_and_announced(tmp_path, text, delimiter, suffix)
 
 def test_a_tsv_with_commas_is_read_too(tmp_path):
     (tmp_path / "a.tsv").write_text("question,answer\nq,a\n")
-    assert good(tmp_path / "a.tsv", "tsv") == [("q", "a")]
+    assert contents_of(tmp_path / "a.tsv", "tsv") == [("q", "a")]
     assert "separated by commas" in describe_rows(Source(path=str(tmp_path / "a.tsv")), "sft")
 
 
@@ -73,25 +73,25 @@ cell = st.text(st.sampled_from("ab ;,|\t\n\"'é9"), min_size=1, max_size=12).fil
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(cell, cell, cell), min_size=3, max_size=8), st.sampled_from(DELIMITERS))
-def test_what_a_csv_writer_wrote_is_read_again(tmp_path_factory, rows, delimiter):
+def test_a_table_of_python_s_csv_writer_is_read_again(tmp_path_factory, rows, delimiter):
     """The oracle is Python's own writer, whatever the cells hold."""
     buffer = io.StringIO()
     csv.writer(buffer, delimiter=delimiter).writerows([("question", "answer", "note"), *rows])
     path = tmp_path_factory.mktemp("t") / "a.csv"
     path.write_bytes(buffer.getvalue().encode())
-    assert good(path) == [tuple(row) for row in rows]
+    assert contents_of(path) == [tuple(row) for row in rows]
 
 
 def test_a_large_table_is_cut_for_the_choice_alone(tmp_path):
-    words = random.Random(0)
-    rows = [(f"q{n}", '"' + "x, y;\n" * words.randrange(2000) + '"') for n in range(60)]
+    generator = random.Random(0)
+    rows = [(f"q{n}", '"' + "x, y;\n" * generator.randrange(2000) + '"') for n in range(60)]
     (tmp_path / "a.csv").write_text("question;answer\n" + "".join(f"{a};{b}\n" for a, b in rows))
-    assert good(tmp_path / "a.csv") == [(a, b.strip('"')) for a, b in rows]
+    assert contents_of(tmp_path / "a.csv") == [(a, b.strip('"')) for a, b in rows]
 
 
 def test_one_column_needs_quotes_around_commas(tmp_path):
     (tmp_path / "a.csv").write_text("text\none\n" + '"two, and three"\nfour; five\n')
-    assert good(tmp_path / "a.csv") == [("one",), ("two, and three",), ("four; five",)]
+    assert contents_of(tmp_path / "a.csv") == [("one",), ("two, and three",), ("four; five",)]
     assert find_delimiter(["text; notes\n", "a, b\n", "c\n"]) == ","
     (tmp_path / "b.csv").write_text("text\none, two\n")
     (bad_row,) = read(tmp_path / "b.csv")
@@ -111,7 +111,7 @@ def test_one_column_needs_quotes_around_commas(tmp_path):
         ('question,answer\n"a,b\nc,d\n', "is a quote unbalanced?"),
     ],
 )
-def test_a_table_that_is_none_is_refused_with_its_line(tmp_path, data, problem):
+def test_a_malformed_table_is_refused_with_its_line(tmp_path, data, problem):
     (tmp_path / "a.csv").write_text(data)
     bad_row = read(tmp_path / "a.csv")[-1]
     assert isinstance(bad_row, BadRow)
@@ -148,7 +148,7 @@ def test_another_encoding_is_named_with_its_conversion(tmp_path, encoding, probl
     assert fix in caught.value.fix
     # what the fix does
     (tmp_path / "a.csv").write_bytes((tmp_path / "a.csv").read_bytes().decode(encoding).encode())
-    assert good(tmp_path / "a.csv") == [("Café?", "Yes.")]
+    assert contents_of(tmp_path / "a.csv") == [("Café?", "Yes.")]
 
 
 OBJECTS = [{"question": question, "answer": answer} for question, answer in ROWS]
@@ -158,7 +158,7 @@ OBJECTS = [{"question": question, "answer": answer} for question, answer in ROWS
 @pytest.mark.parametrize("before", ["", "\ufeff", "\n  "])
 def test_jsonl_that_is_one_json_list_is_read(tmp_path, indent, before):
     (tmp_path / "a.jsonl").write_text(before + json.dumps(OBJECTS, indent=indent))
-    assert good(tmp_path / "a.jsonl", "jsonl") == ROWS
+    assert contents_of(tmp_path / "a.jsonl", "jsonl") == ROWS
 
 
 def test_a_huge_list_on_one_line_is_streamed(tmp_path):
@@ -187,16 +187,18 @@ def test_lists_of_lists_are_no_rows(tmp_path):
     assert "is a list of lists" in bad_row.problem
 
 
-def test_the_place_in_a_row_is_where_it_went_wrong(tmp_path):
+def test_a_bad_row_names_the_line_and_the_byte(tmp_path):
     lines = [json.dumps(row) for row in OBJECTS]
     lines[4] = lines[4][:-1]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + b'{"text": "caf\xe9"}\n')
-    brace, letter = (
+    brace_row, encoding_row = (
         value for value in read(tmp_path / "a.jsonl", "jsonl") if isinstance(value, BadRow)
     )
     end = f"column {len(lines[4]) + 1}, where it ends: is a closing brace missing?"
-    assert brace.where == "a.jsonl:5" and brace.problem.endswith(end)
-    assert letter.problem.startswith("a.jsonl:41 is not UTF-8: byte 0xe9 at byte 14 of the line")
+    assert brace_row.where == "a.jsonl:5" and brace_row.problem.endswith(end)
+    assert encoding_row.problem.startswith(
+        "a.jsonl:41 is not UTF-8: byte 0xe9 at byte 14 of the line"
+    )
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
     assert "byte 0xe9 in line 3" in read(tmp_path / "a.txt", "text")[0].problem
     (tmp_path / "a.json").write_bytes(b'[{"text": "one"},\n{"text": "caf\xe9"}]')

@@ -26,17 +26,17 @@ SYSTEM = Message("system", "be kind")
 @pytest.fixture(scope="module", autouse=True)
 def one_process_a_template():
     """To start one takes longer than all that a test renders in it."""
-    made: dict[str, TemplateProcess] = {}
+    processes: dict[str, TemplateProcess] = {}
 
     def shared(template, names, enders):
         key = json.dumps([template.text, template.origin, names, enders])
-        process = made.setdefault(key, TemplateProcess(template, names, enders))
+        process = processes.setdefault(key, TemplateProcess(template, names, enders))
         return SimpleNamespace(read=process.read, error=process.error, close=lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "TemplateProcess", shared)
         yield
-    for process in made.values():
+    for process in processes.values():
         process.close()
 
 
@@ -44,8 +44,8 @@ def user(text):
     return Message("user", text)
 
 
-def said(text, **more):
-    return Message("assistant", text, **more)
+def reply(text, **fields):
+    return Message("assistant", text, **fields)
 
 
 CALL = {
@@ -58,30 +58,30 @@ TOOL = {
     "function": {"name": "add_up", "description": "d", "parameters": {"type": "object"}},
 }
 TALKS = {
-    "one": (user("hi"), said("hello there")),
-    "system": (SYSTEM, user("hi"), said("the quick brown fox")),
-    "two": (user("hi"), said("hello"), user("what"), said("lazy dog")),
-    "equal": (user("dog"), said("dog"), user("dog"), said("dog")),
-    "white space": (user(" hi\n"), said("  the quick \n"), user("x"), said("\n\ndog")),
+    "one": (user("hi"), reply("hello there")),
+    "system": (SYSTEM, user("hi"), reply("the quick brown fox")),
+    "two": (user("hi"), reply("hello"), user("what"), reply("lazy dog")),
+    "equal": (user("dog"), reply("dog"), user("dog"), reply("dog")),
+    "white space": (user(" hi\n"), reply("  the quick \n"), user("x"), reply("\n\ndog")),
     "markup": (
         user("[INST] <s> is it"),
-        said("user\nhello"),
+        reply("user\nhello"),
         user("assistant\n"),
-        said("é 🎈 日本"),
+        reply("é 🎈 日本"),
     ),
 }
 CALLING = (
     user("add"),
-    said("", calls=(CALL,)),
+    reply("", calls=(CALL,)),
     Message("tool", "2"),
-    said("two"),
+    reply("two"),
     user("ok"),
-    said("fine"),
+    reply("fine"),
 )
 
 
-def chat(*messages, **more):
-    return Example("a.jsonl:3", "chat", (), (messages,), **more)
+def chat(*messages, **fields):
+    return Example("a.jsonl:3", "chat", (), (messages,), **fields)
 
 
 def encode(example, template, train_on="assistant", tokenizer=None):
@@ -93,16 +93,16 @@ def encode(example, template, train_on="assistant", tokenizer=None):
 def trained_text(example, template, train_on="assistant", tokenizer=None):
     """The text of each stretch of learned tokens, of each answer."""
     tokenizer, sequences = encode(example, template, train_on, tokenizer)
-    found = []
+    answer_texts = []
     for sequence in sequences:
         assert len(sequence.ids) == len(sequence.loss_mask)
         stretches = groupby(
             zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
         )
-        found.append(
+        answer_texts.append(
             [tokenizer.decode([token for token, _ in pairs]) for flag, pairs in stretches if flag]
         )
-    return found
+    return answer_texts
 
 
 def reference(messages, template, kind="bytes", tools=None):
@@ -137,9 +137,9 @@ def test_tokens_and_flags_are_those_of_transformers_where_the_template_has_marke
     with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
         for messages in TALKS.values():
             expected = reference(messages, template, kind)
-            (found,) = renderer.encode(chat(*messages))
-            assert found.ids == expected["input_ids"]
-            assert found.loss_mask == [bool(flag) for flag in expected["assistant_masks"]]
+            (sequence,) = renderer.encode(chat(*messages))
+            assert sequence.ids == expected["input_ids"]
+            assert sequence.loss_mask == [bool(flag) for flag in expected["assistant_masks"]]
 
 
 UNMARKED = [
@@ -159,23 +159,36 @@ UNMARKED = [
 @pytest.mark.parametrize("name", UNMARKED)
 def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name):
     """But for white space behind the end token, and headers that some of TRL's markers take in."""
-    plain, marked = ((TRL / f"{file}.jinja").read_text() for file in (name, f"{name}_training"))
+    plain_template, marked_template = (
+        (TRL / f"{file}.jinja").read_text() for file in (name, f"{name}_training")
+    )
     with (
-        Renderer(chat_tokenizers.ours(), template=plain, train_on="assistant") as ours,
-        Renderer(chat_tokenizers.ours(), template=marked, train_on="assistant") as theirs,
+        Renderer(
+            chat_tokenizers.ours(), template=plain_template, train_on="assistant"
+        ) as plain_renderer,
+        Renderer(
+            chat_tokenizers.ours(), template=marked_template, train_on="assistant"
+        ) as marked_renderer,
     ):
         for messages in TALKS.values():
             if name == "gemma" and messages[0] is SYSTEM:
                 continue  # refuses system messages
-            (one,), (other,) = (renderer.encode(chat(*messages)) for renderer in (ours, theirs))
-            assert one.ids == other.ids
-            extra = [
-                a
-                for a, mine, yours in zip(one.ids, one.loss_mask, other.loss_mask, strict=True)
-                if mine != yours
+            (plain_sequence,), (marked_sequence,) = (
+                renderer.encode(chat(*messages)) for renderer in (plain_renderer, marked_renderer)
+            )
+            assert plain_sequence.ids == marked_sequence.ids
+            extra_tokens = [
+                token
+                for token, plain_flag, marked_flag in zip(
+                    plain_sequence.ids,
+                    plain_sequence.loss_mask,
+                    marked_sequence.loss_mask,
+                    strict=True,
+                )
+                if plain_flag != marked_flag
             ]
-            assert chat_tokenizers.ours().decode(extra).strip() == ""
-            assert sum(one.loss_mask) > len(messages) // 2
+            assert chat_tokenizers.ours().decode(extra_tokens).strip() == ""
+            assert sum(plain_sequence.loss_mask) > len(messages) // 2
 
 
 END = {
@@ -202,7 +215,7 @@ def test_an_answer_and_its_end_token_are_learned_and_no_header(name):
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_the_last_answer_alone_and_everything(name):
+def test_train_on_last_learns_the_last_answer_and_all_learns_everything(name):
     assert trained_text(chat(*TALKS["white space"]), name, "last") == [BY_HAND[name][-1:]]
     _, (sequence,) = encode(chat(*TALKS["two"]), name, "all")
     assert all(sequence.loss_mask)
@@ -230,33 +243,35 @@ SHARED, BUSY = HealthCheck.function_scoped_fixture, HealthCheck.too_slow
 def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
     messages = [] if system is None else [Message("system", system)]
     for question, answer in pairs:
-        messages += [user(question), said(answer)]
+        messages += [user(question), reply(answer)]
     for name, renderer in renderers.items():
         tokenizer = chat_tokenizers.ours()
         (sequence,) = renderer.encode(chat(*messages))
         stretches = groupby(
             zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
         )
-        found = [
+        answer_texts = [
             tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag
         ]
-        keeps = name in ("chatml", "qwen")
-        expected = [(answer if keeps else answer.strip()) for _, answer in pairs]
+        keeps_white_space = name in ("chatml", "qwen")
+        expected = [(answer if keeps_white_space else answer.strip()) for _, answer in pairs]
         assert [
-            text.removesuffix(END[name]) if keeps else text.removesuffix(END[name]).strip()
-            for text in found
+            text.removesuffix(END[name])
+            if keeps_white_space
+            else text.removesuffix(END[name]).strip()
+            for text in answer_texts
         ] == expected
-        assert all(text.endswith(END[name]) for text in found)
+        assert all(text.endswith(END[name]) for text in answer_texts)
 
 
 @pytest.fixture(scope="module")
 def renderers():
-    made = {
+    named_renderers = {
         name: Renderer(chat_tokenizers.ours(), template=name, train_on="assistant")
         for name in BUILTIN
     }
-    yield made
-    for renderer in made.values():
+    yield named_renderers
+    for renderer in named_renderers.values():
         renderer.close()
 
 
@@ -265,13 +280,13 @@ def renderers():
 )
 def test_built_in_templates_write_what_the_models_own_do(name, file):
     """TRL ships what the models' repositories hold."""
-    own, published = builtin_template(name), (TRL / f"{file}.jinja").read_text()
+    builtin, published = builtin_template(name), (TRL / f"{file}.jinja").read_text()
     for messages in TALKS.values():
-        assert text(messages, own) == text(messages, published)
+        assert text(messages, builtin) == text(messages, published)
     if name == "qwen":
-        assert text(CALLING, own, [TOOL]) == text(CALLING, published, [TOOL])
-        two = (*CALLING[:2], Message("tool", "2"), *CALLING[2:])
-        assert text(two, own, [TOOL]) == text(two, published, [TOOL])
+        assert text(CALLING, builtin, [TOOL]) == text(CALLING, published, [TOOL])
+        two_results = (*CALLING[:2], Message("tool", "2"), *CALLING[2:])
+        assert text(two_results, builtin, [TOOL]) == text(two_results, published, [TOOL])
 
 
 def text(messages, template, tools=None, prompt=False):
@@ -302,8 +317,8 @@ def test_the_prompt_for_an_answer_is_what_training_put_before_it(name):
     tokenizer = chat_tokenizers.ours()
     with Renderer(tokenizer, template=name, train_on="assistant") as renderer:
         (sequence,) = renderer.encode(chat(*TALKS["one"]))
-        asked = renderer.prompt(TALKS["one"][:1])
-    assert asked == sequence.ids[: sequence.loss_mask.index(True)]
+        prompt_ids = renderer.prompt(TALKS["one"][:1])
+    assert prompt_ids == sequence.ids[: sequence.loss_mask.index(True)]
 
 
 def test_calls_are_learned_and_what_tools_answer_is_not():
@@ -318,14 +333,14 @@ def test_calls_are_learned_and_what_tools_answer_is_not():
 
 def test_thoughts_of_the_last_answer_are_learned_as_the_template_writes_them():
     template = (TRL / "qwen3.jinja").read_text()
-    talk = (user("hi"), said("a", thinking="hm"), user("x"), said("b", thinking="so"))
+    talk = (user("hi"), reply("a", thinking="hm"), user("x"), reply("b", thinking="so"))
     assert trained_text(chat(*talk), template) == [
         ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]
     ]
 
 
 def test_turns_of_weight_zero_are_not_learned():
-    talk = (user("hi"), said("hello", trained_on=False), user("what"), said("dog"))
+    talk = (user("hi"), reply("hello", trained_on=False), user("what"), reply("dog"))
     assert trained_text(chat(*talk), "chatml") == [["dog<|im_end|>"]]
     marked = (TRL / "llama3_training.jinja").read_text()
     assert trained_text(chat(*talk), marked) == [["dog<|eot_id|>"]]
@@ -333,8 +348,8 @@ def test_turns_of_weight_zero_are_not_learned():
 
 @pytest.mark.parametrize("kind", ["pair", "kto", "completion"])
 def test_of_a_prompt_and_its_answers_only_answers_are_learned(kind):
-    answers = ((said("hello"),), (said("dog"),))[: 2 if kind == "pair" else 1]
-    example = Example("a.jsonl:3", kind, (user("hi"), said("x"), user("what")), answers)
+    answers = ((reply("hello"),), (reply("dog"),))[: 2 if kind == "pair" else 1]
+    example = Example("a.jsonl:3", kind, (user("hi"), reply("x"), user("what")), answers)
     assert (
         trained_text(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
     )
@@ -363,15 +378,15 @@ def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
     prompt, answer = prompt_answer
     library = chat_tokenizers.theirs(kind)
     answer_ended = answer if answer.endswith("</s>") else answer + "</s>"
-    asked, whole = (library(text)["input_ids"] for text in (prompt, prompt + answer_ended))
+    prompt_ids, text_ids = (library(text)["input_ids"] for text in (prompt, prompt + answer_ended))
     if prompt.startswith("<s>") and kind == "pieces":  # TRL writes the begin token twice
-        asked, whole = asked[1:], whole[1:]
-    start = common_prefix_length(asked, whole)
+        prompt_ids, text_ids = prompt_ids[1:], text_ids[1:]
+    start = common_prefix_length(prompt_ids, text_ids)
     for example_kind, count in (("completion", 1), ("pair", 2)):
         example = Example("a.jsonl:3", example_kind, prompt, (answer,) * count)
         for sequence in encode(example, None, tokenizer=chat_tokenizers.ours(kind))[1]:
-            assert sequence.ids == whole
-            assert sequence.loss_mask == [index >= start for index in range(len(whole))]
+            assert sequence.ids == text_ids
+            assert sequence.loss_mask == [index >= start for index in range(len(text_ids))]
 
 
 @pytest.mark.sampled(2)
@@ -395,21 +410,23 @@ def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_wha
     }
     with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
         for format, row in rows.items():
-            found = renderer.encode(read_example(row, format=format, columns={}, where="a.jsonl:3"))
-            for sequence, answer in zip(found, ("hello there", "dog"), strict=False):
-                expected = reference((user("hi"), said(answer)), template)
+            sequences = renderer.encode(
+                read_example(row, format=format, columns={}, where="a.jsonl:3")
+            )
+            for sequence, answer in zip(sequences, ("hello there", "dog"), strict=False):
+                expected = reference((user("hi"), reply(answer)), template)
                 assert sequence.ids == expected["input_ids"], format
                 assert sequence.loss_mask == [bool(flag) for flag in expected["assistant_masks"]], (
                     format
                 )
-            assert len(found) == (2 if format == "preference" else 1)
+            assert len(sequences) == (2 if format == "preference" else 1)
 
 
 PLAIN = Example("a.jsonl:3", "completion", "hi", (" hello",))
 
 
 @pytest.mark.parametrize(
-    ("example", "more"),
+    ("example", "renderer_settings"),
     [
         (PLAIN, {"template": "none"}),
         (PLAIN, {"template": "chatml", "verbatim": True}),
@@ -420,9 +437,9 @@ PLAIN = Example("a.jsonl:3", "completion", "hi", (" hello",))
     ],
     ids=["the recipe says none", "pretraining", "whole texts"],
 )
-def test_texts_stay_as_they_are(example, more):
+def test_verbatim_texts_are_not_formatted(example, renderer_settings):
     tokenizer = chat_tokenizers.ours(template=builtin_template("qwen"))
-    with Renderer(tokenizer, train_on="assistant", **more) as renderer:
+    with Renderer(tokenizer, train_on="assistant", **renderer_settings) as renderer:
         assert (
             renderer.encode(example) == encode(example, None, tokenizer=chat_tokenizers.ours())[1]
         )
@@ -439,18 +456,20 @@ def test_texts_stay_as_they_are(example, more):
 def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word):
     formatted = Example("a.jsonl:3", "completion", prompt, ("hello",))
     with Renderer(chat_tokenizers.ours(), template="chatml", train_on="assistant") as renderer:
-        bad, good = renderer.encode_batch([formatted, PLAIN])
-    assert isinstance(bad, BadRow) and word in bad.problem and "a.jsonl:3" in bad.where
-    assert not isinstance(good, BadRow)
+        bad_row, plain_sequences = renderer.encode_batch([formatted, PLAIN])
+    assert isinstance(bad_row, BadRow) and word in bad_row.problem and "a.jsonl:3" in bad_row.where
+    assert not isinstance(plain_sequences, BadRow)
 
 
 def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
-    _, (chosen, rejected) = encode(Example("a.jsonl:3", "pair", "hell", ("o there", " the")), None)
-    assert chosen.loss_mask.index(True) == rejected.loss_mask.index(True)
-    assert chosen.ids[-1] == rejected.ids[-1] == chat_tokenizers.ours().eos_id
+    _, (chosen_sequence, rejected_sequence) = encode(
+        Example("a.jsonl:3", "pair", "hell", ("o there", " the")), None
+    )
+    assert chosen_sequence.loss_mask.index(True) == rejected_sequence.loss_mask.index(True)
+    assert chosen_sequence.ids[-1] == rejected_sequence.ids[-1] == chat_tokenizers.ours().eos_id
 
 
-def each(body):
+def turn_loop(body):
     return (
         "{% for m in messages %}"
         + body
@@ -459,17 +478,19 @@ def each(body):
 
 
 STRANGE = {
-    "cuts contents short": each("{{ m.role }}:{{ m.content[:3] }}</s>"),
-    "writes in capitals": each("{{ m.role }}:{{ m.content | upper }}</s>"),
-    "turns the order": each("{{ m.role }}:{{ m.content }}</s>").replace(
+    "cuts contents short": turn_loop("{{ m.role }}:{{ m.content[:3] }}</s>"),
+    "writes in capitals": turn_loop("{{ m.role }}:{{ m.content | upper }}</s>"),
+    "turns the order": turn_loop("{{ m.role }}:{{ m.content }}</s>").replace(
         "messages", "messages | reverse"
     ),
-    "writes answers twice": each("{{ m.role }}:{{ m.content }}/{{ m.content }}</s>"),
-    "leaves answers out": each("{{ m.role }}:{{ m.content if m.role == 'user' }}</s>"),
-    "counts characters": each("{{ m.content | length }}{{ m.role }}:{{ m.content }}</s>"),
-    "quotes": each("{{ m.role }}:{{ m.content | tojson }}</s>"),
-    "asks otherwise": each("[{{ m.role }}]{{ m.content }}</s>"),
-    "ends otherwise": each("{{ m.role }}:{{ m.content }}{{ '</s>' if loop.last else '<|end|>' }}"),
+    "writes answers twice": turn_loop("{{ m.role }}:{{ m.content }}/{{ m.content }}</s>"),
+    "leaves answers out": turn_loop("{{ m.role }}:{{ m.content if m.role == 'user' }}</s>"),
+    "counts characters": turn_loop("{{ m.content | length }}{{ m.role }}:{{ m.content }}</s>"),
+    "quotes": turn_loop("{{ m.role }}:{{ m.content | tojson }}</s>"),
+    "asks otherwise": turn_loop("[{{ m.role }}]{{ m.content }}</s>"),
+    "ends otherwise": turn_loop(
+        "{{ m.role }}:{{ m.content }}{{ '</s>' if loop.last else '<|end|>' }}"
+    ),
 }
 RIGHT = {
     "writes in capitals": ["HELLO THERE</s>", "LAZY DOG</s>"],
@@ -479,14 +500,14 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
-    talk = (user("hi"), said("hello there"), user("what"), said("lazy dog"))
+    talk = (user("hi"), reply("hello there"), user("what"), reply("lazy dog"))
     tokenizer = chat_tokenizers.ours()
     with Renderer(tokenizer, template=STRANGE[name], train_on="assistant") as renderer:
-        (found,) = renderer.encode_batch([chat(*talk)])
-    if isinstance(found, BadRow):
-        assert "template" in found.problem and found.fix
+        (result,) = renderer.encode_batch([chat(*talk)])
+    if isinstance(result, BadRow):
+        assert "template" in result.problem and result.fix
         return
-    (sequence,) = found
+    (sequence,) = result
     stretches = groupby(
         zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
     )
@@ -597,10 +618,12 @@ def test_responses_are_found_where_the_prompt_differs_from_the_turns(name):
     template, answers = UNEVEN[name]
     assert trained_text(chat(*CALLING, tools=(TOOL,)), template) == [answers]
     # A response that reads as the prompt goes on is found, too.
-    talk = (user("hi"), said("<think>"), user("assistant"), said("assistant\n"))
-    (found,) = trained_text(chat(*talk), template)
-    assert len(found) == 2 and "<think>" in found[0] and "assistant" in found[1]
-    assert "<|im_start|>" not in "".join(found)
+    talk = (user("hi"), reply("<think>"), user("assistant"), reply("assistant\n"))
+    (answer_texts,) = trained_text(chat(*talk), template)
+    assert (
+        len(answer_texts) == 2 and "<think>" in answer_texts[0] and "assistant" in answer_texts[1]
+    )
+    assert "<|im_start|>" not in "".join(answer_texts)
 
 
 STOPS = {
@@ -637,32 +660,36 @@ def test_where_a_response_begins_or_ends_cannot_be_proved(name):
 def test_a_conversation_that_uses_the_characters_of_the_marks():
     talk = (
         user("\U00100000\U00100001"),
-        said("a\U0010fffd"),
+        reply("a\U0010fffd"),
         user("\U00100003"),
-        said("\U00100004b"),
+        reply("\U00100004b"),
     )
     assert trained_text(chat(*talk), "chatml") == [
         ["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]
     ]
-    both = (user("\U00100000"), said("\U000f0000"))
+    talk_in_both_planes = (user("\U00100000"), reply("\U000f0000"))
     with pytest.raises(UserError, match="private planes"):
-        trained_text(chat(*both), "chatml")
+        trained_text(chat(*talk_in_both_planes), "chatml")
 
 
 def test_a_thousand_turns_take_no_longer_than_the_limit():
-    talk = [message for index in range(500) for message in (user(f"q {index}"), said(f"a {index}"))]
-    (found,) = trained_text(chat(*talk), "chatml")
-    assert found == [f"a {index}<|im_end|>" for index in range(500)]
+    talk = [
+        message for index in range(500) for message in (user(f"q {index}"), reply(f"a {index}"))
+    ]
+    (answer_texts,) = trained_text(chat(*talk), "chatml")
+    assert answer_texts == [f"a {index}<|im_end|>" for index in range(500)]
 
 
 def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
-    good, bad = chat(*TALKS["two"]), chat(user("a"), user("b"), said("c"))
+    good_chat, bad_chat = chat(*TALKS["two"]), chat(user("a"), user("b"), reply("c"))
     with Renderer(chat_tokenizers.ours(), template="llama2", train_on="assistant") as renderer:
-        first, second, third = renderer.encode_batch([good, bad, good])
+        first_sequences, bad_row, third_sequences = renderer.encode_batch(
+            [good_chat, bad_chat, good_chat]
+        )
         with pytest.raises(UserError, match="alternate") as caught:
-            renderer.encode(bad)
-    assert first == third and isinstance(second, BadRow)
-    assert second.where == "a.jsonl:3" and "alternate" in second.problem
+            renderer.encode(bad_chat)
+    assert first_sequences == third_sequences and isinstance(bad_row, BadRow)
+    assert bad_row.where == "a.jsonl:3" and "alternate" in bad_row.problem
     assert caught.value.where == "a.jsonl:3" and caught.value.fix
 
 
@@ -674,17 +701,22 @@ def test_markup_that_the_tokenizer_does_not_know_is_named():
 
 
 def test_a_conversation_with_tools_takes_the_template_for_tools():
-    plain, tools = (
+    plain_template, tool_template = (
         "{% for m in messages %}A{{ m.content }}{% endfor %}",
         "{% for m in messages %}B{{ m.content }}{% endfor %}",
     )
-    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
-    tokenizer = chat_tokenizers.ours(template=named)
+    named_templates = [
+        {"name": "default", "template": plain_template},
+        {"name": "tool_use", "template": tool_template},
+    ]
+    tokenizer = chat_tokenizers.ours(template=named_templates)
     with Renderer(tokenizer, template=None, train_on="all") as renderer:
-        without, beside = renderer.encode_batch(
+        plain_sequences, tool_sequences = renderer.encode_batch(
             [chat(*TALKS["one"]), chat(*TALKS["one"], tools=(TOOL,))]
         )
-    assert [tokenizer.decode(found[0].ids)[0] for found in (without, beside)] == ["A", "B"]
+    assert [
+        tokenizer.decode(sequences[0].ids)[0] for sequences in (plain_sequences, tool_sequences)
+    ] == ["A", "B"]
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -724,14 +756,16 @@ def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, ki
 def test_many_calls_with_arguments_of_all_lengths():
     arguments = [{"a": 10**index, "b": ["x"] * index} for index in range(30)]
     turns = [user("go")]
-    for said_so in arguments:
+    for call_arguments in arguments:
         turns += [
-            said("", calls=({**CALL, "function": {"name": "add", "arguments": said_so}},)),
+            reply("", calls=({**CALL, "function": {"name": "add", "arguments": call_arguments}},)),
             Message("tool", "1"),
         ]
-    (found,) = trained_text(chat(*turns, said("done"), tools=(TOOL,)), "qwen")
-    calls = (json.dumps({"name": "add", "arguments": said_so}) for said_so in arguments)
-    assert found == [
+    (answer_texts,) = trained_text(chat(*turns, reply("done"), tools=(TOOL,)), "qwen")
+    calls = (
+        json.dumps({"name": "add", "arguments": call_arguments}) for call_arguments in arguments
+    )
+    assert answer_texts == [
         *(f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls),
         "done<|im_end|>",
     ]

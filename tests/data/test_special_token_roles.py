@@ -60,14 +60,14 @@ def folder_of(
     *,
     post_processor: Any = None,
     model_type: str | None = None,
-    older: dict[str, Any] | None = None,
+    special_tokens_map: dict[str, Any] | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     description = json.loads(library.to_str())
     if post_processor is not None:
         description["post_processor"] = json.loads(post_processor.__getstate__())
     (folder / "tokenizer.json").write_text(json.dumps(description))
-    files = {"tokenizer_config.json": config, "special_tokens_map.json": older}
+    files = {"tokenizer_config.json": config, "special_tokens_map.json": special_tokens_map}
     files["config.json"] = None if model_type is None else {"model_type": model_type}
     for name, content in files.items():
         if content is not None:
@@ -76,15 +76,20 @@ def folder_of(
 
 
 def roles_of_transformers(folder: Path) -> tuple[int | None, ...]:
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    names = [theirs.bos_token, theirs.eos_token, theirs.pad_token, theirs.unk_token]
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    names = [
+        library_tokenizer.bos_token,
+        library_tokenizer.eos_token,
+        library_tokenizer.pad_token,
+        library_tokenizer.unk_token,
+    ]
     # A role that names no token of the vocabulary gets a new id there, which no model has a row for.
     return tuple(NAMES.index(name) if name in NAMES else None for name in names)
 
 
-def roles_here(folder: Path) -> tuple[int | None, ...]:
-    ours = load_tokenizer(folder)
-    return ours.bos_id, ours.eos_id, ours.pad_id, ours.unk_id
+def roles_of_tokenizer(folder: Path) -> tuple[int | None, ...]:
+    tokenizer = load_tokenizer(folder)
+    return tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id
 
 
 @pytest.mark.parametrize("kind", POST_PROCESSORS)
@@ -94,28 +99,38 @@ def test_a_prompt_gets_what_transformers_adds_before_it(tmp_path, library, kind,
     if add_bos is not None:
         config["add_bos_token"] = add_bos
     folder = folder_of(tmp_path, library, config, post_processor=POST_PROCESSORS[kind])
-    ours = load_tokenizer(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
-        ids = theirs.encode(text)
-        assert [*ours.encode_prompt(text), *ours.suffix] == ours.encode_whole(text) == ids
+        ids = library_tokenizer.encode(text)
+        assert (
+            [*tokenizer.encode_prompt(text), *tokenizer.suffix]
+            == tokenizer.encode_whole(text)
+            == ids
+        )
     # Prompts without a chat template, of chats and of rollouts, begin alike.
-    plain = continuation(ours)([Message("user", TEXTS[0])])
-    with Renderer(ours, template=None, train_on="assistant") as renderer:
+    chat_ids = continuation(tokenizer)([Message("user", TEXTS[0])])
+    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
         (rollout,) = renderer.encode(Example("a.jsonl:1", "prompt", TEXTS[0], ()))
-    assert plain == rollout.ids == ours.encode_prompt(TEXTS[0])
+    assert chat_ids == rollout.ids == tokenizer.encode_prompt(TEXTS[0])
     # A saved tokenizer says the same.
-    ours.save(tmp_path / "saved")
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert [again.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+    tokenizer.save(tmp_path / "saved")
+    saved_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert [saved_tokenizer.encode(text) for text in TEXTS] == [
+        library_tokenizer.encode(text) for text in TEXTS
+    ]
 
 
 def test_a_prompt_that_begins_with_bos_gets_no_second_one(tmp_path, library):
     config = {"bos_token": "<s>", "eos_token": "</s>"}
-    ours = load_tokenizer(
+    tokenizer = load_tokenizer(
         folder_of(tmp_path, library, config, post_processor=POST_PROCESSORS["Llama 2"])
     )
-    assert ours.encode_prompt("<s>a") == ours.encode_prompt("a") == [1, *ours.encode("a")]
+    assert (
+        tokenizer.encode_prompt("<s>a")
+        == tokenizer.encode_prompt("a")
+        == [1, *tokenizer.encode("a")]
+    )
 
 
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -136,7 +151,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "extra tokens": {"eos_token": "</s>", "extra_special_tokens": ["<bos>", "<sop>"]},
     "named extra tokens": {"eos_token": "</s>", "extra_special_tokens": {"image_token": "<sop>"}},
 }
-OLDER = {
+SPECIAL_TOKENS_MAPS = {
     "no map": None,
     "a map": {"bos_token": "<bos>", "unk_token": {"content": "<unk>", "lstrip": False}},
     "a map of null": {"bos_token": None},
@@ -144,10 +159,12 @@ OLDER = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("older", OLDER)
-def test_roles_are_those_of_transformers(tmp_path, library, config, older):
-    folder = folder_of(tmp_path, library, CONFIGS[config], older=OLDER[older])
-    assert roles_here(folder) == roles_of_transformers(folder)
+@pytest.mark.parametrize("map_name", SPECIAL_TOKENS_MAPS)
+def test_roles_are_those_of_transformers(tmp_path, library, config, map_name):
+    folder = folder_of(
+        tmp_path, library, CONFIGS[config], special_tokens_map=SPECIAL_TOKENS_MAPS[map_name]
+    )
+    assert roles_of_tokenizer(folder) == roles_of_transformers(folder)
 
 
 CLASSES = [
@@ -161,15 +178,15 @@ MODELS = [None, "llama", "gpt2", "gpt_neox", "qwen2", "qwen3", "gemma2", "mistra
 @pytest.mark.parametrize(("tokenizer_class", "model_type"), itertools.product(CLASSES, MODELS))
 def test_roles_that_a_class_has_by_default(tmp_path, library, tokenizer_class, model_type):
     for number, config in enumerate([{}, {"eos_token": "</s>", "bos_token": None}]):
-        named = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
+        class_setting = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
         folder = folder_of(
-            tmp_path / str(number), library, {**config, **named}, model_type=model_type
+            tmp_path / str(number), library, {**config, **class_setting}, model_type=model_type
         )
-        assert roles_here(folder) == roles_of_transformers(folder)
+        assert roles_of_tokenizer(folder) == roles_of_transformers(folder)
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
-def test_of_a_sentencepiece_model_alone_the_configuration_decides(tmp_path, add_bos):
+def test_the_configuration_decides_the_prefix_of_a_sentencepiece_model(tmp_path, add_bos):
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "text.txt").write_text("\n".join(["hello world, the river is cold"] * 40))
     sentencepiece.SentencePieceTrainer.train(
@@ -180,18 +197,22 @@ def test_of_a_sentencepiece_model_alone_the_configuration_decides(tmp_path, add_
     if add_bos is not None:
         config["add_bos_token"] = add_bos
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = load_tokenizer(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    begins = theirs.encode("hello")[:1] == [theirs.bos_token_id]
-    assert (ours.prefix == [ours.bos_id]) == begins == (add_bos is True)
+    tokenizer = load_tokenizer(tmp_path)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    begins_with_bos = library_tokenizer.encode("hello")[:1] == [library_tokenizer.bos_token_id]
+    assert (tokenizer.prefix == [tokenizer.bos_id]) == begins_with_bos == (add_bos is True)
     # So does the tokenizer.json that is written next to it.
-    ours.save(tmp_path / "saved")
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert again.encode("hello") == ours.encode_prompt("hello")
+    tokenizer.save(tmp_path / "saved")
+    saved_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved_tokenizer.encode("hello") == tokenizer.encode_prompt("hello")
 
 
-@pytest.mark.parametrize(("config", "adds"), [({}, ([], [])), ({"eos_token": "</s>"}, ([], [2]))])
-def test_plain_text_gets_the_tokens_that_have_a_role(tmp_path, library, recipe_of, config, adds):
+@pytest.mark.parametrize(
+    ("config", "added_ids"), [({}, ([], [])), ({"eos_token": "</s>"}, ([], [2]))]
+)
+def test_plain_text_gets_the_tokens_that_have_a_role(
+    tmp_path, library, recipe_of, config, added_ids
+):
     """A tokenizer without BOS or EOS adds none to documents, whatever its vocabulary holds, and `prepare` says so."""
     (tmp_path / "texts").mkdir()
     for number in range(20):
@@ -202,9 +223,9 @@ def test_plain_text_gets_the_tokens_that_have_a_role(tmp_path, library, recipe_o
     )
     prepare(recipe, tmp_path / "prepared")
     manifest = read_manifest(tmp_path / "prepared")
-    assert (manifest.bos_id, manifest.eos_id) == (None, adds[1][0] if adds[1] else None)
+    assert (manifest.bos_id, manifest.eos_id) == (None, added_ids[1][0] if added_ids[1] else None)
     document = open_split(tmp_path / "prepared", "train", manifest).document(0).tolist()
-    text = transformers.AutoTokenizer.from_pretrained(folder).encode("the quick brown fox 0")
-    assert document == [*adds[0], *text, *adds[1]]
+    text_ids = transformers.AutoTokenizer.from_pretrained(folder).encode("the quick brown fox 0")
+    assert document == [*added_ids[0], *text_ids, *added_ids[1]]
     warnings = [*size_warnings(manifest, sequence_length=16)]
-    assert any("no EOS token" in warning for warning in warnings) == (not adds[1])
+    assert any("no EOS token" in warning for warning in warnings) == (not added_ids[1])

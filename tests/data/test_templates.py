@@ -25,8 +25,8 @@ SIMPLE = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 
 def folder_with(tmp_path, config=None, **files):
     chat_tokenizers.ours().save(tmp_path)
-    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | (config or {})))
+    saved_config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved_config | (config or {})))
     for name, content in files.items():
         path = tmp_path / (name.replace("__", "/") + ".jinja")
         path.parent.mkdir(exist_ok=True)
@@ -35,21 +35,21 @@ def folder_with(tmp_path, config=None, **files):
 
 
 def test_the_tokenizer_brings_its_own_template(tmp_path):
-    found = find_template(None, folder_with(tmp_path, {"chat_template": "A"}).config)
-    assert (found.text, found.origin) == ("A", "the tokenizer's own template")
+    template = find_template(None, folder_with(tmp_path, {"chat_template": "A"}).config)
+    assert (template.text, template.origin) == ("A", "the tokenizer's own template")
 
 
 def test_of_several_templates_the_default_is_taken_and_others_by_name(tmp_path):
-    named = [
+    named_templates = [
         {"name": "default", "template": "A"},
         {"name": "tool_use", "template": "B"},
         {"name": "rag", "template": "C"},
     ]
-    config = folder_with(tmp_path, {"chat_template": named}).config
+    config = folder_with(tmp_path, {"chat_template": named_templates}).config
     assert find_template(None, config).text == "A" and find_template(None, config).tool_use == "B"
     assert find_template("rag", config).text == "C"
     with pytest.raises(UserError, match="several chat templates and no default: rag"):
-        find_template(None, {"chat_template": named[2:]})
+        find_template(None, {"chat_template": named_templates[2:]})
 
 
 def test_files_beside_the_tokenizer_come_before_its_configuration(tmp_path):
@@ -68,7 +68,7 @@ def test_transformers_finds_the_same_template_in_what_is_saved(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "b").chat_template == SIMPLE
 
 
-def test_a_file_a_name_and_a_text(tmp_path):
+def test_a_template_is_given_by_file_name_or_text(tmp_path):
     (tmp_path / "mine.jinja").write_text("A")
     assert find_template(str(tmp_path / "mine.jinja"), {}).text == "A"
     assert find_template("{{ messages }}", {}).text == "{{ messages }}"
@@ -79,18 +79,22 @@ def test_a_file_a_name_and_a_text(tmp_path):
 def test_a_template_can_name_every_token_of_the_configuration(tmp_path):
     transformers = pytest.importorskip("transformers")
     template = "{{ bos_token }}|{{ sep_token }}|{{ image_token }}|{{ boi_token }}|{{ mask_token }}|{{ pad_token }}"
-    more = {
+    settings = {
         "sep_token": "</s>",
         "image_token": "<s>",
         "extra_special_tokens": {"boi_token": "</s>"},
         "chat_template": template,
     }
-    tokenizer = folder_with(tmp_path, more)
+    tokenizer = folder_with(tmp_path, settings)
     turns = [{"role": "user", "content": "hi"}]
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     with Renderer(tokenizer, template=None, train_on="all") as renderer:
         text = renderer.rendered([Message("user", "hi")])
-    assert text == theirs.apply_chat_template(turns, tokenize=False) == "<s>|</s>|<s>|</s>||"
+    assert (
+        text
+        == library_tokenizer.apply_chat_template(turns, tokenize=False)
+        == "<s>|</s>|<s>|</s>||"
+    )
 
 
 def test_a_template_that_replaces_the_tokenizer_s_own_is_named_so(tmp_path):
@@ -104,24 +108,24 @@ def test_a_template_that_replaces_the_tokenizer_s_own_is_named_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("name", "problem"),
     [
         (None, "has no chat template"),
         ("chatlm", "did you mean chatml?"),
         ("no/such.jinja", "file: 'no/such.jinja'"),
     ],
 )
-def test_a_template_that_is_not_there(asked, why):
-    with pytest.raises(UserError, match=why.replace("?", r"\?")) as caught:
-        find_template(asked, {})
+def test_an_unknown_template_is_refused_with_a_suggestion(name, problem):
+    with pytest.raises(UserError, match=problem.replace("?", r"\?")) as caught:
+        find_template(name, {})
     assert "chatml" in caught.value.fix and caught.value.where == "data.chat.template"
 
 
-def test_a_file_that_is_no_text_or_too_large(tmp_path):
+def test_a_binary_or_too_large_template_file_is_refused(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "b.jinja").write_text("x" * 2**21)
-    for name, why in (("a", "not UTF-8"), ("b", "larger than 1,048,576 bytes")):
-        with pytest.raises(UserError, match=why):
+    for name, problem in (("a", "not UTF-8"), ("b", "larger than 1,048,576 bytes")):
+        with pytest.raises(UserError, match=problem):
             find_template(str(tmp_path / f"{name}.jinja"), {})
 
 
@@ -171,10 +175,10 @@ BAD = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BAD)
 def test_no_template_harms_the_parent(name, monkeypatch):
-    template, why = BAD[name]
-    if "seconds" in why:
+    template, problem = BAD[name]
+    if "seconds" in problem:
         monkeypatch.setattr(render, "CPU_SECONDS", 0.5)
-    began = time.monotonic()
+    started = time.monotonic()
     with (
         Renderer(
             chat_tokenizers.ours(), template=template + "{{ '' }}", train_on="all"
@@ -182,10 +186,10 @@ def test_no_template_harms_the_parent(name, monkeypatch):
         pytest.raises(UserError) as caught,
     ):
         renderer.encode(TALK)
-    assert why in caught.value.problem
+    assert problem in caught.value.problem
     assert caught.value.fix and caught.value.where == "the template in the recipe"
     assert "\n" not in caught.value.problem and len(caught.value.problem) < 400
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started < 20
 
 
 BOOM = Example("a.jsonl:4", "chat", (), ((Message("user", "boom"), Message("assistant", "yo")),))
@@ -198,13 +202,13 @@ HANGS = (
 def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_read(monkeypatch):
     monkeypatch.setattr(render, "CPU_SECONDS", 0.2)
     with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
-        first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
+        first_sequences, bad_row, third_sequences = renderer.encode_batch([TALK, BOOM, TALK])
     assert (
-        isinstance(second, BadRow)
-        and "more than 0.2 seconds" in second.problem
-        and second.where == "a.jsonl:4"
+        isinstance(bad_row, BadRow)
+        and "more than 0.2 seconds" in bad_row.problem
+        and bad_row.where == "a.jsonl:4"
     )
-    assert first == third and not isinstance(first, BadRow)
+    assert first_sequences == third_sequences and not isinstance(first_sequences, BadRow)
 
 
 def test_a_template_that_refuses_in_half_characters_is_quoted():
@@ -232,8 +236,8 @@ def test_the_child_sees_no_secret(monkeypatch):
         renderer.encode(TALK)
         (process,) = renderer._processes.values()
         assert process._child is not None
-        seen = Path(f"/proc/{process._child._process.pid}/environ").read_text()
-    assert "secret" not in seen and "HF_" not in seen
+        environment_of_child = Path(f"/proc/{process._child._process.pid}/environ").read_text()
+    assert "secret" not in environment_of_child and "HF_" not in environment_of_child
 
 
 def test_the_child_ends_with_its_parent(tmp_path):
@@ -248,9 +252,9 @@ def test_the_child_ends_with_its_parent(tmp_path):
         "os._exit(0)\n"
     )
     chat_tokenizers.ours().save(tmp_path)
-    words = [sys.executable, "-c", code, tmp_path, SIMPLE]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    pid = int(done.stdout)
+    command = [sys.executable, "-c", code, tmp_path, SIMPLE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    pid = int(result.stdout)
     for _ in range(50):
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z":

@@ -87,12 +87,17 @@ def test_text_cannot_spell_control_tokens(trained):
 def test_auto_tokenizer_opens_what_is_saved(trained):
     transformers = pytest.importorskip("transformers")
     tokenizer, folder = trained
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "def f(x):\n    return '<PR_TITLE>' + x  # größer\n"
-    assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
-    assert theirs(text).input_ids == [1, *tokenizer.encode(text)]
-    assert theirs.decode(tokenizer.encode(text)) == text
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (
+    assert library_tokenizer(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+    assert library_tokenizer(text).input_ids == [1, *tokenizer.encode(text)]
+    assert library_tokenizer.decode(tokenizer.encode(text)) == text
+    assert (
+        library_tokenizer.bos_token_id,
+        library_tokenizer.eos_token_id,
+        library_tokenizer.pad_token_id,
+        library_tokenizer.unk_token_id,
+    ) == (
         1,
         2,
         3,
@@ -102,17 +107,22 @@ def test_auto_tokenizer_opens_what_is_saved(trained):
 
 def test_save_and_load_give_the_same_tokenizer(trained, tmp_path):
     tokenizer, folder = trained
-    again = load_tokenizer(folder)
-    again.save(tmp_path)
-    third = load_tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.hash == again.hash == third.hash
-    assert (third.bos_id, third.eos_id, third.pad_id, third.unk_id) == (1, 2, 3, 0)
+    loaded_tokenizer = load_tokenizer(folder)
+    loaded_tokenizer.save(tmp_path)
+    resaved_tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.hash == loaded_tokenizer.hash == resaved_tokenizer.hash
+    assert (
+        resaved_tokenizer.bos_id,
+        resaved_tokenizer.eos_id,
+        resaved_tokenizer.pad_id,
+        resaved_tokenizer.unk_id,
+    ) == (1, 2, 3, 0)
 
 
 def test_training_bpe_is_deterministic(tmp_path):
     spec = TrainTokenizer(vocab_size=600)
-    first = train_tokenizer(iter(code()[:10]), spec, tmp_path / "a")
-    assert first.hash == train_tokenizer(iter(code()[:10]), spec, tmp_path / "b").hash
+    first_tokenizer = train_tokenizer(iter(code()[:10]), spec, tmp_path / "a")
+    assert first_tokenizer.hash == train_tokenizer(iter(code()[:10]), spec, tmp_path / "b").hash
 
 
 def test_remembered_words_are_the_library_s_on_real_code(trained):
@@ -146,14 +156,14 @@ def with_pattern(folder: Path, pattern: str, normalizer: dict[str, str] | None) 
 
 
 @pytest.fixture(scope="module")
-def of_qwen(trained) -> Tokenizer:
+def qwen_tokenizer(trained) -> Tokenizer:
     return with_pattern(trained[1], QWEN, {"type": "NFC"})
 
 
 @settings(deadline=None, max_examples=80)
 @given(text=ANY_TEXT | CODE_LIKE)
-def test_remembered_words_of_other_patterns(of_qwen, text):
-    assert of_qwen.encode_array(text).tolist() == of_qwen.encode(text)
+def test_remembered_words_of_other_patterns(qwen_tokenizer, text):
+    assert qwen_tokenizer.encode_array(text).tolist() == qwen_tokenizer.encode(text)
 
 
 def test_patterns_without_an_ascii_form_are_left_to_the_library():
@@ -232,7 +242,7 @@ def test_padding_that_would_abort_the_process_is_dropped(bpe):
     assert tokenizer.hash == bpe[0].hash
 
 
-def test_panic_of_the_library_is_a_sentence(bpe):
+def test_a_panic_of_the_library_is_a_user_error(bpe):
     """A pattern that backtracks without end makes the library raise PanicException, which is no Exception."""
     pattern = {
         "type": "Split",
@@ -273,14 +283,14 @@ def piece_model(tmp_path_factory) -> Path:
 def test_pieces_spell_the_bytes_of_a_text(piece_model):
     tokenizer = load_tokenizer(piece_model)
     for text in ("größer 世界 🎈", "two  spaces "):
-        spelled = [tokenizer.spelled(token) for token in tokenizer.encode(text)]
+        token_bytes = [tokenizer.spelled(token) for token in tokenizer.encode(text)]
         # SentencePiece writes a space before a text, and one for several.
-        assert b"".join(spelled).decode() == " " + " ".join(text.split())
-    balloon = [tokenizer.spelled(token) for token in tokenizer.encode("🎈")]
-    assert [len(part) for part in balloon[-4:]] == [1, 1, 1, 1]
+        assert b"".join(token_bytes).decode() == " " + " ".join(text.split())
+    balloon_bytes = [tokenizer.spelled(token) for token in tokenizer.encode("🎈")]
+    assert [len(part) for part in balloon_bytes[-4:]] == [1, 1, 1, 1]
 
 
-def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
+def test_ids_of_a_sentencepiece_model_are_those_of_its_library(piece_model, tmp_path):
     import sentencepiece
 
     processor, tokenizer = (
@@ -325,11 +335,16 @@ def test_auto_tokenizer_cuts_like_sentencepiece(tmp_path, kind, rule, remove_spa
     )
     tokenizer = load_tokenizer(tmp_path / "m.model")
     tokenizer.save(tmp_path / "out")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in [*code()[:4], *PROBES]:
         plain = text.replace("<s>", "")  # transformers reads control tokens out of a text
-        assert theirs(plain, add_special_tokens=False).input_ids == tokenizer.encode(plain)
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert library_tokenizer(plain, add_special_tokens=False).input_ids == tokenizer.encode(
+            plain
+        )
+    assert (library_tokenizer.bos_token_id, library_tokenizer.eos_token_id) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+    )
 
 
 def test_ordinary_text_is_trained_on_whole():
@@ -350,58 +365,65 @@ def test_long_words_are_cut_and_nothing_is_lost(word):
     pieces = list(bounded(text))
     assert "".join(pieces) == text
     assert (
-        max(len(found) for piece in pieces for found, _ in WORDS.pre_tokenize_str(piece))
+        max(
+            len(word_of_piece)
+            for piece in pieces
+            for word_of_piece, _ in WORDS.pre_tokenize_str(piece)
+        )
         <= 4 * LONGEST_WORD
     )
 
 
 def test_a_child_trains_the_same_tokenizer(tmp_path, monkeypatch):
-    spec, told = TrainTokenizer(vocab_size=400), []
-    here = train_tokenizer(iter(code()[:5]), spec, tmp_path / "a")
+    spec, progress_reports = TrainTokenizer(vocab_size=400), []
+    tokenizer = train_tokenizer(iter(code()[:5]), spec, tmp_path / "a")
     monkeypatch.setitem(tokenizer_training._AT_ONCE, "bpe", 100)
-    there = train_tokenizer(
-        iter(code()[:5]), spec, tmp_path / "b", lambda done, total: told.append((done, total))
+    tokenizer_of_child = train_tokenizer(
+        iter(code()[:5]),
+        spec,
+        tmp_path / "b",
+        lambda progress, total: progress_reports.append((progress, total)),
     )
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (
         tmp_path / "b/tokenizer.json"
     ).read_bytes()
-    assert here.hash == there.hash and told
+    assert tokenizer.hash == tokenizer_of_child.hash and progress_reports
 
 
-def test_what_ends_the_training_ends_its_child(tmp_path, monkeypatch):
+def test_an_interrupted_training_ends_its_child(tmp_path, monkeypatch):
     monkeypatch.setitem(tokenizer_training._AT_ONCE, "bpe", 100)
     dna = random.Random(1).randbytes(2_000_000).translate(b"acgt" * 64).decode()
 
-    def interrupted(done: float, total: float) -> None:
+    def interrupted(progress: float, total: float) -> None:
         raise KeyboardInterrupt
 
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    before = children.read_text().split() if children.exists() else []
-    began = time.monotonic()
+    children_before = children.read_text().split() if children.exists() else []
+    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         train_tokenizer(iter([dna]), TrainTokenizer(), tmp_path, interrupted)
-    assert time.monotonic() - began < 10 and not list(tmp_path.iterdir())
+    assert time.monotonic() - started < 10 and not list(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):  # of a text that cannot be read
         train_tokenizer((str(1 // (5 - n)) * 100 for n in range(9)), TrainTokenizer(), tmp_path)
-    assert not children.exists() or set(children.read_text().split()) <= set(before)
+    assert not children.exists() or set(children.read_text().split()) <= set(children_before)
 
 
 @pytest.mark.parametrize("text", ["a" * 900_000, "\n" * 900_000], ids=["letters", "newlines"])
 def test_one_word_of_a_megabyte_takes_no_longer_than_other_text(tmp_path, text):
-    began = time.process_time() + sum(os.times()[2:4])
+    started_seconds = time.process_time() + sum(os.times()[2:4])
     train_tokenizer(iter([text]), TrainTokenizer(vocab_size=300), tmp_path)
     # uncut it was 26 s for a third of it
-    assert time.process_time() + sum(os.times()[2:4]) - began < 8
+    assert time.process_time() + sum(os.times()[2:4]) - started_seconds < 8
 
 
-LATER = [words._LATER % "", words._LATER % "{1,3}", words.GPT2_PATTERN]
+LATER_PATTERNS = [words._LATER % "", words._LATER % "{1,3}", words.GPT2_PATTERN]
 
 
 @pytest.fixture(scope="module")
-def later(trained) -> dict[str, Tokenizer]:
+def later_tokenizers(trained) -> dict[str, Tokenizer]:
     """The same merges behind the expressions of later models, and behind none that is known."""
-    found = {}
-    for number, pattern in enumerate([*LATER, r"\p{L}+|\s|[^\p{L}\s]+"]):
+    tokenizers = {}
+    for number, pattern in enumerate([*LATER_PATTERNS, r"\p{L}+|\s|[^\p{L}\s]+"]):
         description = json.loads((trained[1] / "tokenizer.json").read_text())
         split = {
             "type": "Split",
@@ -419,11 +441,11 @@ def later(trained) -> dict[str, Tokenizer]:
             },
         ]
         description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-        found[pattern] = Tokenizer(JsonBackend(description, str(number), set(SPECIAL)), {})
-    return found
+        tokenizers[pattern] = Tokenizer(JsonBackend(description, str(number), set(SPECIAL)), {})
+    return tokenizers
 
 
-@pytest.mark.parametrize("pattern", LATER)
+@pytest.mark.parametrize("pattern", LATER_PATTERNS)
 @given(
     st.lists(
         st.sampled_from([*SNIPPETS, *["日本", "。", "é", " 's", "7", "\r\n", "\u00a0", "\u0301"]]),
@@ -431,20 +453,20 @@ def later(trained) -> dict[str, Tokenizer]:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_text_in_pieces_has_the_ids_of_the_whole(later, pattern, snippets):
-    text, tokenizer = "".join(snippets), later[pattern]
+def test_text_in_pieces_has_the_ids_of_the_whole(later_tokenizers, pattern, snippets):
+    text, tokenizer = "".join(snippets), later_tokenizers[pattern]
     ends = words.word_ends(tokenizer._backend.description)
     assert ends is not None
     cuts = [0, *(match.start() for match in ends.finditer(text)), len(text)]
     pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
-    whole = tokenizer.encode(text)
-    assert [index for piece in pieces for index in tokenizer.encode(piece)] == whole
+    ids = tokenizer.encode(text)
+    assert [index for piece in pieces for index in tokenizer.encode(piece)] == ids
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "PIECE", 7)
-        assert tokenizer.encode(text) == tokenizer.encode_array(text).tolist() == whole
+        assert tokenizer.encode(text) == tokenizer.encode_array(text).tolist() == ids
 
 
-def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkeypatch):
+def test_long_text_is_encoded_in_little_memory_or_refused(trained, later_tokenizers, monkeypatch):
     monkeypatch.setattr(words, "PIECE", 10_000)
     monkeypatch.setattr(words, "LONGEST_PIECE", 40_000)
     tokenizer, _ = trained
@@ -458,10 +480,10 @@ def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkey
         sizes = [len(piece.encode()) for piece in words.pieces(text, tokenizer._ends)]
         assert not ends or max(sizes) <= 40_000
         assert tokenizer.too_long(text) is None
-        part = text[:100_000]
+        text_part = text[:100_000]
         assert (
-            tokenizer.encode_array(part).tolist()
-            == tokenizer._backend.encode_batch([part], special=False)[0]
+            tokenizer.encode_array(text_part).tolist()
+            == tokenizer._backend.encode_batch([text_part], special=False)[0]
         )
     for text in ("a" * 50_000, "日" * 50_000, "é" * 30_000 + " ok"):
         with pytest.raises(UserError, match="in one piece"):
@@ -469,10 +491,13 @@ def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkey
         assert "in one piece" in tokenizer.too_long(text).problem
         with pytest.raises(UserError, match="in one piece"):
             tokenizer.encode(text)
-    unknown = later[r"\p{L}+|\s|[^\p{L}\s]+"]
-    assert unknown._ends is None and unknown.too_long("é b " * 20_000) is not None
-    remembers = unknown._fast is not None  # BPE, word by word
-    assert (unknown.too_long("a b " * 20_000) is None) is remembers
+    tokenizer_of_unknown_pattern = later_tokenizers[r"\p{L}+|\s|[^\p{L}\s]+"]
+    assert (
+        tokenizer_of_unknown_pattern._ends is None
+        and tokenizer_of_unknown_pattern.too_long("é b " * 20_000) is not None
+    )
+    remembers_words = tokenizer_of_unknown_pattern._fast is not None  # BPE, word by word
+    assert (tokenizer_of_unknown_pattern.too_long("a b " * 20_000) is None) is remembers_words
     monkeypatch.setattr(words, "LONGEST_PLACED", 40_000)
     with pytest.raises(UserError, match="in one piece"):
         tokenizer.encode_places(["a b " * 20_000])

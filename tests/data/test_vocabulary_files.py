@@ -30,8 +30,8 @@ def model() -> dict[str, Any]:
         vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS[:2] * 5, trainer)
-    described: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
-    return described
+    model_settings: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return model_settings
 
 
 def folder_of(
@@ -54,34 +54,43 @@ def folder_of(
     return folder
 
 
-def listed(model: dict[str, Any]) -> dict[str, Any]:
-    plain = dict.fromkeys(["lstrip", "rstrip", "normalized", "single_word"], False)
+def added_tokens(model: dict[str, Any]) -> dict[str, Any]:
+    plain_settings = dict.fromkeys(["lstrip", "rstrip", "normalized", "single_word"], False)
     start = len(model["vocab"])
     return {
-        str(start + number): {"content": name, "special": True, **plain}
+        str(start + number): {"content": name, "special": True, **plain_settings}
         for number, name in enumerate(ADDED)
     }
 
 
-def assert_alike(folder: Path) -> None:
-    ours = load_tokenizer(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+def assert_ids_of_transformers(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
-        assert ours.encode_prompt(text) == theirs.encode(text), text
-        assert ours.decode(ours.encode(text)) == theirs.decode(
-            theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.encode_prompt(text) == library_tokenizer.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == library_tokenizer.decode(
+            library_tokenizer.encode(text, add_special_tokens=False)
         )
-    known = {**ours.description["model"]["vocab"]}
-    known |= {entry["content"]: entry["id"] for entry in ours.description["added_tokens"]}
-    names = (theirs.bos_token, theirs.eos_token, theirs.pad_token, theirs.unk_token)
+    id_of_token = {**tokenizer.description["model"]["vocab"]}
+    id_of_token |= {
+        entry["content"]: entry["id"] for entry in tokenizer.description["added_tokens"]
+    }
+    names = (
+        library_tokenizer.bos_token,
+        library_tokenizer.eos_token,
+        library_tokenizer.pad_token,
+        library_tokenizer.unk_token,
+    )
     # A role whose token is in neither file gets a new id there, which no model has a row for.
-    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.unk_id) == tuple(
-        known.get(name) for name in names
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == tuple(
+        id_of_token.get(name) for name in names
     )
     # So does the tokenizer.json that is saved of it.
-    ours.save(folder / "saved")
-    again = transformers.AutoTokenizer.from_pretrained(folder / "saved")
-    assert [again.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+    tokenizer.save(folder / "saved")
+    saved_tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "saved")
+    assert [saved_tokenizer.encode(text) for text in TEXTS] == [
+        library_tokenizer.encode(text) for text in TEXTS
+    ]
 
 
 CLASSES = ["GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "GPTNeoXTokenizer"]  # fmt: skip
@@ -90,12 +99,12 @@ CLASSES = ["GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "GPTNeoXToken
 @pytest.mark.parametrize("name", CLASSES)
 def test_by_the_class_of_the_configuration(tmp_path, model, name):
     config = {"tokenizer_class": name, "add_prefix_space": False}
-    assert_alike(folder_of(tmp_path, model, config, in_vocabulary=True))
+    assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=True))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen2", "opt", "phi", "starcoder2"])
 def test_by_the_type_of_the_model(tmp_path, model, model_type):
-    assert_alike(
+    assert_ids_of_transformers(
         folder_of(tmp_path, model, {}, in_vocabulary=True, config={"model_type": model_type})
     )
 
@@ -104,13 +113,13 @@ def test_by_the_type_of_the_model(tmp_path, model, model_type):
 def test_added_tokens_of_the_configuration(tmp_path, model, name):
     config = {
         "tokenizer_class": name,
-        "added_tokens_decoder": listed(model),
+        "added_tokens_decoder": added_tokens(model),
         "additional_special_tokens": ADDED[1:],
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "bos_token": None,
     }
-    assert_alike(folder_of(tmp_path, model, config, in_vocabulary=False))
+    assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=False))
 
 
 def test_added_tokens_of_the_older_files(tmp_path, model):
@@ -120,19 +129,21 @@ def test_added_tokens_of_the_older_files(tmp_path, model):
         "special_tokens_map": {"eos_token": "<|im_end|>", "additional_special_tokens": ADDED},
     }
     config = {"tokenizer_class": "Qwen2Tokenizer"}
-    assert_alike(folder_of(tmp_path, model, config, in_vocabulary=False, **files))
+    assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=False, **files))
 
 
 def test_the_begin_token_that_the_configuration_adds(tmp_path, model):
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}
     folder = folder_of(tmp_path, model, config, in_vocabulary=True)
-    ours = load_tokenizer(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert ours.prefix == [len(model["vocab"])]
-    assert [ours.encode_prompt(text) for text in TEXTS[:2]] == [*map(theirs.encode, TEXTS[:2])]
+    tokenizer = load_tokenizer(folder)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.prefix == [len(model["vocab"])]
+    assert [tokenizer.encode_prompt(text) for text in TEXTS[:2]] == [
+        *map(library_tokenizer.encode, TEXTS[:2])
+    ]
 
 
-def test_where_the_way_to_split_texts_is_unknown(tmp_path, model):
+def test_a_folder_of_an_unknown_tokenizer_class_is_refused(tmp_path, model):
     for config in ({}, {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "X"}):
         folder = folder_of(tmp_path, model, config, in_vocabulary=True)
         with pytest.raises(UserError, match=r"depends on the tokenizer's class") as caught:
@@ -148,7 +159,7 @@ def test_other_vocabularies_are_named(tmp_path, name):
     assert "save_pretrained" in str(caught.value.fix)
 
 
-def test_damaged_files(tmp_path, model):
+def test_damaged_vocabulary_files_are_refused(tmp_path, model):
     config = {"tokenizer_class": "GPT2Tokenizer"}
     folder = folder_of(tmp_path, model, config, in_vocabulary=True)
     (folder / "merges.txt").write_text("#version: 0.2\na b c\n")
