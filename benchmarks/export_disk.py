@@ -18,7 +18,7 @@ import torch
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.export.gguf import export_gguf
 from bloomery.facts.counting import parameter_shapes
-from bloomery.facts.families import config_from_hf
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import write_model_piecewise
 from bloomery.recipe.schema import TrainTokenizer

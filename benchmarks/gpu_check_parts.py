@@ -214,7 +214,7 @@ def their_model(plan: RunPlan, method: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from bloomery.facts.families import config_to_hf
+    from bloomery.facts.hf_config import config_to_hf
 
     stated = config_to_hf(plan.model.config)
     config = AutoConfig.for_model(**{str(name): value for name, value in stated.items()})

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bloomery.facts.attention import choose_backend, supports
+from bloomery.facts.attention import BackendSupport, choose_backend, supports
 from bloomery.hardware.specs import arch_spec
 
 
@@ -127,3 +127,9 @@ def test_refusals_say_why() -> None:
     assert "16-bit" in str(supports("varlen", device_type="cuda", float32=True, **asked))
     with pytest.raises(KeyError):
         supports("magic", device_type="cpu", **asked)
+
+
+@pytest.mark.parametrize("incomplete", [{"needs": "cpu"}, {"needs_reason": "it has no kernel"}])
+def test_a_backend_says_why_it_needs_something_of_a_device(incomplete) -> None:
+    with pytest.raises(AssertionError, match="says why in `needs_reason`"):
+        BackendSupport(**incomplete)

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
-from bloomery.facts.families import FAMILIES, unread_keys
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.hf_config import unread_keys
 from bloomery.model.io.weights import load_decoder, model_state, write_model
 
 SIZES = dict(

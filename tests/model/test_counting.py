@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import flops_per_token, layers, parameter_count, parameter_shapes
-from bloomery.facts.families import config_from_hf
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.decoder import Decoder
 

@@ -15,7 +15,9 @@ from bloomery.core.errors import UserError
 from bloomery.export.gguf_format import unsupported
 from bloomery.facts.config import LayerSizes, ModelConfig, checked_config
 from bloomery.facts.counting import head_widths, layers, parameter_shapes
-from bloomery.facts.families import FAMILIES, Family, config_from_hf, config_to_hf
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.family import Family
+from bloomery.facts.hf_config import config_from_hf, config_to_hf
 from bloomery.model.adapters.lora import LoraLinear, adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep
@@ -242,6 +244,7 @@ STATES_A_MODEL = {
     "facts/counting.py",
     "facts/families.py",
     "facts/family_rules.py",
+    "facts/hf_config.py",
     "facts/config_fields.py",
     "model/configs.py",
     "check/small_model.py",

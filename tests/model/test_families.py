@@ -13,7 +13,8 @@ import bloomery
 from bloomery.core.errors import UserError
 from bloomery.facts import config as facts
 from bloomery.facts.config import RopeScaling
-from bloomery.facts.families import FAMILIES, config_from_hf, config_to_hf
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.hf_config import config_from_hf, config_to_hf
 from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.configs import build_config, read_config
 from bloomery.recipe.schema import Model

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.families import FAMILIES, fresh_config
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.hf_config import fresh_config
 from bloomery.facts.presets import PRESETS, preset
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores, ScoreSettings

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import layers
-from bloomery.facts.families import config_from_hf
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.facts.published import published_config
 from bloomery.model.configs import read_config
 from bloomery.model.io.stored import find_tensors, stored_parameters

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import parameter_count
-from bloomery.facts.families import config_from_hf
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.facts.published import published_config
 from bloomery.model.configs import stated_config
 from bloomery.model.decoder import Decoder

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import bloomery
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.families import config_from_hf
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.io.safetensors import to_hf_names
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model

@@ -9,7 +9,7 @@ from plan_help import SMALL, loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.facts.families import config_to_hf
+from bloomery.facts.hf_config import config_to_hf
 from bloomery.model.configs import build_config, known_config
 from bloomery.plan.estimate.mode import lora_like
 from bloomery.plan.estimate.states import TrainedModel

@@ -9,7 +9,7 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.facts.families import config_to_hf
+from bloomery.facts.hf_config import config_to_hf
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.model.cache import Cache
 from bloomery.model.configs import build_config

@@ -63,7 +63,7 @@ def test_accumulation_takes_the_step_of_one_large_batch_and_packed_rows_train_as
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma3_text", "phi3"])
 def test_transformers_opens_the_reward_model_and_gives_the_same_values(family, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from bloomery.facts.families import fresh_config
+    from bloomery.facts.hf_config import fresh_config
 
     sizes = {
         "vocab_size": 97,
@@ -122,7 +122,7 @@ def test_it_begins_from_a_language_model_with_a_drawn_head(tmp_path):
 
 
 def hf_config(config):
-    from bloomery.facts.families import config_to_hf
+    from bloomery.facts.hf_config import config_to_hf
 
     return config_to_hf(config)
 

@@ -39,7 +39,8 @@ from bloomery.export.gguf_format import (
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Rotation, parameter_shapes
-from bloomery.facts.families import FAMILIES, config_from_hf
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 

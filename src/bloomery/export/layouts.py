@@ -26,7 +26,7 @@ from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
-from bloomery.facts.families import config_to_hf, text_part
+from bloomery.facts.hf_config import config_to_hf, text_part
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases

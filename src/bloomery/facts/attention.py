@@ -14,17 +14,25 @@ SHORT = 512
 FLASH_LIKE = frozenset({"sdpa", "varlen", "flex"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BackendSupport:
     """The features of a backend; text is the reason that one is missing."""
 
-    needs: Capability | None = None  # of the kind of device
+    # What its kernels need of the kind of device, and the reason without it: both or neither.
+    needs: Capability | None = None
+    needs_reason: str = ""
+
     since: tuple[int, int] = (2, 9)  # torch
     float32: str | None = None
     packed: str | None = None
     window: str | None = None
     softcap: str | None = None
     dropout: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.needs is None) == (not self.needs_reason), (
+            f"a backend that needs {self.needs} of a device says why in `needs_reason`, and no other does"
+        )
 
     def runs_on(self, device: str) -> bool:
         """Whether this kind of device has the kernels."""
@@ -38,10 +46,14 @@ BACKENDS = OpenTable(
             softcap="scaled_dot_product_attention has no soft-cap",
         ),
         "mask": BackendSupport(softcap="scaled_dot_product_attention has no soft-cap"),
-        "per_document": BackendSupport("cpu"),
-        "compiled": BackendSupport("cpu"),
+        "per_document": BackendSupport(
+            needs="cpu",
+            needs_reason="one call per document uses a kernel that only the CPU has",
+        ),
+        "compiled": BackendSupport(needs="cpu", needs_reason="its code is compiled for the CPU"),
         "varlen": BackendSupport(
-            "varlen",
+            needs="varlen",
+            needs_reason="varlen_attn has no kernel for the CPU",
             # A scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12.
             since=(2, 12),
             float32="varlen_attn takes 16-bit floats only",
@@ -49,19 +61,16 @@ BACKENDS = OpenTable(
             softcap="varlen_attn has no soft-cap",
             dropout="varlen_attn has no dropout",
         ),
-        "flex": BackendSupport("flex", dropout="FlexAttention has no dropout"),
-        "triton": BackendSupport("triton"),
+        "flex": BackendSupport(
+            needs="flex",
+            needs_reason="FlexAttention has no backward on the CPU",
+            dropout="FlexAttention has no dropout",
+        ),
+        "triton": BackendSupport(needs="triton", needs_reason="Triton compiles for GPUs"),
         "blockwise": BackendSupport(),
         "math": BackendSupport(),
     }
 )
-_ON_DEVICE = {
-    "per_document": "one call per document uses a kernel that only the CPU has",
-    "compiled": "its code is compiled for the CPU",
-    "varlen": "varlen_attn has no kernel for the CPU",
-    "flex": "FlexAttention has no backward on the CPU",
-    "triton": "Triton compiles for GPUs",
-}
 
 
 def supports(
@@ -83,7 +92,7 @@ def supports(
     facts = BACKENDS[backend]
     if not facts.runs_on(device_type):
         is_untried = facts.needs != "cpu" and is_accelerator(device_type)
-        return f"it has not been tried on {device_type}" if is_untried else _ON_DEVICE[backend]
+        return f"it has not been tried on {device_type}" if is_untried else facts.needs_reason
     if torch is not None and _version(torch) < facts.since:
         return f"it needs torch {facts.since[0]}.{facts.since[1]}, and this is {torch}"
     needs = (

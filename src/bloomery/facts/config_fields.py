@@ -80,11 +80,11 @@ class Fields:
             raise self.refuse(key, f"a token id below {vocab_size:,}")
         return value if is_number and 0 <= value < vocab_size else None
 
-    def choice(self, key: str, native_names: Mapping[str, str]) -> str:
+    def choice(self, key: str, native_values: Mapping[str, str]) -> str:
         value = self.get(key)
-        if not isinstance(value, str) or value not in native_names:
-            raise self.refuse(key, "one of " + ", ".join(sorted(native_names)))
-        return native_names[value]
+        if not isinstance(value, str) or value not in native_values:
+            raise self.refuse(key, "one of " + ", ".join(sorted(native_values)))
+        return native_values[value]
 
     def entries(self, key: str, length: int) -> list[Any] | None:
         """A list with an entry per layer (more are dropped, as in transformers)."""
@@ -108,7 +108,8 @@ class Fields:
         return None if not value else Fields(value, {}, where=f"{self.where}, {key}")
 
 
-ConfigFields = dict[str, Any]
+ModelFacts = dict[str, Any]  # fields of a ModelConfig by name
+HfKeys = dict[str, Any]  # values of a config.json by key
 
 
 def rope_facts(
@@ -118,7 +119,7 @@ def rope_facts(
     head_dim: int,
     reads_rotary_share: bool,
     has_local_rope: bool,
-) -> ConfigFields:
+) -> ModelFacts:
     """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig.
 
     The last two arguments are facts of the family. Raises UserError for settings that transformers' layers of it
@@ -206,7 +207,7 @@ def _scaling(
     )
     original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
     factor = scaling_fields.number("factor", low=1e-6, default=max_positions / original)
-    shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
+    shared: ModelFacts = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
         return RopeScaling(
             **shared,
@@ -239,47 +240,45 @@ def _scaling(
     )
 
 
-def rope_keys(config: ModelConfig) -> ConfigFields:
+def rope_keys(config: ModelConfig) -> HfKeys:
     """The settings under their new and their old names, so that old and new versions of transformers agree."""
     scaling = config.rope_scaling
     keys = {"rope_theta": config.rope_theta}
     share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
-    stretched: ConfigFields = (
-        {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
-    )
+    stretched: HfKeys = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
     flat = {"rope_theta": config.rope_theta, **share, **stretched}
-    facts: ConfigFields = {
+    hf_keys: HfKeys = {
         **keys,
         **share,
         "rope_scaling": None if scaling is None else {**flat, **stretched},
     }
     if config.local_rope_theta is None:
-        return facts | {"rope_parameters": flat}
+        return hf_keys | {"rope_parameters": flat}
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     nested = {"full_attention": flat, "sliding_attention": local}
-    return facts | {"rope_parameters": nested, "rope_local_base_freq": config.local_rope_theta}
+    return hf_keys | {"rope_parameters": nested, "rope_local_base_freq": config.local_rope_theta}
 
 
-def _scaling_keys(scaling: RopeScaling) -> ConfigFields:
-    facts: ConfigFields = {"rope_type": scaling.kind, "factor": scaling.factor}
+def _scaling_keys(scaling: RopeScaling) -> HfKeys:
+    hf_keys: HfKeys = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.original_max_positions is not None:
-        facts["original_max_position_embeddings"] = scaling.original_max_positions
+        hf_keys["original_max_position_embeddings"] = scaling.original_max_positions
     if scaling.attention_factor is not None:
-        facts["attention_factor"] = scaling.attention_factor
+        hf_keys["attention_factor"] = scaling.attention_factor
     if scaling.kind == "llama3":
-        facts |= {
+        hf_keys |= {
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
         }
     elif scaling.kind == "yarn":
-        facts |= {
+        hf_keys |= {
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.truncate,
         }
     elif scaling.kind == "longrope":
-        facts |= {
+        hf_keys |= {
             "short_factor": list(scaling.short_factor),
             "long_factor": list(scaling.long_factor),
         }
-    return facts
+    return hf_keys

@@ -6,10 +6,10 @@
 from collections.abc import Callable
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.config_fields import ConfigFields, Fields
+from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 
 
-def layer_types(config: ModelConfig) -> ConfigFields:
+def layer_types(config: ModelConfig) -> HfKeys:
     kinds = [
         "full_attention" if window is None else "sliding_attention"
         for window in config.sliding_window or (None,) * config.num_layers
@@ -42,7 +42,7 @@ def windows_of_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return windows_by_type(fields, layers, lambda _: True)
 
 
-def write_mistral(config: ModelConfig) -> ConfigFields:
+def write_mistral(config: ModelConfig) -> HfKeys:
     """Where only some layers have a window, transformers reads which from `layer_types`."""
     is_mixed = None in config.sliding_window
     return layer_types(config) if is_mixed else {"sliding_window": first_window(config)}
@@ -83,7 +83,7 @@ def rotating_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
-def gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+def gemma_scale(fields: Fields, facts: ModelFacts) -> ModelFacts:
     """A scale of head_dim ** -0.5 is the default, and so None; soft caps may be absent."""
     scalar = fields.number("query_pre_attn_scalar", low=1e-6)
     caps = {
@@ -93,12 +93,12 @@ def gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
     return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
 
 
-def gemma3_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+def gemma3_scale(fields: Fields, facts: ModelFacts) -> ModelFacts:
     """As Gemma 2, but transformers' Gemma 3 has no soft cap in attention, whatever the config says."""
     return gemma_scale(fields, facts) | {"attention_softcap": None}
 
 
-def write_gemma(config: ModelConfig) -> ConfigFields:
+def write_gemma(config: ModelConfig) -> HfKeys:
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
     caps = {
         "attn_logit_softcapping": config.attention_softcap,
@@ -110,7 +110,7 @@ def write_gemma(config: ModelConfig) -> ConfigFields:
     return windows | caps | {"query_pre_attn_scalar": round(scalar)}
 
 
-def write_qwen(config: ModelConfig) -> ConfigFields:
+def write_qwen(config: ModelConfig) -> HfKeys:
     kinds = layer_types(config)
     slides = config.sliding_window != ()
     return kinds | {
@@ -119,7 +119,7 @@ def write_qwen(config: ModelConfig) -> ConfigFields:
     }
 
 
-def write_smollm3(config: ModelConfig) -> ConfigFields:
+def write_smollm3(config: ModelConfig) -> HfKeys:
     rotating = config.rotary_layers or (True,) * config.num_layers
     slides = {
         "use_sliding_window": config.sliding_window != (),
@@ -128,7 +128,7 @@ def write_smollm3(config: ModelConfig) -> ConfigFields:
     return layer_types(config) | slides
 
 
-def write_phi3(config: ModelConfig) -> ConfigFields:
+def write_phi3(config: ModelConfig) -> HfKeys:
     scaling = config.rope_scaling
     original = None if scaling is None else scaling.original_max_positions
     return {

@@ -34,27 +34,47 @@ class MethodRates:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """`data_kind`: its rows; "any" is read as text. `loss_unit`: the loss is per token (in nats), label,
-    pair or answer. `reference`: it needs a reference model. `extra_forwards`: forwards of another model per step.
-    `source`: it trains on the prepared dataset or on generated responses. `values`: the model outputs one value per
-    sequence, no text. `value_head`: it trains a value head next to the language model's. `falls`: a loss that does not
-    fall means that training fails. `rates`: None where those of fine-tuning are usual. `repeats`: None where no number
-    of epochs is known to be too many. `builder`: of an installed package, the "module:function" that builds it from
-    `ObjectiveInputs`; "": that of its kind in `train/objectives/build.py`.
-    """
+    """What others ask of an objective. Compulsory are the first three."""
 
+    # Its name in recipes, and the `kind` of its section.
     kind: str
+
+    # The rows that it trains on; "any" is read as text, also conversations.
     data_kind: DataKind
+
+    # What the loss is divided by: tokens (then it is in nats), labels, pairs, answers of kto, or completions of a
+    # rollout.
     loss_unit: LossUnit
+
+    # Whether its loss needs the scores of a frozen reference model, which a dataset stores where a step has none.
     reference: bool = False
+
+    # Forwards of another model in each step, for the plan's time and memory.
     extra_forwards: int = 0
+
+    # Where batches come from: the prepared dataset, or responses that the model generates.
     source: BatchOrigin = "dataset"
+
+    # The model outputs one value per sequence, and no text.
     values: bool = False
+
+    # It trains a value head next to the language model's.
     value_head: bool = False
+
+    # A loss that does not fall means that training fails. Of preferences and rewards it need not.
     falls: bool = False
+
+    # Its usual learning rates with AdamW; None: those of fine-tuning.
     rates: MethodRates | None = None
+
+    # The usual `optimizer.warmup`, a duration as a recipe has it. Adapters have their own where all text is read.
     warmup: str = "3%"
+
+    # How many epochs are usual and too many; None: no number is known to be too many.
     repeats: Repeats | None = None
+
+    # Of an installed package, the "module:function" that builds it from `ObjectiveInputs`; "": the entry of its kind in
+    # `BUILDERS` of `train/objectives/build.py`.
     builder: str = ""
 
     @property

@@ -51,7 +51,7 @@ PLAIN_SETTINGS: Mapping[str, str | bool] = {
 
 
 def saves_memory(settings: MemorySettings) -> bool:
-    """Whether AdamW is Bloomery's own: torch's has none of the settings that save memory."""
+    """Whether one of these settings has an effect. Then AdamW is Bloomery's own, since torch's has none of them."""
     return any(getattr(settings, key) != value for key, value in PLAIN_SETTINGS.items())
 
 
@@ -76,47 +76,73 @@ class Update:
 
 @dataclass(frozen=True)
 class OwnRate:
-    """A second learning rate, of the parameters that an optimizer does not leave to AdamW.
+    """A second learning rate, of the parameters that an optimizer does not leave to AdamW."""
 
-    `key`: of the recipe's optimizer. `of_new_model`: the usual ones of random weights; others take `learning_rate`.
-    """
-
+    # Of the recipe's `optimizer`, and a field of `OptimizerPlan`: the plan and the check of a device set it by name.
     key: str
+
+    # The usual ones of random weights; those of a pretrained model take `learning_rate`.
     of_new_model: Rates
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer in recipes and plans.
+    """An optimizer in recipes and plans. Compulsory are `name`, `state_values` and `update_bytes`."""
 
-    `takes`: whether it updates a parameter, by its name and shape; AdamW updates those that it leaves.
-    `rate_factor`: its usual learning rates, relative to AdamW's. `loud_rate`: one whose update is about as large as
-    weights of 0.02, for the check of a device. `settings`: the memory settings that it has; `ineffective_settings`:
-    those without effect, and why; all others are refused. `state_values`: the values of a parameter's state, by its
-    name and shape. `update_bytes`: temporary bytes of the update, `update_flops` its FLOPs where they count.
-    `smaller`: the optimizers with fewer states, to suggest where memory is short. `replaces_others`: whether it is
-    suggested where a device computes another one wrong. `over_shards`: why it does not train over shards;
-    `settings_over_shards`: why one of its settings does not. `module`: with its code; "": that of its name in
-    `train/optim/`.
-    """
-
+    # How people write it: in plans, reasons and refusals.
     name: str
+
+    # (name, shape) of a parameter -> whether it updates it. AdamW updates those that it leaves.
     takes: Callable[[str, Shape], bool] = lambda _name, _shape: True
+
+    # Its usual learning rates, relative to AdamW's: those of the method are multiplied by it.
     rate_factor: float = 1.0
+
+    # The rate of the parameters that it takes, where they have one of their own.
     own_rate: OwnRate | None = None
+
+    # A rate whose update is about as large as weights of 0.02: with it the check of a device compares updates.
     loud_rate: float = 0.01
+
+    # The keys of `PLAIN_SETTINGS` that it has.
     settings: Collection[str] = ()
+
+    # Key of `PLAIN_SETTINGS` -> why it has no effect, which is a warning. A key in neither of the two is refused.
     ineffective_settings: Mapping[str, str] = field(default_factory=dict)
+
+    # (name, shape) of a parameter -> how many values its state has, those that AdamW keeps for what it leaves included.
     state_values: Callable[[str, Shape], int]
+
+    # The update -> temporary bytes on the device while it runs.
     update_bytes: Callable[[Update], float]
+
+    # Shapes of the trainable matrices inside layers -> FLOPs of an update, where they count beside a step's.
     update_flops: Callable[[tuple[Shape, ...]], float] = lambda _layer_matrices: 0.0
-    always_native: bool = False  # torch's own is never used
+
+    # Torch's own is never used.
+    always_native: bool = False
+
+    # Its states are float32, whatever the weights and `state_dtype` are.
     float32_states: bool = False
-    clips_updates: bool = False  # whatever the norm of the gradient
+
+    # It clips its updates, whatever the norm of the gradient: a fused backward then clips no gradient.
+    clips_updates: bool = False
+
+    # Optimizers with fewer states, to suggest where memory is short, each with fewer than the one before: a plan
+    # suggests them in this order, a run that is out of memory the last.
     smaller: tuple[str, ...] = ()
+
+    # It is suggested where a device computes another one wrong.
     replaces_others: bool = False
+
+    # Why it does not train over shards; "": it does.
     over_shards: str = ""
+
+    # Key of `PLAIN_SETTINGS` -> why it does not work over shards.
     settings_over_shards: Mapping[str, str] = field(default_factory=dict)
+
+    # The module with its code, of an installed package; "": that of its name in `train/optim/`.
+    # `train/optim/registry.py` says which functions it has.
     module: str = ""
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from bloomery.core.text import closest
 from bloomery.facts.config import Experts, ModelConfig
-from bloomery.facts.families import EXPERT_FAMILIES, FAMILIES, config_from_hf
+from bloomery.facts.families import EXPERT_FAMILIES, FAMILIES
+from bloomery.facts.hf_config import config_from_hf
 
 
 class Published(NamedTuple):

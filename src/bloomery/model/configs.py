@@ -16,13 +16,12 @@ from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked_config
 from bloomery.facts.config_fields import LARGEST, Fields
-from bloomery.facts.families import (
-    ACTIVATIONS,
-    FAMILIES,
+from bloomery.facts.families import FAMILIES, known_family
+from bloomery.facts.family import ACTIVATIONS
+from bloomery.facts.hf_config import (
     config_from_hf,
     config_to_hf,
     fresh_config,
-    known_family,
     text_part,
     unread_keys,
 )

@@ -42,7 +42,8 @@ from bloomery.data.tokenizer.tokenizer import (
 from bloomery.data.tokenizer.training import refuse_few_tokens
 from bloomery.facts.columns import ColumnUse
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.families import architecture_of, text_part
+from bloomery.facts.families import architecture_of
+from bloomery.facts.hf_config import text_part
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from bloomery.core.errors import UserError
 from bloomery.core.plugins import Plugin, find_plugin, installed_plugins
-from bloomery.facts.families import FAMILIES, Family
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.family import Family
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.recipe.objectives import OBJECTIVE_SECTIONS, ObjectiveSection

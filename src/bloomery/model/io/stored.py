@@ -18,7 +18,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Shape, parameter_shapes
-from bloomery.facts.families import FAMILIES, StoredNames
+from bloomery.facts.families import FAMILIES
+from bloomery.facts.family import StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.io.tensor_names import transformers_names
 

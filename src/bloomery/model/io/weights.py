@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
-from bloomery.facts.families import config_to_hf
+from bloomery.facts.hf_config import config_to_hf
 from bloomery.model.adapters.base_changes import merge_into_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
 from bloomery.model.adapters.peft_files import read_trained
