@@ -353,6 +353,6 @@ def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
 def test_runs_and_the_monitor_need_no_torch():
     code = (
         "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.view.terminal,"
-        " bloomery.monitor.sinks, bloomery.view.facts; sys.exit('torch' in sys.modules)"
+        " bloomery.monitor.sinks, bloomery.view.planned_figures; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,7 +20,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.monitor.sinks import TRACKERS, CommandSink, LogFile, Tracker, TrackerSink, open_sinks
 from bloomery.recipe.schema import IF_INSTALLED
-from bloomery.view.metrics import write_metrics
+from bloomery.view.metrics_json import write_metrics
 from runs_for_tests import made_up_run, step_done
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"

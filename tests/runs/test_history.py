@@ -7,7 +7,7 @@ import pytest
 from runs_of_bloomery import Bloomery
 
 from bloomery.monitor.events import EventLog, RunEnded, StepDone, Warned, from_json
-from bloomery.view.recorded_run import read_history
+from bloomery.view.recorded_run import read_log_check
 
 LAST = 16
 
@@ -25,7 +25,7 @@ def keep_lines(bloomery: Bloomery, kept) -> None:
 
 
 def test_a_whole_history_has_no_problem(undisturbed: Bloomery) -> None:
-    found = read_history(undisturbed.run_dir)
+    found = read_log_check(undisturbed.run_dir)
     assert (found.problem, found.last_step) == (None, LAST)
     assert found.end is not None and found.end.status == "done"
 
@@ -71,7 +71,7 @@ def test_a_history_that_is_gone_is_said(copied: Bloomery, how: str) -> None:
     report = copied.here("report", "one")
     assert report.returncode == 1
     assert f"events.jsonl has no event of steps 1 to {LAST}" in " ".join(report.stderr.split())
-    found = read_history(copied.run_dir)
+    found = read_log_check(copied.run_dir)
     assert found.problem is not None and found.missing_steps == (range(1, LAST + 1),)
 
 
@@ -81,5 +81,5 @@ def test_a_changed_line_is_counted(copied: Bloomery) -> None:
     place = next(number for number, line in enumerate(lines) if '"StepDone"' in line)
     lines[place] = lines[place].replace('"loss": ', '"loss": 1')
     path.write_text("".join(lines))
-    problem = read_history(copied.run_dir).problem
+    problem = read_log_check(copied.run_dir).problem
     assert problem is not None and "steps 1; 1 line of it cannot be read" in problem

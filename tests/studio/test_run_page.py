@@ -12,7 +12,7 @@ from studio_for_tests import make_run, with_user
 from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, Warned
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.watching import Watching
-from bloomery.view.facts import RunFacts
+from bloomery.view.planned_figures import PlannedFigures
 from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
@@ -113,7 +113,7 @@ def test_a_run_before_its_first_step_has_no_chart_and_says_that_nothing_happened
     from bloomery.studio.run_charts import charts_of
 
     run = opened("demo")
-    run.reader._facts = RunFacts(flops_per_token=1e9, peak_flops=1e13)
+    run.reader._planned = PlannedFigures(flops_per_token=1e9, peak_flops=1e13)
     run.update()
     assert "MFU" in run.curves.scaled
     assert list(charts_of(run)) == []
@@ -243,7 +243,7 @@ def test_mfu_is_the_speed_as_a_share_of_the_peak() -> None:
 
     run = opened("demo")
     assert "MFU" not in [chart.title for chart in charts_of(run)]  # the peak is not known
-    run.reader._facts = RunFacts(flops_per_token=1e9, peak_flops=1e13)
+    run.reader._planned = PlannedFigures(flops_per_token=1e9, peak_flops=1e13)
     run.update()
     assert "MFU" in [chart.title for chart in charts_of(run)]
     assert run.curves.points("MFU").tolist() == [[1, 50.0]]

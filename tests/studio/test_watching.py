@@ -68,7 +68,7 @@ def test_the_ends_of_a_long_run_give_the_figures_of_the_whole() -> None:
     assert ends.began == whole.began
     assert ends.smoothed == pytest.approx(whole.smoothed, abs=1e-6)
     assert ends.tokens_per_second == whole.tokens_per_second
-    assert ends.last == whole.last
+    assert ends.last_step == whole.last_step
 
 
 def test_the_ends_of_a_short_run_are_its_events() -> None:
@@ -142,7 +142,7 @@ def test_steps_that_are_read_together_are_the_steps_one_by_one(seed: int) -> Non
         assert num_columns
         assert together.read_lines == one_by_one.read_lines == len(lines)
         assert together.unknown_lines == one_by_one.unknown_lines
-        same_view.summary.latest = view.summary.latest  # of an event between steps
+        same_view.summary.latest_time = view.summary.latest_time  # of an event between steps
         assert same_view.summary == view.summary
         assert same_view.incidents == view.incidents
         for name, curve in view.curves.by_name.items():

@@ -14,7 +14,7 @@ from bloomery.monitor.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
 from bloomery.monitor.history import history_of
 from bloomery.train import set_up
-from bloomery.view.facts import diagnosis_facts
+from bloomery.view.planned_figures import diagnosis_facts
 
 STEPS = 200
 # a step of four sequences takes less time than two of two

@@ -27,7 +27,7 @@ from bloomery.train.checkpoint import saver as checkpoints_module
 from bloomery.train.evaluation import evaluation
 from bloomery.train.evaluation.evaluation import EvalResult
 from bloomery.train.loop import run
-from bloomery.view.metrics import metrics_of
+from bloomery.view.metrics_json import metrics_of
 from bloomery.view.summary import summary_of
 from ranks import on_ranks, train
 

@@ -19,7 +19,7 @@ from rollouts_for_tests import plan_of, write_recipe
 from runs_of_the_loop import crossed
 
 from bloomery.recipe.objectives import Preference
-from bloomery.view.facts import diagnosis_facts
+from bloomery.view.planned_figures import diagnosis_facts
 
 LLAMA = tiny_config(vocab_size=300, num_layers=1, family="llama", qk_norm="none")
 WAYS = {"loader": through_the_loader, "objective": through_the_objective}

@@ -9,7 +9,7 @@ from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json
 from bloomery.monitor.sinks import CommandSink, LogFile, TrackerSink
 from bloomery.monitor.words import sensor_lines
 from bloomery.view.devices import device_figures
-from bloomery.view.metrics import write_metrics
+from bloomery.view.metrics_json import write_metrics
 from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 

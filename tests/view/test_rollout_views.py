@@ -6,9 +6,9 @@ import pytest
 
 from bloomery.monitor.events import EvalDone, Phase, RunEnded, RunStarted, Saved
 from bloomery.monitor.words import progress_text
-from bloomery.view.facts import RunFacts
-from bloomery.view.metrics import metrics_of
-from bloomery.view.screen import Screen, frame, screen_view
+from bloomery.view.metrics_json import metrics_of
+from bloomery.view.planned_figures import PlannedFigures
+from bloomery.view.screen import Screen, frame, view_for_screen
 from bloomery.view.summary import summary_of
 from bloomery.view.terminal import PlainView
 from runs_for_tests import step_done
@@ -74,7 +74,7 @@ def rl_run(steps=8, *, per_rollout=1, planned=None, first_rollout=ROLLOUT, eval_
 
 def printed(events):
     lines = []
-    view = PlainView(RunFacts(every_steps=2), lines.append)
+    view = PlainView(PlannedFigures(every_steps=2), lines.append)
     for event in events:
         view.write(event)
     view.close()
@@ -125,7 +125,7 @@ def test_no_line_is_wider_than_the_page():
     """The last row names the best checkpoint and the time that it took: beside it or below it."""
     for memory in (False, True):
         lines = []
-        view = PlainView(RunFacts(every_steps=2, show_memory=memory), lines.append)
+        view = PlainView(PlannedFigures(every_steps=2, show_memory=memory), lines.append)
         for event in [*rl_run(12, eval_every=4), RunEnded(step=12, status="done", time=6000.0)]:
             # The last evaluation is worse than that of step 8.
             if isinstance(event, EvalDone) and event.step == 12:
@@ -158,10 +158,10 @@ def test_an_evaluation_does_not_cut_its_line_in_two():
 
 
 def test_the_picture_draws_rewards():
-    run = screen_view()
+    run = view_for_screen()
     for event in rl_run(20, eval_every=10):
         run.add(event)
-    lines = frame(run, RunFacts(name="rl"), Screen(100), state="running", now=100.0)
+    lines = frame(run, PlannedFigures(name="rl"), Screen(100), state="running", now=100.0)
     text = "\n".join(lines)
     assert "reward of completions   o of held-out prompts" in text
     assert "training loss" not in text
@@ -173,11 +173,11 @@ def test_the_picture_draws_rewards():
 
 
 def test_the_picture_shows_how_far_a_rollout_is():
-    run = screen_view()
+    run = view_for_screen()
     for event in rl_run(3):
         run.add(event)
     run.add(Phase(step=3, name="rollout", done=4, total=16, time=20.0))
-    head = frame(run, RunFacts(name="rl"), Screen(100), state="running", now=20.0)[0]
+    head = frame(run, PlannedFigures(name="rl"), Screen(100), state="running", now=20.0)[0]
     assert "rollout 25%" in head
     assert "step 3" in head
 

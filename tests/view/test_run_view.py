@@ -26,7 +26,7 @@ from bloomery.report.record import read_run_record
 from bloomery.view.incidents import KILLED
 from bloomery.view.reader import RunReader
 from bloomery.view.run_view import RunView
-from bloomery.view.screen import screen_view
+from bloomery.view.screen import view_for_screen
 from runs_for_tests import made_up_run, step_done
 
 SOURCE = Path(bloomery.__file__).parent
@@ -44,7 +44,7 @@ def folder_of(tmp_path: Path, events) -> Path:
 def test_a_kill_reads_the_same_everywhere(tmp_path):
     resumed = Resumed(step=1, path="checkpoints/step-00000001", time=9.0)
     folder = folder_of(tmp_path, [STARTED, step_done(1), step_done(2), STARTED, resumed])
-    reader = RunReader(folder, screen_view())
+    reader = RunReader(folder, view_for_screen())
     reader.read()
     incidents = [(i.step, i.kind, i.text) for i in reader.view.shown_incidents()]
     assert incidents[0] == (2, "kill", KILLED)
@@ -126,7 +126,7 @@ def test_the_report_reads_every_event_once(tmp_path, monkeypatch):
 
 
 def test_what_a_view_keeps_is_bounded():
-    view = screen_view()
+    view = view_for_screen()
     view.add_all(Warned(step=step, reason=f"warning {step}") for step in range(1000))
     view.add_all(Sampled(step=step, prompt="a", completion="b") for step in range(1000))
     assert len(view.incidents) == 200 and view.incidents[-1].text == "warning 999"

@@ -18,17 +18,17 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
-from bloomery.view.facts import RunFacts
+from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import plot, settled_top
 from bloomery.view.run_view import RunView
-from bloomery.view.screen import Screen, frame, screen_view
+from bloomery.view.screen import Screen, frame, view_for_screen
 from runs_for_tests import made_up_run, step_done
 
-FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
+FACTS = PlannedFigures(name="tiny-1", steps=40, memory_limit_gib=11.0)
 
 
 def seen_of(events) -> RunView:
-    seen = screen_view()
+    seen = view_for_screen()
     for event in events:
         seen.add(event)
     return seen

@@ -51,7 +51,7 @@ from bloomery.monitor.events import (
 from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.view.facts import RunFacts
+from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.summary import RunSummary, summary_of
 from bloomery.view.terminal import TITLE, WIDTH, PlainView, titled
 
@@ -83,7 +83,7 @@ class Story:
         self.width = min(WIDTH, self._console.width) if self._console.is_terminal else WIDTH
         self._status = self._console.status("starting", spinner="line")
         self._steps: int | None = None
-        self._table = PlainView(RunFacts(every_steps=2**62), self._print, width=self.width)
+        self._table = PlainView(PlannedFigures(every_steps=2**62), self._print, width=self.width)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
@@ -127,11 +127,11 @@ class Story:
         """Starts the table, once the length of the run is known; earlier lines have no ETA. `started` says how the run
         is judged, by default by its loss.
         """
-        facts = RunFacts(every_steps=2**62, steps=steps)
-        summary = RunSummary(steps=steps, announced=steps)
+        planned = PlannedFigures(every_steps=2**62, steps=steps)
+        summary = RunSummary(planned_steps=steps, announced=steps)
         if started is not None:
             summary.add(started)
-        self._table = PlainView(facts, self._print, summary, width=self.width)
+        self._table = PlainView(planned, self._print, summary, width=self.width)
         self._steps = steps
 
     def end_table(self) -> None:

@@ -49,9 +49,9 @@ from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.view.incidents import KILLED
-from bloomery.view.metrics import metrics_of
+from bloomery.view.metrics_json import metrics_of
 from bloomery.view.reader import RunReader, status_at_end
-from bloomery.view.screen import Screen, frame, picture, screen_view
+from bloomery.view.screen import Screen, frame, picture, view_for_screen
 from bloomery.view.summary import RunSummary, summary_of
 
 
@@ -343,7 +343,7 @@ def describe(folder: Path) -> RunLine:
         name=folder.name,
         state=state,
         step=summary.step,
-        steps=summary.steps,
+        steps=summary.planned_steps,
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
         reward=(summary.evaluation.metrics if summary.evaluation else {}).get(
@@ -520,7 +520,7 @@ class _TerminalView:
     """A run in its present state, on the terminal."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = RunReader(folder, screen_view())
+        self._reader = RunReader(folder, view_for_screen())
         self._ascii_only = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self.name = self._reader.name
 
@@ -528,7 +528,7 @@ class _TerminalView:
         reader = self._reader
         status = reader.read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._ascii_only)
-        for line in frame(reader.view, reader.facts, screen, state=status, now=time.time()):
+        for line in frame(reader.view, reader.planned, screen, state=status, now=time.time()):
             echo(line)
         tail = reader.tail
         if tail.unknown_lines > 1:  # a kill truncates one line
@@ -554,7 +554,7 @@ class _TerminalView:
             while worked_on(reader.folder):
                 status = reader.read()
                 screen = Screen(console.size.width, console.size.height, self._ascii_only)
-                view = picture(reader.view, reader.facts, screen, state=status, now=time.time())
+                view = picture(reader.view, reader.planned, screen, state=status, now=time.time())
                 live.update(view, refresh=True)
                 time.sleep(REDRAW_SECONDS)
 
@@ -563,21 +563,23 @@ class _TerminalView:
         reader = self._reader
         status = reader.read()
         run = reader.view
-        facts = reader.facts
+        planned = reader.planned
         summary = run.summary
         running = status == "running"
         return {
-            "run": facts.name,
+            "run": planned.name,
             "folder": str(reader.folder),
             **metrics_of(summary),
             "status": status,
             "phase": summary.phase.name if summary.phase is not None and running else None,
-            "max_steps": summary.steps or facts.steps,
+            "max_steps": summary.planned_steps or planned.steps,
             "eta_seconds": summary.eta_seconds if running else None,
-            "learning_rate": summary.last.learning_rate if summary.last else None,
-            "grad_norm": summary.last.grad_norm if summary.last else None,
-            "mfu": facts.utilization(summary.tokens_per_second or 0.0) if summary.last else None,
-            "memory_limit_gib": facts.memory_limit_gib,
+            "learning_rate": summary.last_step.learning_rate if summary.last_step else None,
+            "grad_norm": summary.last_step.grad_norm if summary.last_step else None,
+            "mfu": planned.utilization(summary.tokens_per_second or 0.0)
+            if summary.last_step
+            else None,
+            "memory_limit_gib": planned.memory_limit_gib,
             "checkpoint_step": run.saved.step if run.saved else None,
             "device_stats": [asdict(device.latest) for device in summary.devices.all],
             "incidents": [

@@ -31,6 +31,11 @@ MODULE = "bloomery.hardware.telemetry"
 DUAL_DIE = frozenset((0x7408, 0x740C))
 
 
+def device_name(device: int) -> str:
+    """As figures, charts and messages name it: GPU 0, or CPU."""
+    return "CPU" if device == CPU_DEVICE else f"GPU {device}"
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class SensorDevice:

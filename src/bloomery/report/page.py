@@ -66,7 +66,7 @@ def page(
     """The HTML document. `name`: of the run; `extras`: charts at the top."""
     summary = record.summary
     started = record.started
-    of_steps = f" of {summary.steps:,}" if summary.steps else ""
+    of_steps = f" of {summary.planned_steps:,}" if summary.planned_steps else ""
     lead = [f"{summary.step:,}{of_steps} steps"]
     if started is not None:
         parameters = f"{format_count(started.parameters)} parameters"

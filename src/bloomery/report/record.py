@@ -36,10 +36,10 @@ from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
 from bloomery.view.curves import KeptCurves, RunCurves
-from bloomery.view.facts import diagnosis_facts, run_facts
 from bloomery.view.incidents import Incident
+from bloomery.view.planned_figures import diagnosis_facts, figures_of_plan
 from bloomery.view.reader import RunReader
-from bloomery.view.recorded_run import checked_history, contradicted
+from bloomery.view.recorded_run import contradicted, log_check_of
 from bloomery.view.run_view import RunView
 from bloomery.view.summary import RunSummary
 
@@ -98,7 +98,7 @@ class RunRecord:
         """MFU over all steps; None if the peak FLOP/s of the device is unknown."""
         if self.plan is None or self.tokens_per_second is None:
             return None
-        return run_facts(self.plan, self.machine).utilization(self.tokens_per_second)
+        return figures_of_plan(self.plan, self.machine).utilization(self.tokens_per_second)
 
     @property
     def marks(self) -> list[Mark]:
@@ -118,12 +118,12 @@ def read_run_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
     reader = RunReader(folder, whole_view())
     events = reader.read_all()
-    history = checked_history(folder, events, reader.tail)
+    log_check = log_check_of(folder, events, reader.tail)
     if not events:
         lost = (
             "this run has no events yet"
-            if history.problem is None
-            else f"nothing to report: {history.problem}"
+            if log_check.problem is None
+            else f"nothing to report: {log_check.problem}"
         )
         raise UserError(
             lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run"
@@ -140,7 +140,7 @@ def read_run_record(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         summary=summary,
-        lost=history.problem,
+        lost=log_check.problem,
         steps=last_per_step(events, StepDone),
         evals=[summary.evaluations[step] for step in sorted(summary.evaluations)],
         samples=[samples[key] for key in sorted(samples)],
@@ -273,8 +273,8 @@ def _perplexity(record: RunRecord, claimed_at: Duration, dataset_tokens: int) ->
             claimed_step = amount / tokens_per_step
         case "epochs" if tokens_per_step and record.manifest:
             claimed_step = amount * dataset_tokens / tokens_per_step
-        case "percent" if summary.steps:
-            claimed_step = amount / 100 * summary.steps
+        case "percent" if summary.planned_steps:
+            claimed_step = amount / 100 * summary.planned_steps
         case "seconds":
             began = summary.began or 0.0
             later_steps = (step.step for step in record.steps if step.time - began >= amount)

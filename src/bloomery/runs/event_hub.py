@@ -17,7 +17,7 @@ from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_even
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.plan.types import RunPlan
 from bloomery.runs.consent import noted_commands
-from bloomery.view.facts import RunFacts, diagnosis_facts, run_facts
+from bloomery.view.planned_figures import PlannedFigures, diagnosis_facts, figures_of_plan
 from bloomery.view.summary import summary_of
 from bloomery.view.terminal import showing
 
@@ -65,15 +65,15 @@ class EventHub:
         self.began = True
         with ExitStack() as stack:
             if not self._quiet:
-                facts = (
-                    RunFacts(name=name, every_steps=1)
+                planned = (
+                    PlannedFigures(name=name, every_steps=1)
                     if plan is None
-                    else run_facts(plan, self._machine())
+                    else figures_of_plan(plan, self._machine())
                 )
                 earlier_events = read_events(self._folder.events) if plan is not None else ()
                 stream = cast("IO[str]", ClosableStream(sys.stdout))
                 console = Console(file=stream, force_terminal=False if self._lines else None)
-                self._sinks.append(stack.enter_context(showing(facts, console, earlier_events)))
+                self._sinks.append(stack.enter_context(showing(planned, console, earlier_events)))
             self._sinks += self._opened(plan, stack)
             pending = self._pending
             self._pending = []

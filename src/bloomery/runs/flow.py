@@ -38,7 +38,7 @@ from bloomery.runs.resume_plan import (
     store_fallback,
 )
 from bloomery.runs.telemetry import sensing
-from bloomery.view.metrics import write_metrics
+from bloomery.view.metrics_json import write_metrics
 
 INTERRUPTED = 130  # the exit code after a second Ctrl+C
 MOST_RESTARTS = 3

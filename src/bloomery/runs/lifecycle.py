@@ -69,7 +69,7 @@ from bloomery.runs.resume_plan import (
     take_fallback,
 )
 from bloomery.train.rl.reward_functions import refuse_unsent_functions
-from bloomery.view.recorded_run import is_done, read_history
+from bloomery.view.recorded_run import is_done, read_log_check
 
 # A checkpoint on disk is larger than its planned tensors, by the headers of its files and by JSON.
 CHECKPOINT_MARGIN = 1.05
@@ -216,8 +216,8 @@ def resume(
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
         # that it is done; it is finished where the last checkpoint is on disk, too.
-        history = read_history(folder.path)
-        reported_done = history.end is not None and history.end.status == "done"
+        log_check = read_log_check(folder.path)
+        reported_done = log_check.end is not None and log_check.end.status == "done"
         is_finished = reported_done and is_done(folder.path)
         if step is None and not overrides and is_finished:
             if launch is not None:
@@ -242,9 +242,9 @@ def resume(
                 _allow_code(flow, asked_recipe)
             if step is None and reported_done and not is_finished:
                 reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
-                hub.emit(Warned(step=history.last_step, reason=reason))
-            if history.problem is not None:
-                hub.emit(Warned(step=history.last_step, reason=history.problem))
+                hub.emit(Warned(step=log_check.last_step, reason=reason))
+            if log_check.problem is not None:
+                hub.emit(Warned(step=log_check.last_step, reason=log_check.problem))
             return run_to_end(
                 flow, lambda: _continue_training(flow, loaded_recipe, step, overrides, devices)
             )

@@ -14,7 +14,13 @@ from typing import Literal, final
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
 from bloomery.hardware.machine import read_machine
-from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
+from bloomery.hardware.telemetry import (
+    CPU_DEVICE,
+    SensorReader,
+    SensorReading,
+    device_name,
+    sensor_devices,
+)
 from bloomery.launch.pausing import PAUSE
 from bloomery.monitor.events import DeviceStats, Event, EventLog, StepDone, Warned
 from bloomery.plan.types import RunPlan
@@ -72,7 +78,7 @@ class TemperatureGuard:
                 resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
                 return PauseChange(
                     True,
-                    f"{_name(reading)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}",
+                    f"{device_name(reading.device)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}",
                 )
         return None
 
@@ -97,7 +103,7 @@ class TemperatureGuard:
             if temperatures
             else f"without a reading for {BLIND_SECONDS:.0f} s"
         )
-        reason = f"training resumed after {time_now - self.since:.0f} s: {_name(device)} {state}"
+        reason = f"training resumed after {time_now - self.since:.0f} s: {device_name(device.device)} {state}"
         self.since = self._held_by = None
         self._over_limit.clear()
         return PauseChange(False, reason)
@@ -108,10 +114,6 @@ class TemperatureGuard:
         if self.limit != "auto":
             return self.limit
         return None if reading.critical is None else reading.critical - MARGIN_DEGREES
-
-
-def _name(reading: SensorReading) -> str:
-    return "CPU" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
 
 
 SAMPLE_SECONDS = 5.0  # between two samples

@@ -381,7 +381,10 @@ def compared_metrics(run: OpenRun) -> Iterator[tuple[str, str]]:
     if plan is not None:
         yield "Model", model_of(plan)
         yield "Method", method_of(plan)
-    yield "Step", f"{summary.step:,}" + (f" of {summary.steps:,}" if summary.steps else "")
+    yield (
+        "Step",
+        f"{summary.step:,}" + (f" of {summary.planned_steps:,}" if summary.planned_steps else ""),
+    )
     if summary.tokens:
         yield "Tokens", in_millions(summary.tokens)
     if summary.smoothed is not None:

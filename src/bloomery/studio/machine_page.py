@@ -15,7 +15,7 @@ from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.symptoms import Finding
 from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.telemetry import CPU_DEVICE, SensorReader, SensorReading, sensor_devices
+from bloomery.hardware.telemetry import SensorReader, SensorReading, device_name, sensor_devices
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Commands
 from bloomery.studio.frame import CommandView, copy_button, notify, page, update_every
@@ -145,7 +145,7 @@ def _heading(text: str) -> None:
 
 
 def _show_reading(reading: SensorReading) -> None:
-    name = "CPU" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
+    name = device_name(reading.device)
     with ui.card().props("flat bordered").classes("p-3 gap-1 w-full"):
         with ui.row().classes("w-full items-baseline gap-2 no-wrap"):
             ui.label(name).classes("font-semibold whitespace-nowrap")

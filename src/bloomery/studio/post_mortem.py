@@ -52,7 +52,7 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
         ended = None if opened.status == "killed" else summary.ended
         began_at = opened.view.began_at
         warnings = tuple(warned.reason for warned in opened.view.diagnoses.values())
-        lines = [] if summary.last is None else [log_line(summary.last)]
+        lines = [] if summary.last_step is None else [log_line(summary.last_step)]
         figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)
     log = [line for line in end_of(folder / "log.txt").splitlines() if line >= _log_stamp(began_at)]

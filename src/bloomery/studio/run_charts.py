@@ -17,7 +17,7 @@ from bloomery.report.rewards import (
 )
 from bloomery.studio.charts import Level
 from bloomery.studio.watching import MFU, OpenRun, planned_speed
-from bloomery.view.curves import NO_POINTS, Points, points_of
+from bloomery.view.curves import NO_POINTS, Points, rounded_points
 from bloomery.view.reader import LIVE
 from bloomery.view.summary import in_millions
 
@@ -39,8 +39,7 @@ def run_figures(opened: OpenRun) -> Iterator[tuple[str, str]]:
     reader = opened.reader
     summary = opened.summary
     plan = reader.plan
-    facts = reader.facts
-    steps = summary.steps or facts.steps
+    steps = summary.planned_steps or reader.planned.steps
     yield "Step", f"{summary.step:,}" + (f" of {steps:,}" if steps else "")
     if summary.smoothed is not None:
         yield f"Loss, moving average, {summary.unit}", f"{summary.smoothed:.4f}"
@@ -54,7 +53,7 @@ def run_figures(opened: OpenRun) -> Iterator[tuple[str, str]]:
     planned = planned_speed(plan)
     if speed:
         yield "Tokens per second", f"{speed:,.0f}" + (f" (plan {planned:,.0f})" if planned else "")
-        if utilization := facts.utilization(speed):
+        if utilization := reader.planned.utilization(speed):
             yield MFU, f"{utilization:.1%}"
     if summary.peak_gib:
         of_plan = "" if plan is None else f" (plan {plan.memory.total / GIB:.1f} GiB)"
@@ -62,7 +61,7 @@ def run_figures(opened: OpenRun) -> Iterator[tuple[str, str]]:
     if summary.tokens:
         yield "Tokens", in_millions(summary.tokens)
     is_live = opened.status in LIVE
-    end = time.time() if is_live or summary.latest is None else summary.latest
+    end = time.time() if is_live or summary.latest_time is None else summary.latest_time
     yield "Time", format_seconds(summary.clock.until(end))
     if opened.status == "running" and (seconds := summary.eta_seconds):
         yield "Time left", format_seconds(seconds)
@@ -106,7 +105,7 @@ def _all_charts(opened: OpenRun) -> Iterator[Chart]:
     utilization: tuple[Level, ...] = ()
     if planned := planned_speed(plan):
         speed = (Level("plan", planned),)
-        if planned_utilization := opened.reader.facts.utilization(planned):
+        if planned_utilization := opened.reader.planned.utilization(planned):
             utilization = (Level("plan", 100 * planned_utilization),)
     memory = () if plan is None else (Level("plan", plan.memory.total / GIB),)
     yield Chart("Learning rate", {"learning rate": "learning rate"})
@@ -154,4 +153,4 @@ def evaluations_of(opened: OpenRun, metric: str) -> Points:
         for step, event in sorted(opened.summary.evaluations.items())
     )
     known = [(step, value) for step, value in values if value is not None]
-    return points_of(*zip(*known, strict=True)) if known else NO_POINTS
+    return rounded_points(*zip(*known, strict=True)) if known else NO_POINTS

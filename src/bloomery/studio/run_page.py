@@ -177,7 +177,7 @@ class RunPage:
             return
         has_events = version != self._version
         self._version = version
-        steps = summary.steps or opened.reader.facts.steps
+        steps = summary.planned_steps or opened.reader.planned.steps
         self._progress.value = min(summary.step / steps, 1.0) if steps else 0.0
         self._draw_figures()
         if has_events:

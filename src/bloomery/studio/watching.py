@@ -126,13 +126,13 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
         model="" if plan is None else model_of(plan),
         method="" if plan is None else method_of(plan),
         step=summary.step,
-        steps=summary.steps or (None if plan is None else plan.train.steps),
+        steps=summary.planned_steps or (None if plan is None else plan.train.steps),
         loss=None if summary.scores_completions else summary.smoothed,
         validation_loss=_validation_loss(summary),
         reward=_reward(summary),
         speed=summary.tokens_per_second,
         planned_speed=planned_speed(plan),
-        memory_gib=summary.last.memory_gib or None if summary.last else None,
+        memory_gib=summary.last_step.memory_gib or None if summary.last_step else None,
         temperature=max((gpu.temperature for gpu in gpus if gpu.temperature), default=None),
         power=sum(gpu.power for gpu in gpus if gpu.power) or None,
         began=summary.began,
@@ -220,7 +220,7 @@ class OpenRun:
         try:
             self.status = self.reader.read(self._let_pages_look)
             self.problem = ""
-            utilization = self.reader.facts.utilization(1.0)
+            utilization = self.reader.planned.utilization(1.0)
             if utilization is not None:
                 self.curves.scaled[MFU] = "tokens per second", 100 * utilization
         except (UserError, OSError) as error:

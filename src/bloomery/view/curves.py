@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, last_kept_step
+from bloomery.hardware.telemetry import device_name
+from bloomery.monitor.events import DeviceStats, Event, last_kept_step
 from bloomery.view.step_columns import StepColumns
 
 MOST_BUCKETS = 600  # of a curve; each is drawn as its lowest and its highest value
@@ -23,7 +24,7 @@ ValueType = Literal["f", "d"]  # of 4 or 8 bytes
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
 
-def points_of(steps: ArrayLike, values: ArrayLike) -> Points:
+def rounded_points(steps: ArrayLike, values: ArrayLike) -> Points:
     """With values of DIGITS significant digits, which are as exact as floats of 4 bytes, and shorter."""
     exact = np.asarray(values, np.float64)
     with np.errstate(divide="ignore"):  # the logarithm of 0
@@ -80,7 +81,7 @@ class Curve:
         known = ~np.isnan(known_values)
         known_steps = np.frombuffer(self.steps, np.uint32)[known]
         values = np.interp(np.asarray(steps), known_steps, known_values[known])
-        at: NDArray[np.float64] = points_of(steps, values)[:, 1]
+        at: NDArray[np.float64] = rounded_points(steps, values)[:, 1]
         return at
 
     def step_of(self, value: float) -> int:
@@ -136,7 +137,7 @@ class Curve:
             _, firsts = np.unique(numbers[equal], return_index=True)  # of each bucket
             chosen.append(equal[firsts])
         indices = np.unique(np.concatenate(chosen))
-        points = points_of(steps[indices], values[indices])
+        points = rounded_points(steps[indices], values[indices])
         last_begin = int(begins[-1])
         last_bucket = last_begin if known is None else int(known[last_begin])
         return _Extremes(points, int(np.searchsorted(indices, last_begin)), last_bucket)
@@ -220,7 +221,7 @@ class RunCurves:
             for table in self._tables.values():
                 table.cut(last_kept)
         if isinstance(event, DeviceStats):
-            name = "CPU" if event.device == CPU_DEVICE else f"GPU {event.device}"
+            name = device_name(event.device)
             values = {
                 f"{kind} of {name}": [NAN if value is None else value]
                 for kind, value in (("temperature", event.temperature), ("power", event.power))
@@ -266,7 +267,7 @@ class RunCurves:
         if name in self.scaled:
             other, factor = self.scaled[name]
             points = self.points(other, first, last)
-            return points_of(points[:, 0], factor * points[:, 1])
+            return rounded_points(points[:, 0], factor * points[:, 1])
         curve = self.by_name.get(name)
         return NO_POINTS if curve is None else curve.points(first, last)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
 from bloomery.core.units import JOULES_IN_KWH
+from bloomery.hardware.telemetry import device_name
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats
 
 _NOW = ("utilization", "temperature", "power", "clock_mhz", "throttled")
@@ -52,7 +53,7 @@ class DeviceSummary:
 
     @property
     def name(self) -> str:
-        return "CPU" if self.latest.device == CPU_DEVICE else f"GPU {self.latest.device}"
+        return device_name(self.latest.device)
 
     @property
     def mean_utilization(self) -> float | None:

@@ -14,7 +14,7 @@ from bloomery.infer.model_folder import best_on_disk
 from bloomery.monitor.events import Decode, Event, Tail, decode_json
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.view.facts import RunFacts, run_facts
+from bloomery.view.planned_figures import PlannedFigures, figures_of_plan
 from bloomery.view.reader_processes import ReaderProcesses
 from bloomery.view.recorded_run import contradicted
 from bloomery.view.run_view import RunView
@@ -47,12 +47,12 @@ class RunReader:
             None,
             None,
         )  # as `_files_now`, of the run that is read
-        self._facts: RunFacts | None = None
+        self._planned: PlannedFigures | None = None
 
     @property
-    def facts(self) -> RunFacts:
+    def planned(self) -> PlannedFigures:
         """Figures of the plan, once there is one that this version reads."""
-        return self._facts or RunFacts(name=self.folder.name)
+        return self._planned or PlannedFigures(name=self.folder.name)
 
     @property
     def is_replaced(self) -> bool:
@@ -102,11 +102,11 @@ class RunReader:
         summary.best_saved = None if is_running else best_on_disk(self.folder / "checkpoints")
 
         # The plan does not change: it is read once.
-        if self._facts is None:
+        if self._planned is None:
             with suppress(UserError, OSError):  # no plan yet, or one of another version
                 self.plan = read_plan(self.folder / "plan.json")
                 machine = read_machine(self.folder / "machine.json")
-                self._facts = replace(run_facts(self.plan, machine), name=self.folder.name)
+                self._planned = replace(figures_of_plan(self.plan, machine), name=self.folder.name)
         return status_of(self.folder, summary, is_running=is_running)
 
     def read_all(self) -> list[Event]:

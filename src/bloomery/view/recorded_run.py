@@ -1,4 +1,4 @@
-"""The recorded history of a run: events.jsonl checked against its plan and checkpoints. No torch."""
+"""What a run has recorded: events.jsonl checked against its plan and checkpoints. No torch."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from bloomery.monitor.events import Event, Resumed, RunEnded, RunStarted, StepDo
 
 
 @dataclass(frozen=True)
-class History:
+class LogCheck:
     """What events.jsonl holds. `missing_steps`: those without an event, before a later step or checkpoint.
 
     `last_step`: the last one with an event. `end`: the event of the run's end, unless the run continued.
@@ -45,14 +45,14 @@ class History:
         return "; ".join(parts) + ": charts and figures lack them, the weights are not affected"
 
 
-def read_history(run_dir: Path) -> History:
+def read_log_check(run_dir: Path) -> LogCheck:
     """Raises UserError when events or checkpoints cannot be read."""
     tail = Tail(run_dir / "events.jsonl")
-    return checked_history(run_dir, tail.read(is_complete=True), tail)
+    return log_check_of(run_dir, tail.read(is_complete=True), tail)
 
 
-def checked_history(run_dir: Path, events: Iterable[Event], tail: Tail) -> History:
-    """Of events that `tail` has read, or reads as they are taken. Raises UserError as `read_history`."""
+def log_check_of(run_dir: Path, events: Iterable[Event], tail: Tail) -> LogCheck:
+    """Of events that `tail` has read, or reads as they are taken. Raises UserError as `read_log_check`."""
     recorded_steps = set[int]()
     end = None
     for event in events:
@@ -62,7 +62,7 @@ def checked_history(run_dir: Path, events: Iterable[Event], tail: Tail) -> Histo
         if isinstance(event, RunEnded | RunStarted | Resumed | StepDone):
             end = event if isinstance(event, RunEnded) else None
     last_step = max([*recorded_steps, *saved_steps(run_dir / "checkpoints")], default=0)
-    return History(
+    return LogCheck(
         _gaps(recorded_steps, last_step), tail.unknown_lines, max(recorded_steps, default=0), end
     )
 

@@ -56,7 +56,7 @@ class RunView:
 
         # A run was killed after its last step.
         if self.summary.clock.shows_kill(event):
-            step = self.summary.last.step if self.summary.last is not None else 0
+            step = self.summary.last_step.step if self.summary.last_step is not None else 0
             seconds = self.summary.clock.seconds
             self.incidents.append(Incident(step, event.time, seconds, "kill", KILLED))
         self.summary.add(event)

@@ -18,7 +18,7 @@ from bloomery.monitor.words import (
     short_sensor_lines,
 )
 from bloomery.view.curves import NO_POINTS, KeptCurves, Points, RunCurves
-from bloomery.view.facts import RunFacts
+from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import plot, settled_top
 from bloomery.view.run_view import RunView
 from bloomery.view.summary import RunSummary, in_millions
@@ -46,17 +46,19 @@ class Screen:
     plain: bool = False
 
 
-def screen_view(steps: int | None = None) -> RunView:
+def view_for_screen(steps: int | None = None) -> RunView:
     """A run that has no event yet, for a picture. `steps`: of the plan."""
-    return RunView(summary=RunSummary(steps=steps), curves=RunCurves(SCREEN_CURVES))
+    return RunView(summary=RunSummary(planned_steps=steps), curves=RunCurves(SCREEN_CURVES))
 
 
-def frame(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
+def frame(
+    run: RunView, planned: PlannedFigures, screen: Screen, *, state: str, now: float
+) -> list[str]:
     """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
     width = screen.width
     readings = run.summary.devices.newest
-    head = _head(run.summary, facts, screen, state, now)
-    figures = _figures(run, facts, width)
+    head = _head(run.summary, planned, screen, state, now)
+    figures = _figures(run, planned, width)
     devices = sensor_lines(readings, width)
     if screen.height is None:
         chart = _chart(run, screen, 10)
@@ -91,9 +93,11 @@ def frame(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: flo
     return fitted_lines
 
 
-def picture(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
+def picture(
+    run: RunView, planned: PlannedFigures, screen: Screen, *, state: str, now: float
+) -> Group:
     """The same for rich. No information is in the color alone; NO_COLOR removes it."""
-    rows = frame(run, facts, screen, state=state, now=now)
+    rows = frame(run, planned, screen, state=state, now=now)
     styles = [
         "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
         for at, row in enumerate(rows)
@@ -107,23 +111,23 @@ def picture(run: RunView, facts: RunFacts, screen: Screen, *, state: str, now: f
 
 
 def _head(
-    summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float
+    summary: RunSummary, planned: PlannedFigures, screen: Screen, state: str, now: float
 ) -> list[str]:
     """Name, state and step in one line, or two where a name is long; then a bar with elapsed time and ETA."""
-    steps = summary.steps or facts.steps
+    steps = summary.planned_steps or planned.steps
     phase = summary.phase
     works = state in ("starting", "running")
     doing = ""
     if phase is not None and works and phase.name != "length":
         doing = f" · {phase_text(phase)}"
-        if summary.last is not None and phase.total:  # before the first step the bar shows it
+        if summary.last_step is not None and phase.total:  # before the first step the bar shows it
             doing += f" {min(phase.done / phase.total, 1.0):.0%}"
     progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
-    full_title = f"{facts.name} · {progress}" if facts.name else progress
+    full_title = f"{planned.name} · {progress}" if planned.name else progress
 
     lives = works or state in ("stopping", "paused")
     times = format_seconds(
-        summary.clock.until(now if lives or summary.latest is None else summary.latest)
+        summary.clock.until(now if lives or summary.latest_time is None else summary.latest_time)
     )
     if state == "running" and (seconds := summary.eta_seconds):
         times += f", ETA {format_seconds(seconds)}"
@@ -134,8 +138,8 @@ def _head(
                 f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
             )
     progress_done = float(summary.step)
-    total = float(summary.steps or 0)
-    if phase is not None and phase.total and not summary.last:
+    total = float(summary.planned_steps or 0)
+    if phase is not None and phase.total and not summary.last_step:
         progress_done = phase.done
         total = phase.total
     share = min(progress_done / total, 1.0) if total else 0.0
@@ -143,7 +147,7 @@ def _head(
     filled_cells = int(share * bar_width)
     bar = f"{'█' * filled_cells}{'░' * (bar_width - filled_cells)} {share:>4.0%}  {times}"
     return [
-        *([full_title] if cell_len(full_title) <= screen.width else [facts.name, progress]),
+        *([full_title] if cell_len(full_title) <= screen.width else [planned.name, progress]),
         bar,
     ]
 
@@ -185,19 +189,19 @@ def _values(run: RunView, name: str) -> Points:
     return NO_POINTS if curve is None else curve.values_by_step()
 
 
-def _figures(run: RunView, facts: RunFacts, width: int) -> list[str]:
+def _figures(run: RunView, planned: PlannedFigures, width: int) -> list[str]:
     summary = run.summary
-    last_step = run.summary.last
+    last_step = run.summary.last_step
     if last_step is None:
         return []
     speed = summary.tokens_per_second or 0.0
     latest = summary.evaluation
     best = summary.best
-    utilization = facts.utilization(speed)
+    utilization = planned.utilization(speed)
     joules = summary.devices.joules
     energy_per_token = summary.joules_per_token
     loss = "skipped" if last_step.loss is None else f"{last_step.loss:.4f}"
-    limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
+    limit = f" of {planned.memory_limit_gib:.1f}" if planned.memory_limit_gib else ""
     energy = (
         ""
         if joules is None
@@ -258,7 +262,7 @@ def _reward_figures(summary: RunSummary) -> list[tuple[str, str]]:
     if length and clipped is not None:
         length += f", {clipped:.0%} not ended"
     share = summary.sampling_share
-    entropy = summary.last.metrics.get("entropy") if summary.last is not None else None
+    entropy = summary.last_step.metrics.get("entropy") if summary.last_step is not None else None
     return [
         ("reward", reward),
         ("length", length),

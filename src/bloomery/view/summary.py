@@ -30,7 +30,7 @@ MEASURABLE_TOKENS = 2000
 # Held-out prompts: with fewer, a mean of rewards of 0 or 1 is off by more than 0.1.
 MEASURABLE_PROMPTS = 25
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
-NEWS = 0.1  # relative change of the number of steps that is printed
+_ANNOUNCED_CHANGE = 0.1  # of the planned steps, relative: a larger one is printed
 
 
 @dataclass
@@ -104,13 +104,13 @@ class MovingAverage:
 class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
-    steps: int | None = None
-    # Steps as printed. A run with train.max_time estimates them again and again.
+    planned_steps: int | None = None
+    # `planned_steps` as printed. A run with train.max_time estimates them again and again.
     announced: int | None = None
     step: int = 0
     tokens: int = 0
     phase: Phase | None = None
-    last: StepDone | None = None
+    last_step: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     best_saved: int | None = None  # the step of best.json, where a folder is read
     ended: RunEnded | None = None
@@ -119,10 +119,9 @@ class RunSummary:
     reward: float | None = None  # of the newest rollout
     stopping: bool = False  # on request, after the current step and its checkpoint
     began: float | None = None
-    latest: float | None = None
+    latest_time: float | None = None  # of the newest event
     clock: Elapsed = field(default_factory=Elapsed)
-    trained_seconds: float = 0.0
-    steps_run: int = 0  # with those repeated after a kill
+    step_seconds_total: float = 0.0  # steps that were repeated after a kill count twice
     # Seconds of the first step of each compiled process.
     compiling_steps: list[float] = field(default_factory=list)
     # Seconds from a process's start to its restored state.
@@ -130,12 +129,10 @@ class RunSummary:
     preparation_seconds: float = 0.0  # of the dataset, before training
     loss_average: MovingAverage = field(default_factory=MovingAverage)
     reward_average: MovingAverage = field(default_factory=MovingAverage)
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     warnings: list[str] = field(default_factory=list)
     skipped: int = 0
     resumes: int = 0
     recoveries: int = 0
-    saves: int = 0
     peak_gib: float = 0.0
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=NEWEST))
     devices: Devices = field(default_factory=Devices)
@@ -146,7 +143,7 @@ class RunSummary:
             self.add_steps(StepColumns.of((event,)))
             return
         self.began = event.time if self.began is None else self.began
-        self.latest = event.time
+        self.latest_time = event.time
         self.clock.add(event)
         match event:
             case EvalDone():
@@ -154,7 +151,7 @@ class RunSummary:
                 if self.phase is not None and self.phase.name == "evaluation":
                     self.phase = None
             case RunStarted():
-                self.steps = event.steps or self.steps
+                self.planned_steps = event.steps or self.planned_steps
                 self.ended = None
                 self.stopping = False
                 self.announced = event.steps or None
@@ -169,12 +166,13 @@ class RunSummary:
             case Phase():
                 self.phase = event
                 if event.name == "length" and event.total:
-                    self.steps = int(event.total)
+                    self.planned_steps = int(event.total)
                     if (
                         self.announced is None
-                        or abs(self.steps - self.announced) > NEWS * self.announced
+                        or abs(self.planned_steps - self.announced)
+                        > _ANNOUNCED_CHANGE * self.announced
                     ):
-                        self.announced = self.steps
+                        self.announced = self.planned_steps
             case Resumed():
                 self.resumes += 1
                 self._go_back(event.step)
@@ -184,7 +182,6 @@ class RunSummary:
                     self.loss_average = MovingAverage()
                     self.reward_average = MovingAverage()
                     self.reward = None
-                    self.losses.clear()
             case Recovered():
                 self.recoveries += 1
                 if event.step < self.step:  # not after a skipped step
@@ -192,8 +189,6 @@ class RunSummary:
                 self.warnings.append(f"{event.reason}: {event.action}")
             case Warned():
                 self.warnings.append(event.reason)
-            case Saved():
-                self.saves += 1
             case DeviceStats():
                 self.devices.add(event)
             case RunEnded():
@@ -219,23 +214,21 @@ class RunSummary:
         """As `add` of each. Returns the seconds of training until the end of each."""
         last = steps.newest[-1]
         self.began = steps.time[0] if self.began is None else self.began
-        self.latest = last.time
+        self.latest_time = last.time
         seconds_at_steps = self.clock.add_steps(steps.time)
         if self.phase is not None and self.phase.name == "compile":
             self.compiling_steps.append(steps.step_seconds[0])
         self.phase = None
         self.step = last.step
         self.tokens = last.tokens
-        self.last = last
+        self.last_step = last
         self.recent.extend(steps.newest)
-        self.steps_run += len(steps.step)
         for seconds in steps.step_seconds:
-            self.trained_seconds += seconds
+            self.step_seconds_total += seconds
         self.peak_gib = max(self.peak_gib, max(steps.memory_gib))
 
         losses = [loss for loss in steps.loss if not isnan(loss)]
         self.skipped += len(steps.loss) - len(losses)
-        self.losses.extend(losses)
         self.loss_average.add(losses)
         rewards = [reward for reward in steps.metrics.get("reward", ()) if not isnan(reward)]
         if rewards:
@@ -307,9 +300,9 @@ class RunSummary:
     @property
     def eta_seconds(self) -> float | None:
         """From the wall clock of the recent steps, evaluations and checkpoints included, slow first steps excluded."""
-        if self.steps and self.steps_per_rollout is not None and self.recent:
-            return self._seconds_of_rollouts(max(self.steps - self.step, 0))
-        if not self.steps or len(self.recent) < 2:
+        if self.planned_steps and self.steps_per_rollout is not None and self.recent:
+            return self._seconds_of_rollouts(max(self.planned_steps - self.step, 0))
+        if not self.planned_steps or len(self.recent) < 2:
             return None
         slow_seconds = 3 * statistics.median(step.step_seconds for step in self.recent)
         num_slow = sum(
@@ -320,7 +313,7 @@ class RunSummary:
         clock = Elapsed()
         for step in counted:
             clock.add(step)
-        steps_left = max(self.steps - self.step, 0)
+        steps_left = max(self.planned_steps - self.step, 0)
         steps_counted = max(counted[-1].step - counted[0].step, 1)
         return steps_left * clock.seconds / steps_counted
 

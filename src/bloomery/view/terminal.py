@@ -42,10 +42,10 @@ from bloomery.monitor.words import (
     eval_text,
     incident_text,
 )
-from bloomery.view.facts import RunFacts
+from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import sparkline
 from bloomery.view.run_view import RunView
-from bloomery.view.screen import Screen, frame, picture, screen_view
+from bloomery.view.screen import Screen, frame, picture, view_for_screen
 from bloomery.view.summary import RunSummary, in_millions
 
 WIDTH = 100
@@ -93,7 +93,7 @@ def header(loss_unit: str = "token", *, memory: bool = False) -> str:
     return "".join(f"{title:>{width}}" for title, width in _columns(loss_unit, memory).items())
 
 
-class View(Sink, Protocol):
+class TerminalSink(Sink, Protocol):
     """A sink on the terminal."""
 
     def note(self, step: int, text: str) -> None: ...
@@ -101,24 +101,24 @@ class View(Sink, Protocol):
 
 @contextmanager
 def showing(
-    facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()
-) -> Iterator[View]:
+    planned: PlannedFigures, console: Console | None = None, before: Iterable[Event] = ()
+) -> Iterator[TerminalSink]:
     """A live view on a terminal or in a notebook, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
-    run = screen_view(facts.steps)
+    run = view_for_screen(planned.steps)
     run.add_all(before)
     run.restart()
 
     def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    view: View
+    view: TerminalSink
     if console.is_jupyter:
-        view = NotebookView(facts, run)
+        view = NotebookView(planned, run)
     elif console.is_terminal:
-        view = LiveView(facts, console, run)
+        view = LiveView(planned, console, run)
     else:
-        view = PlainView(facts, write, run.summary)
+        view = PlainView(planned, write, run.summary)
     try:
         yield view
     finally:
@@ -129,8 +129,8 @@ def showing(
 class LiveView:
     """The picture of `bloomery watch`, redrawn twice per second; `close` leaves the last one on the screen."""
 
-    def __init__(self, facts: RunFacts, console: Console, run: RunView) -> None:
-        self._facts = facts
+    def __init__(self, planned: PlannedFigures, console: Console, run: RunView) -> None:
+        self._planned = planned
         self._console = console
         self._run = run
         self._lock = threading.Lock()  # the drawing thread reads what `write` changes
@@ -159,15 +159,15 @@ class LiveView:
         plain = (self._console.encoding or "ascii").lower() not in ("utf-8", "utf8")
         screen = Screen(self._console.width, self._console.height - 1, plain)
         with self._lock:
-            return picture(self._run, self._facts, screen, state=self._run.state, now=time.time())
+            return picture(self._run, self._planned, screen, state=self._run.state, now=time.time())
 
 
 @final
 class NotebookView:
     """The picture of `bloomery watch` as one output of a notebook cell, redrawn in place. The last one stays."""
 
-    def __init__(self, facts: RunFacts, run: RunView) -> None:
-        self._facts = facts
+    def __init__(self, planned: PlannedFigures, run: RunView) -> None:
+        self._planned = planned
         self._run = run
         self._drawn = time.monotonic()
         # IPython is there in every notebook.
@@ -189,7 +189,7 @@ class NotebookView:
     def _repr_mimebundle_(self, **_wanted: object) -> dict[str, str]:
         screen = Screen(WIDTH)
         text = "\n".join(
-            frame(self._run, self._facts, screen, state=self._run.state, now=time.time())
+            frame(self._run, self._planned, screen, state=self._run.state, now=time.time())
         )
         return {
             "text/plain": text,
@@ -214,15 +214,15 @@ class PlainView:
 
     def __init__(
         self,
-        facts: RunFacts,
+        planned: PlannedFigures,
         write: Callable[[str], None],
         summary: RunSummary | None = None,
         width: int = WIDTH,
     ) -> None:
-        self._facts = facts
+        self._planned = planned
         self._width = width
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
-        self._summary = summary or RunSummary(steps=facts.steps, announced=facts.steps)
+        self._summary = summary or RunSummary(planned_steps=planned.steps, announced=planned.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
         self._curve: list[float] = []  # of losses, or of rewards
@@ -256,15 +256,17 @@ class PlainView:
                     self._flush()
                 self._since.append(event)
                 if (
-                    event.step % self._facts.every_steps == 0
+                    event.step % self._planned.every_steps == 0
                     or event.loss is None
-                    or event.step == self._summary.steps
+                    or event.step == self._summary.planned_steps
                 ):
-                    self._at(event.step)
+                    self._begin_line(event.step)
             case EvalDone():
-                self._at(event.step).evaluation = eval_text(event, 2).replace("accuracy ", "")
+                self._begin_line(event.step).evaluation = eval_text(event, 2).replace(
+                    "accuracy ", ""
+                )
             case Saved() if event.step == self._summary.step:
-                self._at(event.step).notes.append(incident_text(event) or "")
+                self._begin_line(event.step).notes.append(incident_text(event) or "")
             case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
                 # An asynchronous checkpoint may be that of an earlier step.
                 line.step == event.step or isinstance(event, Saved)
@@ -324,9 +326,9 @@ class PlainView:
 
     def _is_due(self, event: Phase) -> bool:
         """Whether this progress is printed: not again within seconds, and at the end of the phase."""
-        if event.name in _STEP_PHASES and self._summary.last is not None:
+        if event.name in _STEP_PHASES and self._summary.last_step is not None:
             # A rollout that is over soon has no line: the seconds count from the step before.
-            printed_at = max(self._phase[1], self._summary.last.time)
+            printed_at = max(self._phase[1], self._summary.last_step.time)
             return event.time - printed_at >= _STEP_PHASE_SECONDS
         name, printed_at = self._phase
         is_complete = 0 < event.total <= event.done
@@ -350,7 +352,7 @@ class PlainView:
         for line in titled(title, *textwrap.wrap(text, self._width - TITLE)):
             self._write(line)
 
-    def _at(self, step: int) -> _Line:
+    def _begin_line(self, step: int) -> _Line:
         """The line of that step, with the mean of the steps since the previous line."""
         if self._line is not None and self._line.step == step:
             return self._line
@@ -393,7 +395,7 @@ class PlainView:
         if line is None:
             return
         unit = self._summary.loss_unit
-        memory = self._facts.show_memory
+        memory = self._planned.show_memory
         if not self._headed:
             self._write("")
             self._write(header(unit, memory=memory))

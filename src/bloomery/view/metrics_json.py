@@ -36,13 +36,13 @@ def write_metrics(
 def metrics_of(summary: RunSummary) -> dict[str, Any]:
     """Figures of the run so far, for programs."""
     joules = summary.devices.joules
-    last_step = summary.last
+    last_step = summary.last_step
     ended = summary.ended
     return {
         "status": ended.status if ended else None,
         "error": redact_secrets(ended.error) if ended and ended.error else None,
         "step": summary.step,
-        "max_steps": summary.steps,
+        "max_steps": summary.planned_steps,
         "tokens": summary.tokens,
         "loss": last_step.loss if last_step else None,
         "smoothed_loss": summary.smoothed,
@@ -52,7 +52,7 @@ def metrics_of(summary: RunSummary) -> dict[str, Any]:
         "best_eval": asdict(summary.best) if summary.best else None,
         "tokens_per_second": summary.tokens_per_second,
         "seconds": summary.seconds,
-        "train_seconds": summary.trained_seconds,
+        "train_seconds": summary.step_seconds_total,
         "peak_memory_gib": summary.peak_gib,
         "energy_kwh": None if joules is None else joules / JOULES_IN_KWH,
         "energy_seconds": round(summary.devices.covered_seconds, 1),

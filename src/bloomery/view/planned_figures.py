@@ -18,7 +18,7 @@ from bloomery.recipe.rewards import VerifierReward
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class PlannedFigures:
     """Figures of the plan that a view shows and no event holds; None is not shown."""
 
     name: str = ""
@@ -36,7 +36,7 @@ class RunFacts:
         return tokens_per_second * self.flops_per_token / self.peak_flops
 
 
-def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
+def figures_of_plan(plan: RunPlan, machine: Machine | None) -> PlannedFigures:
     """MFU needs the device's peak in the plan's precision from the table."""
     config = plan.model.config
     train = plan.train
@@ -50,7 +50,7 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
             width=config.hidden_size,
             compiled=train.compile,
         )
-    return RunFacts(
+    return PlannedFigures(
         name=plan.name,
         every_steps=plan.logging.every_steps,
         steps=train.steps,
