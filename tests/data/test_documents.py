@@ -241,7 +241,7 @@ def test_a_broken_file_is_named_or_skipped(tmp_path, name):
     assert stats.skipped == 1
 
 
-def test_truncated_parquet_of_real_size(tmp_path):
+def test_a_truncated_parquet_file_is_refused(tmp_path):
     pq.write_table(
         pa.table({"text": [str(i) * 50 for i in range(5000)]}), tmp_path / "whole.parquet"
     )

@@ -98,10 +98,10 @@ def turn(leaves: Leaves, role: str) -> dict:
     return message
 
 
-def turns(leaves: Leaves, *, answered: bool = True) -> list[dict]:
+def turns(leaves: Leaves, *, is_answered: bool = True) -> list[dict]:
     roles = ["system"] if leaves.random.random() < 0.3 else []
     roles += ["user", "assistant"] * leaves.random.randint(0, 2) + ["user"]
-    return [turn(leaves, role) for role in [*roles, *(["assistant"] if answered else [])]]
+    return [turn(leaves, role) for role in [*roles, *(["assistant"] if is_answered else [])]]
 
 
 def side(leaves: Leaves, form: str, role: str) -> object:
@@ -135,7 +135,7 @@ def row_of(leaves: Leaves, kind: str, form: str, extras: tuple[str, ...]) -> dic
             row = {"prompt": side(leaves, form, "user")}
             row |= {name: side(leaves, form, "assistant") for name in ("chosen", "rejected")}
         case "pair of a conversation":
-            row = {"conversations": turns(leaves, answered=False)}
+            row = {"conversations": turns(leaves, is_answered=False)}
             row |= {name: side(leaves, "message", "assistant") for name in ("chosen", "rejected")}
         case "rejected response":
             row = {"messages": turns(leaves), "rejected_response": leaves.text()}
@@ -143,13 +143,13 @@ def row_of(leaves: Leaves, kind: str, form: str, extras: tuple[str, ...]) -> dic
             row = {"prompt": side(leaves, form, "user"), "answer": leaves.text()}
         case _:
             row = {"text": leaves.text()}
-    for extra in extras:
+    for column in extras:
         is_empty = leaves.random.random() < 0.2
-        if extra == "history":
-            row[extra] = None if is_empty else [[leaves.text(), leaves.text()]]
+        if column == "history":
+            row[column] = None if is_empty else [[leaves.text(), leaves.text()]]
         else:
-            is_odd = extra in ODD_COLUMNS
-            row[extra] = None if is_empty else leaves.odd(extra) if is_odd else leaves.text()
+            is_odd = column in ODD_COLUMNS
+            row[column] = None if is_empty else leaves.odd(column) if is_odd else leaves.text()
     return row
 
 

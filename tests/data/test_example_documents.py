@@ -98,7 +98,7 @@ def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, r
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
-def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
+def test_pairs_and_labels_are_found_in_every_file_format(tmp_path, suffix):
     pair = {
         "prompt": TALK[:1],
         "chosen": TALK[1:],
@@ -114,10 +114,10 @@ def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
     assert (chosen_document.example.responses, rejected_document.example.responses) == tuple(
         (answer,) for answer in document.example.responses
     )
-    marked = write_rows(
+    path_of_marks = write_rows(
         tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}]
     )
-    (document,) = read(marked, "kto")
+    (document,) = read(path_of_marks, "kto")
     assert document.example and document.example.desirable is False
 
 
@@ -235,7 +235,7 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
         (["training.jsonl", "tests.jsonl", "train.jsonl"], None),
     ],
 )
-def test_splits_by_name(names, train_names, tmp_path):
+def test_files_of_evaluation_splits_are_known_by_name(names, train_names, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -344,7 +344,7 @@ def test_tables_beside_data_files_are_named_with_the_glob_that_reads_them(tmp_pa
     assert "sizes.json" in unread_warning(tmp_path / "code", rows=True)
 
 
-def test_a_flaw_names_its_row(tmp_path):
+def test_a_bad_row_is_named_by_its_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
         json.dumps({"messages": TALK}) + "\n[1]\n" + json.dumps({"messages": TALK[:1]}) + "\n"

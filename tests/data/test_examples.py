@@ -155,11 +155,11 @@ def test_a_row_is_recognised_and_read(name):
 def test_calls_of_tools_are_read_with_their_arguments_as_an_object():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     _, example = read({"messages": [USER, CALLING, RESULT, ANSWER], "tools": json.dumps([tool])})
-    calling, result = example.responses[0][1:3]
-    assert calling.calls == (
+    calling_turn, result = example.responses[0][1:3]
+    assert calling_turn.calls == (
         {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}},
     )
-    assert calling.content == "" and result == Message("tool", "2", call_id="c1")
+    assert calling_turn.content == "" and result == Message("tool", "2", call_id="c1")
     assert example.tools == (tool,)
 
 
@@ -180,8 +180,11 @@ def test_columns_of_other_names_are_mapped():
     row = {"dialog": [{"who": "human", "said": "hi"}, {"who": "gpt", "said": "yo"}]}
     assert read(row, {"messages": "dialog", "role": "who", "content": "said"})[1] == chat(HI, YO)
     row = {"question": "a", "answer": "b"}
-    mapped = {"prompt": "question", "completion": "answer"}
-    assert read(row, mapped) == ("completion", Example("a.jsonl:3", "completion", "a", ("b",)))
+    column_names = {"prompt": "question", "completion": "answer"}
+    assert read(row, column_names) == (
+        "completion",
+        Example("a.jsonl:3", "completion", "a", ("b",)),
+    )
     row = {"q": "a", "good": "b", "bad": "c"}
     assert read(row, {"prompt": "q", "chosen": "good", "rejected": "bad"})[1] == pair("a", "b", "c")
 
@@ -337,7 +340,7 @@ def test_a_row_that_cannot_be_learned_says_where_and_why(name):
 
 
 @pytest.mark.parametrize("row", [None, 3, [], "text"])
-def test_a_row_that_is_no_object(row):
+def test_a_row_that_is_no_object_is_a_bad_row(row):
     bad_row = example_or_flaw(row, "messages", {})
     assert isinstance(bad_row, BadRow) and "not an object" in bad_row.problem
 
@@ -351,7 +354,7 @@ def test_a_column_that_is_not_there_is_named():
     )
 
 
-def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
+def test_a_mapping_for_other_data_is_not_taken_for_a_missing_column():
     row = {"instruction": "a", "output": "b"}
     bad_row = example_or_flaw(row, "alpaca", {"output": "response"})
     assert (

@@ -42,16 +42,16 @@ def read(path, required_format, **source):
     return examples, stats.use
 
 
-def pair(row, prompt, chosen=(NINE,), rejected=(NO,), unread=()):
-    return row, "pairs", "pair", prompt, (chosen, rejected), unread
+def pair(row, prompt, chosen=(NINE,), rejected=(NO,), unread_columns=()):
+    return row, "pairs", "pair", prompt, (chosen, rejected), unread_columns
 
 
-def kto(row, prompt, response=(NINE,), unread=()):
-    return row, "kto", "kto", prompt, (response,), unread
+def kto(row, prompt, response=(NINE,), unread_columns=()):
+    return row, "kto", "kto", prompt, (response,), unread_columns
 
 
-def chat(row, *turns, unread=()):
-    return row, "sft", "chat", (), (turns,), unread
+def chat(row, *turns, unread_columns=()):
+    return row, "sft", "chat", (), (turns,), unread_columns
 
 
 ROWS = {
@@ -73,7 +73,7 @@ ROWS = {
         "When?",
         "At nine.",
         "No.",
-        unread=("rating",),
+        unread_columns=("rating",),
     ),
     "llama-factory pairs": pair(
         {"instruction": "Answer.", "input": "When?", "chosen": "At nine.", "rejected": "No."},
@@ -172,7 +172,7 @@ ROWS = {
             "non_preferred_output": [OTHER],
         },
         (ASK,),
-        unread=("parallel_tool_calls",),
+        unread_columns=("parallel_tool_calls",),
     ),
     # labels
     "labeled messages": kto({"messages": TALK, "label": True}, (ASK,)),
@@ -184,7 +184,7 @@ ROWS = {
         {"question": "When?", "answer": "At nine.", "label": 1}, "When?", "At nine."
     ),
     # conversations
-    "a list of another name": chat({"id": "7", "talk": TALK}, ASK, NINE, unread=("id",)),
+    "a list of another name": chat({"id": "7", "talk": TALK}, ASK, NINE, unread_columns=("id",)),
     "the same system message twice": chat(
         {**SYSTEM, "messages": [{"role": "system", "content": CLERK.content}, *TALK]},
         CLERK,
@@ -205,13 +205,13 @@ ROWS = {
         {"prompt": "When?", "response": "At nine.", "helpfulness": 3},
         ASK,
         NINE,
-        unread=("helpfulness",),
+        unread_columns=("helpfulness",),
     ),
     "turns with both sides": chat(
         {"conversation": [{"input": "When?", "output": "At nine."}], "source": "a"},
         ASK,
         NINE,
-        unread=("source",),
+        unread_columns=("source",),
     ),
     "gemini's parts": chat(
         {
@@ -232,10 +232,12 @@ ROWS = {
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".json"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_means_what_it_means_in_its_own_tool(name, suffix, tmp_path):
-    row, required_format, kind, prompt, responses, unread = ROWS[name]
+    row, required_format, kind, prompt, responses, unread_columns = ROWS[name]
     (example,), columns_used = read(write(tmp_path / f"rows{suffix}", [row]), required_format)
     assert (example.kind, example.prompt, example.responses) == (kind, prompt, responses)
-    assert tuple(columns_used.unread_columns) == unread and not columns_used.unread_turn_keys
+    assert (
+        tuple(columns_used.unread_columns) == unread_columns and not columns_used.unread_turn_keys
+    )
 
 
 GENERATED = {
@@ -256,7 +258,7 @@ def test_rows_decide_the_objective_of_a_generated_recipe(name, tmp_path):
     assert (None if format_and_columns is None else format_and_columns[0]) == format
 
 
-def masked(**keys):
+def masked_row(**keys):
     return {"messages": [USER, {**OTHER, **keys}, USER, ANSWER]}
 
 
@@ -275,7 +277,7 @@ def masked(**keys):
     ],
 )
 def test_a_turn_is_masked_by_the_keys_of_every_tool(keys, tmp_path):
-    (example,), columns_used = read(write(tmp_path / "rows.jsonl", [masked(**keys)]), "sft")
+    (example,), columns_used = read(write(tmp_path / "rows.jsonl", [masked_row(**keys)]), "sft")
     assert [turn.trained_on for turn in example.responses[0]] == [True, False, True, True]
     assert not columns_used.unread_turn_keys
 
@@ -310,11 +312,11 @@ REFUSED = {
     ),
     "labeled": ({"messages": TALK, "label": False}, {}, "kind=kto"),
     "spans": (
-        masked(train_detail=[{"begin_offset": 0, "end_offset": 2, "train": False}]),
+        masked_row(train_detail=[{"begin_offset": 0, "end_offset": 2, "train": False}]),
         {},
         "remove it",
     ),
-    "half a weight": (masked(loss_scale=0.5), {}, "write 0 or 1"),
+    "half a weight": (masked_row(loss_scale=0.5), {}, "write 0 or 1"),
     "a prompt to train on": (
         {"messages": [{**USER, "train": True}, ANSWER]},
         {},
@@ -353,7 +355,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused_with_the_way_out(name, suffix, tmp_path):
+def test_rows_that_cannot_be_trained_on_are_refused_with_a_fix(name, suffix, tmp_path):
     row, source, fix = REFUSED[name]
     with pytest.raises(UserError) as caught:
         read(write(tmp_path / f"rows{suffix}", [row]), "sft", **source)
@@ -369,7 +371,7 @@ def test_what_cannot_be_trained_is_refused_with_the_way_out(name, suffix, tmp_pa
         "a < image >",
     ],
 )
-def test_markup_is_no_picture(text, tmp_path):
+def test_markup_in_a_text_is_not_taken_for_a_picture(text, tmp_path):
     row = {"messages": [{"role": "user", "content": text}, ANSWER]}
     (example,), _ = read(write(tmp_path / "rows.jsonl", [row]), "sft")
     assert example.responses[0][0].content == text
@@ -418,7 +420,7 @@ def test_nulls_of_united_schemas_are_left_out(tmp_path):
     assert plain_examples[0].responses[0][1].calls == (CALL,) and not columns_used.unread_turn_keys
 
 
-def test_the_older_call_of_openai(tmp_path):
+def test_the_older_function_call_of_openai_is_read(tmp_path):
     call = {"name": "weather", "arguments": json.dumps({"city": "Oslo"})}
     row = {
         "messages": [
@@ -430,8 +432,8 @@ def test_the_older_call_of_openai(tmp_path):
         "functions": [TOOL["function"]],
     }
     (example,), columns_used = read(write(tmp_path / "rows.jsonl", [row]), "sft")
-    calling, result = example.responses[0][1:3]
-    assert calling.calls == (CALL,) and (result.role, result.name) == ("tool", "weather")
+    calling_turn, result = example.responses[0][1:3]
+    assert calling_turn.calls == (CALL,) and (result.role, result.name) == ("tool", "weather")
     assert (
         example.tools == (TOOL,)
         and not columns_used.unread_columns
@@ -451,7 +453,7 @@ def test_answers_may_be_tool_calls(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["1", 1])
-def test_an_object_with_one_list_of_rows(version, tmp_path):
+def test_an_object_with_one_list_of_rows_is_a_dataset(version, tmp_path):
     rows = [{"question": "When?", "answer": "At nine."}] * 2
     path = write(tmp_path / "rows.json", {"version": version, "data": rows})
     assert peek(Source(path=str(path))) == (
@@ -511,7 +513,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_rows_that_may_mean_several_things_are_asked_about(name, tmp_path):
+def test_ambiguous_rows_are_refused_with_what_to_set(name, tmp_path):
     row, fix = AMBIGUOUS[name]
     path = write(tmp_path / "rows.json", row)
     with pytest.raises(UserError) as caught:
@@ -581,7 +583,7 @@ def test_a_mark_of_a_picture_is_refused(text, tmp_path):
             read(write(tmp_path / "rows.jsonl", [row]), "sft")
 
 
-def test_objects_of_a_row_are_no_table(tmp_path):
+def test_objects_in_a_row_are_not_taken_for_a_table(tmp_path):
     row = {
         "prompt": {"who": "user", "said": "When?"},
         "completion": {"who": "gpt", "said": "At nine."},
@@ -595,7 +597,7 @@ def test_objects_of_a_row_are_no_table(tmp_path):
 
 
 def test_bad_rows_can_be_skipped(tmp_path):
-    rows = [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}, masked(loss=2)]
+    rows = [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}, masked_row(loss=2)]
     dataset = open_dataset(Source(path=str(write(tmp_path / "a.jsonl", rows))), "sft")
     stats = ReadStats()
     assert len(list(read_documents(dataset, on_error="skip", stats=stats))) == 1
@@ -603,7 +605,7 @@ def test_bad_rows_can_be_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("first_context", ["", None])
-def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(first_context, tmp_path):
+def test_a_context_that_is_empty_in_the_first_row_is_read_in_later_rows(first_context, tmp_path):
     rows = [
         {"instruction": "Sum up.", "context": context, "response": "They do."}
         for context in (first_context, "Boats leave.")
@@ -618,7 +620,7 @@ def test_a_context_that_the_first_row_leaves_empty_is_read_of_later_rows(first_c
     assert not columns_used.unread_columns
 
 
-def test_parts_of_text_by_the_names_of_other_interfaces(tmp_path):
+def test_content_parts_of_other_interfaces_are_read(tmp_path):
     parts = [{"type": "input_text", "text": "When"}, {"type": "text", "text": "?"}]
     row = {"messages": [{"role": "user", "content": parts}, ANSWER]}
     (example,), _ = read(write(tmp_path / "rows.jsonl", [row]), "sft")

@@ -31,8 +31,8 @@ def test_shuffle_is_the_same_for_ever():
     ] == FIRST_ORDER
     assert mix(1, 2, 3) == FIRST_MIX
     states = np.array([mix(1, 2), mix(5, 2**63)], dtype=np.uint64)
-    mixed = mix_arrays(states, np.array([3, 2**40], dtype=np.uint64))
-    assert mixed.tolist() == [FIRST_MIX, mix(5, 2**63, 2**40)]
+    mixed_states = mix_arrays(states, np.array([3, 2**40], dtype=np.uint64))
+    assert mixed_states.tolist() == [FIRST_MIX, mix(5, 2**63, 2**40)]
 
 
 FIRST_ORDER = [5, 6, 3, 1, 9, 2, 0, 8, 7, 4, 2, 0, 7, 8, 6, 4, 3, 5, 1, 9]
@@ -71,14 +71,16 @@ def test_a_batch_has_the_shapes_and_types_of_its_docstring(folder):
 
 def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
     data = loader(folder)
-    first = [data.locate(index) for index in range(data.sequences)]
-    second = [data.locate(index) for index in range(data.sequences, 2 * data.sequences)]
-    assert sorted(first) == sorted(second) == [(0, row) for row in range(data.sequences)]
-    assert first != second
-    assert first != [loader(folder, seed=4).locate(index) for index in range(data.sequences)]
+    first_epoch = [data.locate(index) for index in range(data.sequences)]
+    second_epoch = [data.locate(index) for index in range(data.sequences, 2 * data.sequences)]
+    assert (
+        sorted(first_epoch) == sorted(second_epoch) == [(0, row) for row in range(data.sequences)]
+    )
+    assert first_epoch != second_epoch
+    assert first_epoch != [loader(folder, seed=4).locate(index) for index in range(data.sequences)]
 
 
-def test_ranks_share_the_rows_of_one(folder):
+def test_ranks_share_the_rows_of_one_rank(folder):
     rows_of_one_rank = as_rows(loader(folder).batch(Cursor(3, 8), 8))
     for world in (2, 4):
         parts = [

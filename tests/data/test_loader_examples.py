@@ -114,7 +114,7 @@ def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout)
             assert torch.equal(sides[0][:2], sides[1][:2])  # one prompt
 
 
-def test_marks_stand_on_every_token_of_their_text(folder):
+def test_a_kto_label_is_on_every_token_of_its_text(folder):
     batch = epoch_batch(loader(folder("kto")))
     labels = batch.extras["kto_labels"]
     assert set(labels.unique().tolist()) == {0, 1}
@@ -147,12 +147,14 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
     assert torch.equal(batch.extras["reference"], expected)
     with pytest.raises(UserError, match="has no value for a loss token"):
-        epoch_batch(loader(path, layout, reference=partial(path, file, layout)))
+        epoch_batch(
+            loader(path, layout, reference=reference_without_last_label(path, file, layout))
+        )
     with pytest.raises(UserError, match="is missing"):
         loader(path, layout, reference=tmp_path / "none")
 
 
-def partial(path: Path, file: Path, layout: str) -> Path:
+def reference_without_last_label(path: Path, file: Path, layout: str) -> Path:
     """A reference that lacks the last token that is learned."""
     values = np.fromfile(file, np.float32)
     scored_labels = np.flatnonzero(~np.isnan(values))[:-1]

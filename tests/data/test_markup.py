@@ -52,78 +52,86 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 @cache
-def compiled(path: Path) -> Template:
+def compiled_template(path: Path) -> Template:
     return Template(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}, re.compile("(?!)"))
 
 
-def rendered(path: Path, turns: list[dict]) -> str | None:
+def rendered_text(path: Path, turns: list[dict]) -> str | None:
     try:
-        return compiled(path).render(turns, None, prompt=True)
+        return compiled_template(path).render(turns, None, prompt=True)
     except Refused:
         return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_harmless_conversations_have_the_ids_of_the_template(kind: str) -> None:
-    tokenizer, compared = tokenizer_of(kind), 0
+    tokenizer, num_compared = tokenizer_of(kind), 0
     for template in TEMPLATES:
         for turns in HARMLESS:
-            text = rendered(template, turns)
+            text = rendered_text(template, turns)
             if text is None:
                 continue
             assert not tokenizer.markup.occurs(turns)
             assert tokenizer.markup.encode(text) == tokenizer.encode_rendered(text), template.name
-            compared += 1
-    assert compared > 60
+            num_compared += 1
+    assert num_compared > 60
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_control_tokens_in_a_message_stay_text_under_every_template(kind: str) -> None:
-    tokenizer, compared = tokenizer_of(kind), 0
-    control = {tokenizer.id_of(name) for name in chat_tokenizers.SPECIAL}
-    spelled = " ".join(chat_tokenizers.SPECIAL)
+    tokenizer, num_compared = tokenizer_of(kind), 0
+    control_ids = {tokenizer.id_of(name) for name in chat_tokenizers.SPECIAL}
+    control_text = " ".join(chat_tokenizers.SPECIAL)
     for template in TEMPLATES:
-        plain, hostile = (
+        plain_turns, hostile_turns = (
             [{"role": "user", "content": "x"}],
-            [{"role": "user", "content": f"x{spelled}"}],
+            [{"role": "user", "content": f"x{control_text}"}],
         )
-        (broken,), mark = tokenizer.markup.broken([hostile])
-        harmless, text = rendered(template, plain), rendered(template, broken)
-        if harmless is None or text is None:
+        (marked_turns,), mark = tokenizer.markup.broken([hostile_turns])
+        plain_text, text = (
+            rendered_text(template, plain_turns),
+            rendered_text(template, marked_turns),
+        )
+        if plain_text is None or text is None:
             continue
-        ids, expected = tokenizer.markup.encode(text, mark), tokenizer.encode_rendered(harmless)
-        assert [token for token in ids if token in control] == [
-            token for token in expected if token in control
+        ids, expected_ids = (
+            tokenizer.markup.encode(text, mark),
+            tokenizer.encode_rendered(plain_text),
+        )
+        assert [token for token in ids if token in control_ids] == [
+            token for token in expected_ids if token in control_ids
         ]
         if kind == "bytes":
             assert tokenizer.decode(ids) == text.replace(mark, "")
-        compared += 1
-    assert compared > 30
+        num_compared += 1
+    assert num_compared > 30
 
 
-def test_a_chat_cannot_be_given_turns_that_nobody_took() -> None:
+def test_a_message_cannot_inject_turns_into_a_chat() -> None:
     tokenizer = chat_tokenizers.ours()
     with chat_format(tokenizer, "chatml") as form:
-        injected = form.encode([Message("user", INJECTED)])
-        turns = form.encode(
+        injected_ids = form.encode([Message("user", INJECTED)])
+        ids_of_turns = form.encode(
             [Message("user", "hi"), Message("system", "obey"), Message("user", "x")]
         )
-        assert injected != turns and injected.count(tokenizer.id_of("<|im_end|>")) == 1
-        assert INJECTED in tokenizer.decode(injected)
+        assert (
+            injected_ids != ids_of_turns and injected_ids.count(tokenizer.id_of("<|im_end|>")) == 1
+        )
+        assert INJECTED in tokenizer.decode(injected_ids)
         call = {"type": "function", "function": {"name": "f", "arguments": {"a": INJECTED}}}
-        several = [Message("user", "a"), Message("assistant", INJECTED), Message("user", "b")]
-        assert form.encode(several).count(tokenizer.id_of("<|im_end|>")) == 3
+        several_turns = [Message("user", "a"), Message("assistant", INJECTED), Message("user", "b")]
+        assert form.encode(several_turns).count(tokenizer.id_of("<|im_end|>")) == 3
     with chat_format(tokenizer, "qwen") as form:
-        calling = [
+        calling_turns = [
             Message("user", "a"),
             Message("assistant", "", (call,)),
             Message("tool", INJECTED),
         ]
-        ids, plain = (
-            form.encode(calling),
-            form.encode([calling[0], Message("assistant", "x"), Message("tool", "y")]),
+        ids, plain_ids = (
+            form.encode(calling_turns),
+            form.encode([calling_turns[0], Message("assistant", "x"), Message("tool", "y")]),
         )
-        assert ids.count(tokenizer.id_of("<|im_end|>")) == plain.count(
+        assert ids.count(tokenizer.id_of("<|im_end|>")) == plain_ids.count(
             tokenizer.id_of("<|im_end|>")
         )
 

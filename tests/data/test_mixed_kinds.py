@@ -198,7 +198,7 @@ def test_several_processes_and_a_second_start_write_the_same_bytes(recipe, tmp_p
     )
 
 
-def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, recipe_of):
+def test_text_mixes_with_conversations_of_another_source_only(recipe, places, tmp_path, recipe_of):
     with pytest.raises(UserError, match="is plain text; the objective needs pairs"):
         prepare(recipe("pairs", "texts", objective="dpo"), tmp_path / "p")
     with pytest.raises(

@@ -59,22 +59,22 @@ def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float
 
 def test_packed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 6, 2], [1, 7, 2], [1, 8, 8, 8, 2]]])
-    first, second, third = rows_of(split, "packed", 4)
-    assert first == {
+    first_row, second_row, third_row = rows_of(split, "packed", 4)
+    assert first_row == {
         "tokens": [1, 5, 6, 2],
         "labels": [5, 6, 2, 1],
         "loss_mask": [1, 1, 1, 0],
         "positions": [0, 1, 2, 3],
         "documents": [0, 0, 0, 0],
     }
-    assert second == {
+    assert second_row == {
         "tokens": [1, 7, 2, 1],
         "labels": [7, 2, 1, 8],
         "loss_mask": [1, 1, 0, 1],
         "positions": [0, 1, 2, 0],
         "documents": [0, 0, 0, 1],
     }
-    assert third == {
+    assert third_row == {
         "tokens": [8, 8, 8, PAD],
         "labels": [8, 8, 2, PAD],
         "loss_mask": [1, 1, 1, 0],
@@ -104,15 +104,15 @@ def test_padded_rows_by_hand(tmp_path):
 
 def test_fixed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 2], [1, 7, 2]]])
-    first, second = rows_of(split, "fixed", 4)
-    assert first == {
+    first_row, second_row = rows_of(split, "fixed", 4)
+    assert first_row == {
         "tokens": [1, 5, 2, 1],
         "labels": [5, 2, 1, 7],
         "loss_mask": [1] * 4,
         "positions": [0, 1, 2, 3],
         "documents": [0] * 4,
     }
-    assert second == {
+    assert second_row == {
         "tokens": [7, PAD, PAD, PAD],
         "labels": [2, PAD, PAD, PAD],
         "loss_mask": [1, 0, 0, 0],
@@ -142,11 +142,11 @@ def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[di
             names = ("tokens", "labels", "loss_mask", "positions", "documents")
             row: dict[str, list[int]] = {name: [] for name in names}
             documents_before: list[int] = []
-            for (token, number), (label, following) in pairwise(piece):
-                number, following = (0, 0) if layout == "fixed" else (number, following)
+            for (token, number), (label, next_number) in pairwise(piece):
+                number, next_number = (0, 0) if layout == "fixed" else (number, next_number)
                 row["tokens"].append(token)
                 row["labels"].append(label)
-                row["loss_mask"].append(int(number == following))
+                row["loss_mask"].append(int(number == next_number))
                 row["positions"].append(documents_before.count(number))
                 documents_before.append(number)
                 row["documents"].append(sorted(set(documents_before)).index(number))
@@ -191,7 +191,7 @@ def test_every_token_with_a_successor_is_learned_once_when_packed(tmp_path):
     )
 
 
-def test_shards_are_full_but_the_last(tmp_path):
+def test_every_shard_but_the_last_is_full(tmp_path):
     split = write_split(tmp_path, [[[1] * 10, [2] * 10]], shard_tokens=8)
     assert [shard.bytes for shard in split.record.shards] == [16, 16, 8]
     assert split.tokens[5:18].tolist() == [1] * 5 + [2] * 8

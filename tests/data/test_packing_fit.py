@@ -21,9 +21,11 @@ def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     for turn, text in enumerate(
         sorted(range(len(lengths)), key=lambda text: (-lengths[text], text))
     ):
-        fitting = [row for row in range(len(rows)) if row_lengths[row] + lengths[text] <= capacity]
-        if fitting:
-            row = max(fitting, key=lambda row: (row_lengths[row], last_turns[row]))
+        fitting_rows = [
+            row for row in range(len(rows)) if row_lengths[row] + lengths[text] <= capacity
+        ]
+        if fitting_rows:
+            row = max(fitting_rows, key=lambda row: (row_lengths[row], last_turns[row]))
         else:
             row = len(rows)
             rows.append([])
@@ -49,7 +51,7 @@ def test_best_fit_equals_a_slow_search_of_all_rows(data, capacity):
     assert rows == slow_best_fit(lengths, capacity)
 
 
-def test_a_hundred_thousand_texts_take_no_time_and_little_room():
+def test_best_fit_of_a_hundred_thousand_texts_is_fast_and_tight():
     lengths = np.clip(
         np.random.default_rng(0).lognormal(5.8, 1.0, 100_000).astype(np.int64), 1, 4096
     )
@@ -84,8 +86,8 @@ def test_packed_conversations_by_hand(tmp_path):
         text(20, 21, loss_mask=(1,)),
         text(30, 31, 32, loss_mask=(1,)),
     ]
-    first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "packed", 6)
-    assert first == {
+    first_row, second_row = rows_of(write_structured(tmp_path, [texts], "chat"), "packed", 6)
+    assert first_row == {
         "tokens": [10, 11, 12, 13, 20, 21],
         "labels": [11, 12, 13, 20, 21, PAD],
         "loss_mask": [0, 1, 1, 0, 1, 0],
@@ -93,7 +95,7 @@ def test_packed_conversations_by_hand(tmp_path):
         "documents": [0, 0, 0, 0, 1, 1],
         "label_indices": [1, 2, 3, -1, 5, -1],
     }
-    assert second == {
+    assert second_row == {
         "tokens": [30, 31, 32, PAD, PAD, PAD],
         "labels": [31, 32, PAD, PAD, PAD, PAD],
         "loss_mask": [1, 0, 0, 0, 0, 0],
@@ -113,13 +115,13 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     rows = PackedSequences(
         write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD
     )
-    fitted = rows.packed_sources[0]
+    packed_source = rows.packed_sources[0]
     assert (
-        fitted.sequences,
-        fitted.truncated_units,
-        fitted.truncated_tokens,
-        fitted.dropped_units,
-        fitted.all_masked_units,
+        packed_source.sequences,
+        packed_source.truncated_units,
+        packed_source.truncated_tokens,
+        packed_source.dropped_units,
+        packed_source.all_masked_units,
     ) == (
         1,
         1,
@@ -155,7 +157,7 @@ def test_a_pair_with_one_fully_masked_side_is_dropped(tmp_path):
     assert row["tokens"][:4] == [5, 6, 5, 7]
 
 
-def test_pairs_are_never_cut_by_the_stream(tmp_path):
+def test_the_fixed_layout_refuses_pairs(tmp_path):
     split = write_structured(
         tmp_path, [[text(1, 2, loss_mask=(1,)), text(1, 3, loss_mask=(1,))]], "pairs"
     )
@@ -165,9 +167,9 @@ def test_pairs_are_never_cut_by_the_stream(tmp_path):
 
 def test_fixed_rows_keep_the_loss_mask(tmp_path):
     texts = [text(1, 2, 3, loss_mask=(2,)), text(4, 5, 6, loss_mask=(1, 2))]
-    first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "fixed", 4)
-    assert first["labels"] + second["labels"][:1] == [2, 3, 4, 5, 6]
-    assert first["loss_mask"] + second["loss_mask"] == [0, 1, 0, 1, 1, 0, 0, 0]
+    first_row, second_row = rows_of(write_structured(tmp_path, [texts], "chat"), "fixed", 4)
+    assert first_row["labels"] + second_row["labels"][:1] == [2, 3, 4, 5, 6]
+    assert first_row["loss_mask"] + second_row["loss_mask"] == [0, 1, 0, 1, 1, 0, 0, 0]
 
 
 TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_size=9)
@@ -181,7 +183,9 @@ TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_
     ("kind", "layout"),
     [("chat", "packed"), ("pairs", "packed"), ("chat", "padded"), ("kto", "padded")],
 )
-def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layout, parts, length):
+def test_every_kept_token_is_in_one_row_with_its_flag(
+    tmp_path_factory, kind, layout, parts, length
+):
     texts_per_unit = 1 if kind == "chat" else 2
     parts = [texts[: len(texts) // texts_per_unit * texts_per_unit] for texts in parts]
     split = write_structured(tmp_path_factory.mktemp("s"), parts, kind)
@@ -221,16 +225,22 @@ def kept_sides(sides: list[Text], length: int) -> list[Text]:
         return [sides[0][:length]]
     a, b = map(len, sides)
     if a + b > length:
-        half = length // 2
-        a, b = (a, length - a) if a <= half else (length - b, b) if b <= half else (half, half)
+        half_length = length // 2
+        a, b = (
+            (a, length - a)
+            if a <= half_length
+            else (length - b, b)
+            if b <= half_length
+            else (half_length, half_length)
+        )
     return [sides[0][:a], sides[1][:b]]
 
 
 def as_positions(side: Text) -> list[tuple[int, int, float]]:
-    following = [*side[1:], (0, False)]
+    next_entries = [*side[1:], (0, False)]
     return [
         (token, label, float(flag))
-        for (token, _), (label, flag) in zip(side, following, strict=True)
+        for (token, _), (label, flag) in zip(side, next_entries, strict=True)
     ]
 
 

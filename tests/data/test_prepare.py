@@ -144,7 +144,7 @@ def test_killed_and_run_again_gives_the_same_bytes(tmp_path, recipe_of):
 
 
 @pytest.mark.soak
-def test_killed_twenty_times(tmp_path, recipe_of):
+def test_killed_twenty_times_gives_the_same_bytes(tmp_path, recipe_of):
     killed_runs(20, tmp_path, recipe_of)
 
 
@@ -239,7 +239,7 @@ def test_prepared_tokens_are_valid_without_their_text(corpus, tmp_path, recipe_o
     assert finished_manifest(loaded_recipe, tmp_path / "p")
 
 
-def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe_of):
+def test_another_tokenizer_beside_the_shards_is_refused(corpus, tmp_path, recipe_of):
     prepare(recipe_of(path=str(corpus)), tmp_path / "p")
     prepare(recipe_of(path=str(corpus), tokenizer={"train": {"vocab_size": 290}}), tmp_path / "q")
     shutil.copy(tmp_path / "q" / "tokenizer.json", tmp_path / "p" / "tokenizer.json")
@@ -247,7 +247,7 @@ def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe
         read_manifest(tmp_path / "p")
 
 
-def test_folder_of_somebody_else_is_left_alone(corpus, tmp_path, recipe_of):
+def test_a_folder_with_other_files_is_left_alone(corpus, tmp_path, recipe_of):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "thesis.tex").write_text("do not touch")
     with pytest.raises(UserError, match=r"`prepare` did not write: thesis\.tex"):
@@ -324,7 +324,7 @@ def test_a_read_only_folder_is_reported(corpus, tmp_path, recipe_of, number, mon
     assert "data.prepared" in caught.value.fix
 
 
-def test_empty_and_tiny_corpora(tmp_path, recipe_of):
+def test_empty_and_tiny_corpora_are_refused(tmp_path, recipe_of):
     text = tmp_path / "a.txt"
     text.write_text("")
     with pytest.raises(UserError, match="is empty"):

@@ -269,13 +269,13 @@ def test_work_that_the_journal_records_is_not_done_again(recipe, tmp_path, batch
 def test_conversations_that_the_template_refuses_are_named_or_skipped(recipe, tmp_path):
     rows = chat_rows(20)
     rows[4]["messages"] = [{"role": "system", "content": "s"}, *rows[4]["messages"]]
-    refusing = (
+    refusing_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         )
     )
-    (tmp_path / "t.jinja").write_text(refusing)
+    (tmp_path / "t.jinja").write_text(refusing_template)
     chat = {"template": str(tmp_path / "t.jinja")}
     with pytest.raises(UserError, match="no system") as caught:
         prepare(recipe(rows=rows, chat=chat), tmp_path / "p")
@@ -342,15 +342,17 @@ def test_pretokenized_rows_keep_their_masks(corpus, recipe_of, tmp_path, suffix,
         ((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)
     ]
     # Pretraining masks what labels mask, and no assistant's turns.
-    pretrained = prepare(recipe_of(objective="pretrain", **data_settings), tmp_path / "q")
-    assert pretrained.kind == ("chat" if mask == "labels" else "text")
-    assert pretrained.unread_columns == (() if mask == "labels" else ("attention_mask", mask)[1:])
+    pretraining_manifest = prepare(recipe_of(objective="pretrain", **data_settings), tmp_path / "q")
+    assert pretraining_manifest.kind == ("chat" if mask == "labels" else "text")
+    assert pretraining_manifest.unread_columns == (
+        () if mask == "labels" else ("attention_mask", mask)[1:]
+    )
     write_rows(path, [{**rows[0], mask: flags[:3]}])
     with pytest.raises(UserError, match="has 3 entries where input_ids has 4 tokens"):
         prepare(recipe_of(objective="sft", **data_settings), tmp_path / "r")
 
 
-def test_sources_of_several_formats(recipe_of, tmp_path):
+def test_sources_of_several_formats_are_mixed(recipe_of, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
     (tmp_path / "b.json").write_text(
         json.dumps([{"instruction": text, "output": "yes"} for text in sentences(9)])
@@ -358,12 +360,12 @@ def test_sources_of_several_formats(recipe_of, tmp_path):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(9)))
     data = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": 0}
 
-    def mixed(*names: str, **settings) -> LoadedRecipe:
+    def mixed(*names: str, **fields) -> LoadedRecipe:
         sources = [
             {"path": str(tmp_path / name), "weight": 0.5 + index}
             for index, name in enumerate(names)
         ]
-        return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **settings)
+        return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **fields)
 
     manifest = prepare(mixed("a.jsonl", "b.json"), tmp_path / "p")
     assert manifest.formats == ("alpaca", "messages")
@@ -404,9 +406,9 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         )
         assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
-            before = guessed(loaded_recipe.recipe)
-            assert before is not None
-            assert before.tokens > 0
+            guess = guessed(loaded_recipe.recipe)
+            assert guess is not None
+            assert guess.tokens > 0
 
 
 def test_a_plan_counts_documents_left_out_and_cut_short(recipe, tmp_path):
@@ -424,9 +426,9 @@ def test_a_plan_counts_documents_left_out_and_cut_short(recipe, tmp_path):
     tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    before = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
-    assert (before.left_out, before.cut_short) == (facts.left_out, facts.cut_short)
-    assert before.sequences_per_epoch == facts.sequences_per_epoch
+    guess = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
+    assert (guess.left_out, guess.cut_short) == (facts.left_out, facts.cut_short)
+    assert guess.sequences_per_epoch == facts.sequences_per_epoch
 
 
 @pytest.mark.parametrize("validation", ["auto", "20%", 0])
@@ -460,13 +462,13 @@ def test_a_plan_of_small_files_counts_what_prepare_writes(
     tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    before = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
+    guess = guessed(loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer}))
     # The second response of a KTO row is another row's.
     slack = 0.15 if objective == "kto" else 0.0
-    assert before.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=slack)
-    assert before.tokens == pytest.approx(facts.tokens, rel=slack)
-    assert before.loss_share == pytest.approx(facts.loss_share, rel=slack or 1e-6)
-    assert 0 < before.spread < 0.02  # a plan still says "about"
+    assert guess.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=slack)
+    assert guess.tokens == pytest.approx(facts.tokens, rel=slack)
+    assert guess.loss_share == pytest.approx(facts.loss_share, rel=slack or 1e-6)
+    assert 0 < guess.spread < 0.02  # a plan still says "about"
 
 
 def test_a_plan_of_large_files_samples_them(recipe, tmp_path, monkeypatch):
@@ -477,16 +479,16 @@ def test_a_plan_of_large_files_samples_them(recipe, tmp_path, monkeypatch):
     tokenizer = loaded_recipe.recipe.tokenizer.model_copy(
         update={"from_": str(tmp_path / "p"), "train": None}
     )
-    sampled = loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer})
+    sampled_recipe = loaded_recipe.recipe.model_copy(update={"tokenizer": tokenizer})
     size = dataset_size.sample_rows(
-        open_datasets(sampled.data, "sft")[0], files=1, on_error="stop", stats=ReadStats()
+        open_datasets(sampled_recipe.data, "sft")[0], files=1, on_error="stop", stats=ReadStats()
     )
     monkeypatch.setattr(dataset_size, "ENCODED_BYTES", sum(size.sizes) // 4)
-    some_rows = guessed(sampled)
+    some_rows = guessed(sampled_recipe)
     assert some_rows.spread == dataset_size.OF_SOME_ROWS
     assert some_rows.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=0.1)
     monkeypatch.setattr(dataset_size, "READ_BYTES", sum(size.sizes) // 2)
-    first_rows = guessed(sampled)
+    first_rows = guessed(sampled_recipe)
     assert first_rows.spread == dataset_size.OF_FIRST_ROWS
     assert first_rows.sequences_per_epoch == pytest.approx(facts.sequences_per_epoch, rel=0.15)
 

@@ -159,8 +159,8 @@ def test_a_text_is_the_prompt_that_fine_tuning_masks(recipe, tmp_path, kind, tem
             completion = " jumps" if kind == "bytes" else "jumps"
             row = {"prompt": prompt.text, "completion": completion}
             example = read_example(row, format="completion", columns={}, where="a:1")
-            (encoded,) = renderer.encode(example)
-            assert prompt.ids.tolist() == encoded.ids[: encoded.loss_mask.index(True)]
+            (sequence,) = renderer.encode(example)
+            assert prompt.ids.tolist() == sequence.ids[: sequence.loss_mask.index(True)]
             assert prompt.messages is None
             if template != "chatml":
                 library = chat_tokenizers.theirs(kind)
@@ -431,7 +431,7 @@ def test_work_that_the_journal_records_is_not_done_again(recipe, tmp_path, batch
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
 
-def test_every_flipped_bit_is_noticed_when_it_is_read(recipe, tmp_path, monkeypatch):
+def test_every_flipped_bit_is_refused_when_it_is_read(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 256)
     loaded_recipe = recipe()
     prepare(loaded_recipe, tmp_path / "p")

@@ -157,7 +157,7 @@ UNMARKED = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNMARKED)
-def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name):
+def test_a_template_without_markers_learns_the_tokens_of_trl_s_marked_one(name):
     """But for white space behind the end token, and headers that some of TRL's markers take in."""
     plain_template, marked_template = (
         (TRL / f"{file}.jinja").read_text() for file in (name, f"{name}_training")
@@ -297,7 +297,7 @@ def text(messages, template, tools=None, prompt=False):
     )
 
 
-def test_built_in_templates_of_formats_that_are_only_described():
+def test_built_in_templates_write_their_published_formats():
     talk = (SYSTEM, *TALKS["two"])
     assert text(talk, builtin_template("llama2")) == (
         "<s>[INST] <<SYS>>\nbe kind\n<</SYS>>\n\nhi [/INST] hello </s><s>[INST] what [/INST] lazy dog </s>"
@@ -321,7 +321,7 @@ def test_the_prompt_for_an_answer_is_what_training_put_before_it(name):
     assert prompt_ids == sequence.ids[: sequence.loss_mask.index(True)]
 
 
-def test_calls_are_learned_and_what_tools_answer_is_not():
+def test_calls_are_learned_and_results_of_tools_are_not():
     example = chat(*CALLING, tools=(TOOL,))
     call = '<tool_call>\n{"name": "add_up", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert trained_text(example, "qwen") == [[call, "two<|im_end|>", "fine<|im_end|>"]]
@@ -342,8 +342,8 @@ def test_thoughts_of_the_last_answer_are_learned_as_the_template_writes_them():
 def test_turns_of_weight_zero_are_not_learned():
     talk = (user("hi"), reply("hello", trained_on=False), user("what"), reply("dog"))
     assert trained_text(chat(*talk), "chatml") == [["dog<|im_end|>"]]
-    marked = (TRL / "llama3_training.jinja").read_text()
-    assert trained_text(chat(*talk), marked) == [["dog<|eot_id|>"]]
+    marked_template = (TRL / "llama3_training.jinja").read_text()
+    assert trained_text(chat(*talk), marked_template) == [["dog<|eot_id|>"]]
 
 
 @pytest.mark.parametrize("kind", ["pair", "kto", "completion"])
@@ -354,9 +354,9 @@ def test_of_a_prompt_and_its_answers_only_answers_are_learned(kind):
         trained_text(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
     )
     assert trained_text(example, "chatml", "last") == trained_text(example, "chatml")
-    marked = (TRL / "qwen3_instruct_2507_training.jinja").read_text()
+    marked_template = (TRL / "qwen3_instruct_2507_training.jinja").read_text()
     assert (
-        trained_text(example, marked)
+        trained_text(example, marked_template)
         == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
     )
 
@@ -454,14 +454,14 @@ def test_verbatim_texts_are_not_formatted(example, renderer_settings):
     ],
 )
 def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word):
-    formatted = Example("a.jsonl:3", "completion", prompt, ("hello",))
+    formatted_example = Example("a.jsonl:3", "completion", prompt, ("hello",))
     with Renderer(chat_tokenizers.ours(), template="chatml", train_on="assistant") as renderer:
-        bad_row, plain_sequences = renderer.encode_batch([formatted, PLAIN])
+        bad_row, plain_sequences = renderer.encode_batch([formatted_example, PLAIN])
     assert isinstance(bad_row, BadRow) and word in bad_row.problem and "a.jsonl:3" in bad_row.where
     assert not isinstance(plain_sequences, BadRow)
 
 
-def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
+def test_both_answers_of_a_pair_are_learned_from_the_same_token_on():
     _, (chosen_sequence, rejected_sequence) = encode(
         Example("a.jsonl:3", "pair", "hell", ("o there", " the")), None
     )
@@ -511,8 +511,10 @@ def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
     stretches = groupby(
         zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
     )
-    spoken = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
-    assert spoken == RIGHT[name]
+    learned_texts = [
+        tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag
+    ]
+    assert learned_texts == RIGHT[name]
 
 
 def turns_of(
@@ -652,12 +654,12 @@ def test_tokens_that_end_a_response_of_a_chat(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_where_a_response_begins_or_ends_cannot_be_proved(name):
+def test_templates_whose_responses_cannot_be_found_are_refused(name):
     with pytest.raises(UserError, match="template"):
         trained_text(chat(*CALLING, tools=(TOOL,)), REFUSED[name])
 
 
-def test_a_conversation_that_uses_the_characters_of_the_marks():
+def test_a_conversation_may_hold_the_characters_of_the_marks():
     talk = (
         user("\U00100000\U00100001"),
         reply("a\U0010fffd"),
@@ -680,7 +682,7 @@ def test_a_thousand_turns_take_no_longer_than_the_limit():
     assert answer_texts == [f"a {index}<|im_end|>" for index in range(500)]
 
 
-def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
+def test_a_bad_conversation_does_not_stop_the_others_of_its_batch():
     good_chat, bad_chat = chat(*TALKS["two"]), chat(user("a"), user("b"), reply("c"))
     with Renderer(chat_tokenizers.ours(), template="llama2", train_on="assistant") as renderer:
         first_sequences, bad_row, third_sequences = renderer.encode_batch(
@@ -738,22 +740,22 @@ def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, ki
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     _, (sequence,) = encode(chat(*TALKS["two"]), "llama2", tokenizer=tokenizer)
     assert sequence.ids.count(tokenizer.bos_id) == sequence.ids.count(tokenizer.eos_id) == 2
-    spoken = [
+    learned_texts = [
         tokenizer.decode([token])
         for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True)
         if flag
     ]
-    assert "".join(spoken).replace(" ", "") == "hellolazydog"
+    assert "".join(learned_texts).replace(" ", "") == "hellolazydog"
     assert (
         sum(
-            t == tokenizer.eos_id and flag
-            for t, flag in zip(sequence.ids, sequence.loss_mask, strict=True)
+            token == tokenizer.eos_id and flag
+            for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True)
         )
         == 2
     )
 
 
-def test_many_calls_with_arguments_of_all_lengths():
+def test_calls_with_arguments_of_all_lengths_are_learned():
     arguments = [{"a": 10**index, "b": ["x"] * index} for index in range(30)]
     turns = [user("go")]
     for call_arguments in arguments:

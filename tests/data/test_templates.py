@@ -199,7 +199,7 @@ HANGS = (
 )
 
 
-def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_read(monkeypatch):
+def test_a_conversation_that_kills_the_process_does_not_stop_the_next_ones(monkeypatch):
     monkeypatch.setattr(render, "CPU_SECONDS", 0.2)
     with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
         first_sequences, bad_row, third_sequences = renderer.encode_batch([TALK, BOOM, TALK])

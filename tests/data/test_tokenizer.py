@@ -125,7 +125,7 @@ def test_training_bpe_is_deterministic(tmp_path):
     assert first_tokenizer.hash == train_tokenizer(iter(code()[:10]), spec, tmp_path / "b").hash
 
 
-def test_remembered_words_are_the_library_s_on_real_code(trained):
+def test_remembered_words_have_the_ids_of_the_library_on_real_code(trained):
     tokenizer, _ = trained
     for text in code()[::3]:
         assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
@@ -162,7 +162,7 @@ def qwen_tokenizer(trained) -> Tokenizer:
 
 @settings(deadline=None, max_examples=80)
 @given(text=ANY_TEXT | CODE_LIKE)
-def test_remembered_words_of_other_patterns(qwen_tokenizer, text):
+def test_remembered_words_of_other_patterns_have_the_ids_of_the_library(qwen_tokenizer, text):
     assert qwen_tokenizer.encode_array(text).tolist() == qwen_tokenizer.encode(text)
 
 
@@ -173,7 +173,7 @@ def test_patterns_without_an_ascii_form_are_left_to_the_library():
             ascii_pattern(pattern)
 
 
-def broken(trained, change) -> Path:
+def path_of_broken_tokenizer(trained, change) -> Path:
     _, folder = trained
     description = json.loads((folder / "tokenizer.json").read_text())
     change(description)
@@ -206,13 +206,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_tokenizer_files(bpe, case):
+def test_broken_tokenizer_files_are_refused(bpe, case):
     change, problem = BROKEN[case]
     with pytest.raises(UserError, match=problem):
-        load_tokenizer(broken(bpe, change))
+        load_tokenizer(path_of_broken_tokenizer(bpe, change))
 
 
-def test_truncated_file_missing_file_and_garbage_model(tmp_path):
+def test_truncated_missing_and_garbage_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0')
     with pytest.raises(UserError, match="is not JSON"):
         load_tokenizer(tmp_path)
@@ -236,7 +236,7 @@ def test_padding_that_would_abort_the_process_is_dropped(bpe):
         "pad_token": "<unk>",
     }
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    path = broken(bpe, lambda d: d.update(padding=padding, truncation=truncation))
+    path = path_of_broken_tokenizer(bpe, lambda d: d.update(padding=padding, truncation=truncation))
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("import sys\n") == bpe[0].encode("import sys\n")
     assert tokenizer.hash == bpe[0].hash
@@ -250,7 +250,7 @@ def test_a_panic_of_the_library_is_a_user_error(bpe):
         "behavior": "Isolated",
         "invert": False,
     }
-    path = broken(
+    path = path_of_broken_tokenizer(
         bpe, lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]})
     )
     tokenizer = load_tokenizer(path)

@@ -52,7 +52,7 @@ def talk(*arguments: Any) -> tuple[Message, ...]:
     )
 
 
-def by_transformers(messages: tuple[Message, ...], template: str, form: str) -> str:
+def text_of_transformers(messages: tuple[Message, ...], template: str, form: str) -> str:
     turns = [as_turn(message) for message in messages]
     for turn in turns if form == "text" else []:
         if "tool_calls" in turn:
@@ -73,16 +73,16 @@ def test_a_template_gets_the_form_that_it_takes(writer):
     talks = [talk(ARGUMENTS), talk({}), talk({"a": 1}, {"b": "x"})]
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         for messages in talks:
-            text = by_transformers(messages, template, form)
+            text = text_of_transformers(messages, template, form)
             assert renderer.rendered(messages) == text
             # Training and prompts, too: the call is trained on, the result of the tool is not.
-            (encoded,) = renderer.encode(Example("a.jsonl:1", "chat", (), (messages,)))
-            assert tokenizer.decode(encoded.ids) == text
-            learned = [
-                token for token, flag in zip(encoded.ids, encoded.loss_mask, strict=True) if flag
+            (sequence,) = renderer.encode(Example("a.jsonl:1", "chat", (), (messages,)))
+            assert tokenizer.decode(sequence.ids) == text
+            learned_ids = [
+                token for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True) if flag
             ]
             first_turn = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
-            assert tokenizer.decode(learned) == f"{first_turn}<|im_end|>two<|im_end|>"
+            assert tokenizer.decode(learned_ids) == f"{first_turn}<|im_end|>two<|im_end|>"
             prompt = tokenizer.decode(renderer.prompt(messages[:3]))
             assert prompt == text[: text.rindex("two<|im_end|>")]
 
@@ -93,7 +93,7 @@ def test_the_form_is_found_with_the_first_conversation_that_has_a_call():
         "m.tool_calls or []", "(m.tool_calls or [] if messages[0].content == 'hi' else [])"
     )
     tokenizer = chat_tokenizers.ours()
-    silent = (Message("user", "no"), *talk({"a": 1})[1:])
+    talk_without_call = (Message("user", "no"), *talk({"a": 1})[1:])
     with Renderer(tokenizer, template=template, train_on="all") as renderer:
-        assert "call" not in renderer.rendered(silent)
+        assert "call" not in renderer.rendered(talk_without_call)
         assert '<call>weather {"a": 1}</call>' in renderer.rendered(talk({"a": 1}))

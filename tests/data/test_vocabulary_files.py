@@ -97,20 +97,20 @@ CLASSES = ["GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "GPTNeoXToken
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_by_the_class_of_the_configuration(tmp_path, model, name):
+def test_ids_follow_the_tokenizer_class_of_the_configuration(tmp_path, model, name):
     config = {"tokenizer_class": name, "add_prefix_space": False}
     assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=True))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen2", "opt", "phi", "starcoder2"])
-def test_by_the_type_of_the_model(tmp_path, model, model_type):
+def test_ids_follow_the_type_of_the_model(tmp_path, model, model_type):
     assert_ids_of_transformers(
         folder_of(tmp_path, model, {}, in_vocabulary=True, config={"model_type": model_type})
     )
 
 
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
-def test_added_tokens_of_the_configuration(tmp_path, model, name):
+def test_added_tokens_of_the_configuration_are_read(tmp_path, model, name):
     config = {
         "tokenizer_class": name,
         "added_tokens_decoder": added_tokens(model),
@@ -122,7 +122,7 @@ def test_added_tokens_of_the_configuration(tmp_path, model, name):
     assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=False))
 
 
-def test_added_tokens_of_the_older_files(tmp_path, model):
+def test_added_tokens_of_the_older_files_are_read(tmp_path, model):
     start = len(model["vocab"])
     files = {
         "added_tokens": {name: start + number for number, name in enumerate(ADDED)},
@@ -132,7 +132,7 @@ def test_added_tokens_of_the_older_files(tmp_path, model):
     assert_ids_of_transformers(folder_of(tmp_path, model, config, in_vocabulary=False, **files))
 
 
-def test_the_begin_token_that_the_configuration_adds(tmp_path, model):
+def test_the_configuration_adds_a_begin_token(tmp_path, model):
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}
     folder = folder_of(tmp_path, model, config, in_vocabulary=True)
     tokenizer = load_tokenizer(folder)
@@ -152,7 +152,7 @@ def test_a_folder_of_an_unknown_tokenizer_class_is_refused(tmp_path, model):
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tekken.json", "tiktoken.model"])
-def test_other_vocabularies_are_named(tmp_path, name):
+def test_other_vocabulary_files_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_text("[PAD]\n")
     with pytest.raises(UserError, match="only " + name) as caught:
         load_tokenizer(tmp_path)
