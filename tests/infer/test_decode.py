@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bloomery.facts.config import ModelConfig
-from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
+from bloomery.infer.decode import RunningBatch, RunningText, Speculation, TextUpdate, sample_tokens
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, sample_each_row
 from bloomery.model.io.weights import fresh_decoder
@@ -60,3 +60,45 @@ def test_rows_of_completions_refuse_penalties_of_a_text() -> None:
     penalty = Sampling(temperature=1.0, frequency_penalty=0.5)
     with pytest.raises(AssertionError):
         sample_each_row(torch.zeros(1, 4), torch.zeros(1), penalty)
+
+
+@pytest.mark.parametrize("max_new_tokens", [15, 3])
+def test_a_text_that_is_removed_has_no_more_updates_of_that_step(max_new_tokens: int) -> None:
+    """With guesses a step has two tokens of a text, of which the first may complete a stop text.
+
+    The second may be its last, so that it has ended before it is removed.
+    """
+    decoder = fresh_decoder(CONFIG, seed=1).eval()
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+    expected = list(sample_tokens(decoder, [1, 2], sampling))
+
+    def guess(text: RunningText, limit: int) -> list[int]:
+        return expected[len(text.new) : len(text.new) + min(limit, 1)]
+
+    speculation = Speculation(guess)
+    batch = RunningBatch(Past(decoder), speculation=speculation)
+    text = batch.add([1, 2], sampling)
+    assert [update.token for update in batch.step()] == expected[:1]
+    tokens = []
+    for update in batch.step():
+        tokens.append(update.token)
+        batch.remove(update.text)
+    assert text.new == expected[:3]
+    assert tokens == expected[1:2]
+    assert speculation.accepted == 1
+    assert not batch.texts
+
+
+def test_rows_of_completions_refuse_what_a_text_may_have() -> None:
+    past = Past(fresh_decoder(CONFIG, seed=1).eval(), 1, 8)
+
+    def sample(texts: list[RunningText], logits: torch.Tensor) -> list[TextUpdate]:
+        raise NotImplementedError
+
+    with pytest.raises(AssertionError, match="without guesses"):
+        RunningBatch(past, sample_rows=sample, agree=float)
+    batch = RunningBatch(past, sample_rows=sample)
+    with pytest.raises(AssertionError, match="no grammar"):
+        batch.add([1], Sampling(), logprobs=2)
+    with pytest.raises(AssertionError):
+        sample_each_row(torch.zeros(1, 4), torch.zeros(1), Sampling(temperature=0.0))

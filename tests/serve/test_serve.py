@@ -20,7 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.decode import sample_tokens
+from bloomery.infer.decode import RunningText, Speculation, sample_tokens
 from bloomery.infer.generate import continued, generate
 from bloomery.infer.sampling import Sampling
 from bloomery.model.adapters.lora import adapt, adapted
@@ -132,6 +132,33 @@ class TestOpenAI:
         )
         assert cut.choices[0].text == free.text[: free.text.index(stop)]
         assert cut.choices[0].finish_reason == "stop"
+
+    @pytest.mark.parametrize("max_tokens", [30, 3])
+    def test_a_stop_text_ends_a_request_whose_step_guessed_beyond_it(
+        self, client: openai.OpenAI, server: Running, max_tokens: int
+    ) -> None:
+        """The last update of the step may be the end by length, which the request no longer has."""
+        batch = server.models[0].batch
+        free = client.completions.create(model="tiny", prompt="def", max_tokens=30, temperature=0.0)
+        ids = server.models[0].tokenizer.encode_prompt("def")
+        cold = Sampling(max_new_tokens=30, temperature=0.0)
+        expected = list(sample_tokens(server.models[0].decoder, ids, cold))
+        stop = server.models[0].tokenizer.decode(expected[:2])
+
+        def guess(text: RunningText, limit: int) -> list[int]:
+            return expected[len(text.new) : len(text.new) + limit]
+
+        batch.speculation = Speculation(guess)
+        try:
+            cut = client.completions.create(
+                model="tiny", prompt="def", max_tokens=max_tokens, temperature=0.0, stop=stop
+            )
+        finally:
+            batch.speculation = None
+        free_text = free.choices[0].text
+        assert cut.choices[0].text == free_text[: free_text.index(stop)]
+        assert cut.choices[0].finish_reason == "stop"
+        assert server.models[0].batch is batch  # an error in a step would have replaced it
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_a_grammar_whose_tokens_are_all_banned_ends_no_other_request(

@@ -119,7 +119,7 @@ def sample_completions(
             ]
             completion_of.update(zip(new_texts, new_completions, strict=True))
             places = [completion.prompt - prefixes.prompts.start for completion in new_completions]
-            batch.begin(new_texts, prefixes.logits_NV[places], prefixes.cache, places)
+            batch.add_read(new_texts, prefixes.logits_NV[places], prefixes.cache, places)
             num_begun += len(new_completions)
 
         # 2. One forward and one sampling for all of them; those that end leave.

@@ -3,6 +3,23 @@
 A step reads a piece of one prompt, then gives every running text one token, in one forward for all of them. A single
 text is a batch of one; the completions of one prompt begin with keys and values that were read once.
 
+A batch samples in one of two ways. Both stay, because the bits of both are promised (docs/decisions/infer.md):
+
+|                | each text (`sample_rows` is None)              | rows (`sample_rows` is given)                      |
+|----------------|------------------------------------------------|----------------------------------------------------|
+| used by        | chat, generate, serve, tasks of evaluation     | rollouts (`infer/completions.py`)                  |
+| samples        | `sample_token`, a text at a time on the CPU    | `sample_each_row`, all texts on the logits' device |
+| random numbers | a stream of each text, from its seed           | keyed by prompt, completion and position           |
+| stop id        | not in `new`; its update has no token          | the last of `new`, and the token of its update     |
+| temperature    | 0 is greedy                                    | above 0                                            |
+| penalties      | all, and biases                                | none: `sample_each_row` asserts it                 |
+| constraint     | a grammar of each text                         | none                                               |
+| logprobs       | of the model's logits, where a text asks       | after temperature and filters, of every token      |
+| `agree`        | the token of the first rank                    | none: ranks sample texts of their own              |
+| guesses        | `speculation`                                  | none                                               |
+| prompts        | `add`: read in the slot of the text            | `add_read`: read once for all of its completions   |
+| not finite     | ends the text                                  | raised: it ends all                                |
+
 Legend: N texts, V vocabulary.
 """
 
@@ -15,7 +32,7 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.infer.past import Adapter, Past, in_one_forward
+from bloomery.infer.past import Adapter, Past, is_length_independent
 from bloomery.infer.sampling import NotFinite, Sampling, sample_token
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import Decoder
@@ -48,7 +65,9 @@ class RunningText:
     logprobs: int | None = None
     random: torch.Generator = field(default_factory=torch.Generator)
     constraint: Constraint | None = None
+    # Without the stop id that ended it; of rows of completions, with it.
     new: list[int] = field(default_factory=list)
+    is_removed: bool = False  # by `remove`: no update of it is handed out any more
 
 
 @final
@@ -56,8 +75,9 @@ class RunningText:
 class TextUpdate:
     """A token of a text, or its end, or both.
 
-    `ended`: why the text ended after the token, or instead of it (`token` is then None); an error where its logits are
-    not finite (NotFinite), or its grammar gave up.
+    `ended`: why the text ended after the token, or instead of it (`token` is then None). At "stop" the token is None,
+    or in rows of completions the stop id; at "length" it is the last one, or None where no token was allowed; an error
+    comes where the logits of the text are not finite (NotFinite), or its grammar gave up.
     `logprob`: of the token before temperature and filters, with those of the `top` likeliest; None unless asked for.
     """
 
@@ -106,14 +126,16 @@ class RunningBatch:
         speculation: Speculation | None = None,
         sample_rows: SampleRows | None = None,
     ) -> None:
-        assert speculation is None or sample_rows is None
+        assert sample_rows is None or (speculation is None and agree is None), (
+            "rows of completions are sampled without guesses, by each rank for itself"
+        )
         self.past = past
         self.sample_rows = sample_rows
         self.agree = agree
         self.speculation = speculation
         # Where rotations depend on the length, the result for a token depends on the piece in which it is read.
-        self.exact = in_one_forward(past.decoder.config)
-        self.piece = piece if self.exact else None
+        self.is_length_independent = is_length_independent(past.decoder.config)
+        self.piece = piece if self.is_length_independent else None
         self.texts: list[RunningText] = []
 
     @property
@@ -132,6 +154,7 @@ class RunningBatch:
         """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
         assert prompt, "a decoder needs at least one token to start from"
         assert not self.full
+        self._refuse_extras_of_rows(constraint, logprobs)
         past = self.past
         slot = len(self.texts)
 
@@ -143,7 +166,7 @@ class RunningBatch:
 
         # Running texts hold the first slots: the best of the free ones is swapped to the place
         # behind them.
-        if self.exact:
+        if self.is_length_independent:
             best_slot = max(
                 range(slot, past.slots),
                 key=lambda free_slot: past.common(free_slot, prompt, adapter),
@@ -164,7 +187,7 @@ class RunningBatch:
         self.texts.append(text)
         return text
 
-    def begin(
+    def add_read(
         self,
         texts: Sequence[RunningText],
         logits: Tensor,
@@ -177,6 +200,8 @@ class RunningBatch:
         takes no slot.
         """
         assert self.sample_rows is not None and len(texts) <= self.past.slots - len(self.texts)
+        for text in texts:
+            self._refuse_extras_of_rows(text.constraint, text.logprobs)
         updates = self.sample_rows(texts, logits)
         running_texts = [update.text for update in updates if update.ended is None]
         running_places = [
@@ -187,20 +212,41 @@ class RunningBatch:
         self.texts += running_texts
         return updates
 
+    def _refuse_extras_of_rows(self, constraint: Constraint | None, logprobs: int | None) -> None:
+        assert self.sample_rows is None or (constraint is None and logprobs is None), (
+            "rows of completions have no grammar, and always report the log-probability of their token"
+        )
+
     def remove(self, text: RunningText) -> None:
-        """Ends a text; its slot is free, and keeps the tokens for a text that begins alike."""
+        """Ends a text; it has no more updates, not even those that its last step has made with guesses.
+
+        A text that has ended may be removed, too.
+        """
+        text.is_removed = True
+        if text in self.texts:
+            self._free(text)
+
+    def _free(self, text: RunningText) -> None:
+        """The slot of the text is free, and keeps the tokens for a text that begins alike."""
         slot = self.texts.index(text)
         last_text = self.texts.pop()
         self.past.swap(slot, len(self.texts))
         if last_text is not text:
             self.texts[slot] = last_text
 
-    def step(self) -> list[TextUpdate]:
-        """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
+    def step(self) -> Iterator[TextUpdate]:
+        """New tokens, and ends of texts, whose slots are free. Texts whose prompt is not read yet have none.
+
+        All is computed at the call. A text with guesses has several updates: those after its `remove` are left out.
+        """
+        updates = self._step()
+        return (update for update in updates if not update.text.is_removed)
+
+    def _step(self) -> list[TextUpdate]:
         # A text that may have no new token ends before anything is computed for it.
         updates = []
         for text in [text for text in self.texts if text.max_new_tokens == 0]:
-            self.remove(text)
+            self._free(text)
             updates.append(TextUpdate(text, None, "length"))
         waiting = next((text for text in self.texts if not text.new), None)
 
@@ -285,7 +331,7 @@ class RunningBatch:
                 continue
             if isinstance(ends.pop(text), UserError):
                 self.past.forget(slot)
-            self.remove(text)
+            self._free(text)
         return updates
 
     def _sample_each(

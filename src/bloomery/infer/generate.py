@@ -115,7 +115,7 @@ class Speed:
             self.tokens += 1
             yield token
 
-    def timed(self, step: Callable[[], list[TextUpdate]]) -> list[TextUpdate]:
+    def timed(self, step: Callable[[], Iterator[TextUpdate]]) -> Iterator[TextUpdate]:
         """Run a step; its time counts."""
         began = time.perf_counter()
         updates = step()
@@ -194,8 +194,6 @@ def complete_requests(
         for update in speed.timed(batch.step):
             if isinstance(update.ended, UserError):
                 raise update.ended
-            if update.text not in open_texts:
-                continue  # a stop text came before, in the same step
             index, pieces, output = open_texts[update.text]
             if update.token is not None:
                 speed.tokens += 1
@@ -204,8 +202,7 @@ def complete_requests(
                 pieces.append(output.finish())
             if update.ended is not None or output.stopped:
                 del open_texts[update.text]
-                if update.text in batch.texts:
-                    batch.remove(update.text)
+                batch.remove(update.text)
                 yield index, "".join(pieces)
 
 

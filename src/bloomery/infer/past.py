@@ -21,7 +21,7 @@ Adapter = str | None  # the name of a text's adapter
 Choose = Callable[[Sequence[Adapter]], None]
 
 
-def in_one_forward(config: ModelConfig) -> bool:
+def is_length_independent(config: ModelConfig) -> bool:
     """Whether texts of several lengths can share a forward; some rotations depend on the longest of them."""
     stretched = config.rope_scaling is not None and config.rope_scaling.kind in (
         "dynamic",
@@ -126,7 +126,7 @@ class Past:
             for row, new_ids in zip(rows, tokens, strict=True):
                 self.ids[row].extend(new_ids)
             return step_logits
-        if len(rows) > 1 and not in_one_forward(self.decoder.config):
+        if len(rows) > 1 and not is_length_independent(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
 
         # While the forward runs, the slots have no valid tokens.
@@ -158,7 +158,9 @@ class Past:
 
         A token that a window's ring has lost to a guess would not come back: all of them must fit.
         """
-        if not in_one_forward(self.decoder.config) or (self.decoder.step is None and slots > 1):
+        if not is_length_independent(self.decoder.config) or (
+            self.decoder.step is None and slots > 1
+        ):
             return 0
         length = max(self.cache.lengths[:slots])
         capacity = min(layer.capacity for layer in self.cache.layers)

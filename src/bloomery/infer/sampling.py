@@ -200,7 +200,7 @@ def sample_each_row(
     The token is where the cumulative distribution passes the row's uniform number. The host waits for the device once.
     Raises NotFinite.
     """
-    assert not sampling.has_penalties
+    assert sampling.temperature > 0 and not sampling.has_penalties
     # 1. Probabilities, up to a factor of each row: a pass over all logits for the logarithm of their sum is saved.
     if sampling.temperature != 1.0:
         logits_NV = logits_NV / sampling.temperature

@@ -292,8 +292,7 @@ class Engine:
                 job.put(Piece(piece, chance))
             if job.output.stopped:
                 ending = "stop"
-                if update.ended is None:
-                    job.model.batch.remove(text)
+                job.model.batch.remove(text)
 
         # The end that decoding found: what was held back is text after all.
         problem = ""

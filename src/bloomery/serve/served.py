@@ -20,7 +20,7 @@ from bloomery.infer.decode import RunningBatch
 from bloomery.infer.grammar import JsonGrammars, JsonText
 from bloomery.infer.load import Use, load_fitting, load_used
 from bloomery.infer.model_folder import find_model, model_folder
-from bloomery.infer.past import Past, in_one_forward
+from bloomery.infer.past import Past, is_length_independent
 from bloomery.infer.sampling import known_ids
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
@@ -79,8 +79,8 @@ class Served:
     ) -> Tensor:
         """The head's output [T, ...] of the next tokens of a text, of which `read` are in the cache."""
         # In a model whose tokens depend on the piece in which they are read, one piece is the text.
-        exact = in_one_forward(self.decoder.config)
-        piece = ids[read : read + PIECE] if exact else ids
+        in_pieces = is_length_independent(self.decoder.config)
+        piece = ids[read : read + PIECE] if in_pieces else ids
         if self.adapters is not None:
             self.adapters.choose([adapter])
         device = self.decoder.model.embed_tokens.weight.device

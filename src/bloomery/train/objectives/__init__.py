@@ -1,0 +1,10 @@
+"""Objectives: what a micro-batch is trained for.
+
+  build.py            BUILDERS: for each kind, the head that the decoder runs and the loss of its output
+  losses.py           losses of tokens, preference pairs, KTO and distillation, as sums; RL's are in `train/rl/`
+  distillation.py     the teacher
+  reference_files.py  the reference model's log-probabilities, computed before the first step
+  reference_model.py  its frozen copy, where a rollout asks it at every step
+
+Names and recipe facts of objectives are in `facts/objectives.py`. Why it is so: docs/decisions/train.md.
+"""
