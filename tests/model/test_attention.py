@@ -8,7 +8,7 @@ from attention_for_tests import documents_of, inputs, run, with_gradients
 from torch import Tensor
 from torch.testing import assert_close
 
-from bloomery.facts.attention import BACKENDS, supports
+from bloomery.facts.attention import BACKENDS, missing_feature
 from bloomery.model.attention import per_document
 from bloomery.model.attention.attend import attend, causal_mask, layout_of
 from bloomery.model.native import find_compiler
@@ -33,7 +33,7 @@ ON_CPU = [
 def test_backends_agree_with_math(
     backend: str, packed: bool, window: int | None, softcap: float | None
 ) -> None:
-    refusal = supports(
+    refusal = missing_feature(
         backend,
         device_type="cpu",
         packed=packed,

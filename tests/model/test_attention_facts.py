@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bloomery.facts.attention import BackendSupport, choose_backend, supports
+from bloomery.facts.attention import BackendSupport, choose_backend, missing_feature
 from bloomery.hardware.specs import arch_spec
 
 
@@ -107,7 +107,7 @@ def test_a_choice_always_honours_the_recipe() -> None:
             float32=float32,
             torch=torch,
         ).value
-        assert not supports(
+        assert not missing_feature(
             backend,
             device_type=device,
             packed=packed,
@@ -121,12 +121,14 @@ def test_a_choice_always_honours_the_recipe() -> None:
 
 def test_refusals_say_why() -> None:
     asked = {"packed": True, "window": False, "softcap": False, "dropout": False}
-    assert "documents" in str(supports("sdpa", device_type="cpu", **asked))
-    assert "CPU" in str(supports("varlen", device_type="cpu", **asked))
-    assert "2.12" in str(supports("varlen", device_type="cuda", torch="2.10.0+rocm6.4", **asked))
-    assert "16-bit" in str(supports("varlen", device_type="cuda", float32=True, **asked))
+    assert "documents" in str(missing_feature("sdpa", device_type="cpu", **asked))
+    assert "CPU" in str(missing_feature("varlen", device_type="cpu", **asked))
+    assert "2.12" in str(
+        missing_feature("varlen", device_type="cuda", torch="2.10.0+rocm6.4", **asked)
+    )
+    assert "16-bit" in str(missing_feature("varlen", device_type="cuda", float32=True, **asked))
     with pytest.raises(KeyError):
-        supports("magic", device_type="cpu", **asked)
+        missing_feature("magic", device_type="cpu", **asked)
 
 
 @pytest.mark.parametrize("incomplete", [{"needs": "cpu"}, {"needs_reason": "it has no kernel"}])

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from tiny_models import CASES, GPT2, SMALL, tiny_reference
+from torch.testing import assert_close
+from transformers.activations import ACT2FN
 
 import bloomery
 from bloomery.core.errors import UserError
 from bloomery.facts import config as facts
 from bloomery.facts.config import RopeScaling
 from bloomery.facts.families import FAMILIES
+from bloomery.facts.family import ACTIVATIONS
 from bloomery.facts.hf_config import config_from_hf, config_to_hf
 from bloomery.facts.presets import PRESETS, preset
+from bloomery.model import decoder
 from bloomery.model.configs import build_config, read_config
 from bloomery.recipe.schema import Model
 from bloomery.recipe.schema import RopeScalingSection as StatedScaling
@@ -27,6 +32,12 @@ LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 def test_a_config_survives_both_directions(case: str) -> None:
     config = config_from_hf(tiny_reference(case).config.to_dict())
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_the_one_that_transformers_has_under_the_name(name: str) -> None:
+    x = torch.linspace(-6, 6, 101)
+    assert_close(decoder.ACTIVATIONS[ACTIVATIONS[name]](x), ACT2FN[name](x))
 
 
 @pytest.mark.parametrize("name", PRESETS)

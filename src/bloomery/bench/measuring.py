@@ -20,7 +20,7 @@ from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
-from bloomery.facts.attention import SHORT, supports
+from bloomery.facts.attention import SHORT_SEQUENCE, missing_feature
 from bloomery.facts.counting import parameter_count, smallest_window
 from bloomery.hardware.calibration import Calibration, Point, calibrations, device_of
 from bloomery.hardware.machine import Machine
@@ -408,9 +408,11 @@ def other_attention(plan: RunPlan) -> str | None:
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
         if backend == plan.model.attention:
             continue
-        if backend == "mask" and length > 4 * SHORT:  # its mask has length x length entries
+        if (
+            backend == "mask" and length > 4 * SHORT_SEQUENCE
+        ):  # its mask has length x length entries
             continue
-        reason_against = supports(
+        reason_against = missing_feature(
             backend,
             device_type=plan.train.device,
             packed=plan.data.layout == "packed",

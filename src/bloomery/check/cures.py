@@ -8,7 +8,7 @@ import torch
 
 from bloomery.check.examination import Examination, Fault, examine
 from bloomery.check.parts import Kind
-from bloomery.facts.attention import supports
+from bloomery.facts.attention import missing_feature
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
 from bloomery.plan.types import OptimizerPlan, RunPlan
 from bloomery.recipe.schema import Quantize
@@ -99,7 +99,7 @@ def _with_attention(plan: RunPlan, backend: str) -> RunPlan:
 def _with_precision(plan: RunPlan, precision: Precision) -> RunPlan:
     """Where the attention of the plan does not compute in it, with blockwise attention, as the planner decides."""
     config = plan.model.config
-    unsupported = supports(
+    unsupported = missing_feature(
         plan.model.attention,
         device_type=plan.train.device,
         packed=False,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bloomery.check.comparison import SEED, Deviation, PartResult, drawn
 from bloomery.check.rounding import SAFETY, UNIT_ROUNDOFF, bound_of, tile_error, typical_size
 from bloomery.check.small_model import ModelPair, Side
-from bloomery.facts.counting import Shape
-from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, is_in_layer, updating_kind
+from bloomery.facts.counting import Shape, is_in_layer
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, updating_kind
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.registry import ExactOptimizer, UpdateProducts, code_of

@@ -9,7 +9,7 @@ from bloomery.core.device import Capability, can, is_accelerator
 from bloomery.facts.table import OpenTable
 
 # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
-SHORT = 512
+SHORT_SEQUENCE = 512
 # what a GPU's fused kernels compute
 FLASH_LIKE = frozenset({"sdpa", "varlen", "flex"})
 
@@ -73,7 +73,7 @@ BACKENDS = OpenTable(
 )
 
 
-def supports(
+def missing_feature(
     backend: str,
     *,
     device_type: str,
@@ -135,7 +135,7 @@ def choose_backend(
     if compiled is not None and not bites and softcap is None and dropout == 0:
         return Choice("compiled", compiled)
     for backend, reason in _candidates(device_type, arch_has_fused, sequence_length, simple):
-        unfit = supports(
+        unfit = missing_feature(
             backend,
             device_type=device_type,
             packed=packed,
@@ -160,20 +160,20 @@ def _candidates(
             "torch has no fused attention for this GPU and would take memory quadratic in the length",
         )
         return
-    if simple or (device_type == "cpu" and sequence_length <= SHORT):
+    if simple or (device_type == "cpu" and sequence_length <= SHORT_SEQUENCE):
         yield "sdpa", "PyTorch's SDPA: one document per sequence"
     if device_type != "cpu":
         yield "varlen", "flash attention takes packed documents of any length"
         yield "flex", "FlexAttention makes one kernel of documents, windows and soft-caps"
         yield "triton", "Bloomery's own Triton kernels"
-    elif sequence_length <= SHORT:
+    elif sequence_length <= SHORT_SEQUENCE:
         yield (
             "mask",
-            f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU",
+            f"up to {SHORT_SEQUENCE} tokens a block mask is the quickest way to keep documents apart on a CPU",
         )
     else:
         yield (
             "per_document",
-            f"above {SHORT} tokens a call per document skips masked keys and needs no mask",
+            f"above {SHORT_SEQUENCE} tokens a call per document skips masked keys and needs no mask",
         )
     yield "blockwise", "no flash attention supports this; blockwise memory is linear in the length"

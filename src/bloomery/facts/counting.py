@@ -198,6 +198,16 @@ def layers_by_attention(config: ModelConfig) -> tuple[Layer, ...]:
     return tuple(first_layers.values())
 
 
+def is_in_layer(name: str) -> bool:
+    """Whether a parameter or module of this name is part of a layer."""
+    return ".layers." in name
+
+
+def is_layer_matrix(name: str, shape: Shape) -> bool:
+    """Whether a parameter is a matrix inside a layer: no embedding, head, norm or bias."""
+    return len(shape) == 2 and is_in_layer(name)
+
+
 def smallest_window(config: ModelConfig) -> int | None:
     """Of the layers that have a window; None: none has."""
     windows = (layer.window for layer in layers(config) if layer.window is not None)

@@ -32,7 +32,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_pytorch": "gelu",
     "relu": "relu",
 }
 

@@ -43,7 +43,7 @@ SCALE_BYTES = 4  # float32
 # its caches.
 DEQUANTIZED_ON_CPU = 2**17
 DEQUANTIZED_ON_GPU = 2**23
-PIECE_BYTES = 6
+DEQUANTIZE_SCRATCH_BYTES = 6
 
 # Implementations of dequantization; the first two are native.
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]

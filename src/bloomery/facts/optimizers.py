@@ -9,20 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bloomery.facts.counting import Shape
+from bloomery.facts.counting import Shape, is_layer_matrix
 from bloomery.facts.limits import CPU_PIECE, GPU_PIECE, MUON_STACK
 from bloomery.facts.rates import Rates
 from bloomery.facts.table import OpenTable
-
-
-def is_in_layer(name: str) -> bool:
-    """Whether a parameter or module of this name is part of a layer."""
-    return ".layers." in name
-
-
-def is_layer_matrix(name: str, shape: Shape) -> bool:
-    """Whether a parameter is a matrix inside a layer: no embedding, head, norm or bias."""
-    return len(shape) == 2 and is_in_layer(name)
 
 
 class MemorySettings(Protocol):

@@ -19,7 +19,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers
-from bloomery.facts.limits import PIECE_BYTES, Dequantizer, storage_bytes
+from bloomery.facts.limits import DEQUANTIZE_SCRATCH_BYTES, Dequantizer, storage_bytes
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
@@ -309,7 +309,7 @@ def _cache_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 def _working_bytes(decoder: Decoder, itemsize: int) -> int:
     """The largest matrix dequantized, and a forward's workspace."""
     sizes = (weight.outputs * weight.inputs for _, weight in quantized_weights(decoder))
-    return max(sizes, default=0) * (itemsize + PIECE_BYTES) + WORKSPACE
+    return max(sizes, default=0) * (itemsize + DEQUANTIZE_SCRATCH_BYTES) + WORKSPACE
 
 
 def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:

@@ -140,7 +140,7 @@ def choose_attention(
     window = smallest_window(config)
 
     def unfit_for(backend: str) -> str | None:
-        return attention_facts.supports(
+        return attention_facts.missing_feature(
             backend,
             device_type=kind,
             packed=packed,

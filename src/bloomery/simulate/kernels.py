@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.facts.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
+from bloomery.facts.limits import DEQUANTIZE_SCRATCH_BYTES, DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU
 from bloomery.model.attention import blockwise, compiled, per_document
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.attention.blockwise import (
@@ -84,7 +84,7 @@ def _dequantized(like: Tensor, codes_and_shape: tuple[Any, ...], device_type: st
     *_, outputs, inputs, _reader = codes_and_shape
     weight = like.new_empty(outputs, inputs)
     piece = DEQUANTIZED_ON_CPU if device_type == "cpu" else DEQUANTIZED_ON_GPU
-    like.new_empty(PIECE_BYTES * min(piece, outputs * inputs), dtype=torch.uint8)
+    like.new_empty(DEQUANTIZE_SCRATCH_BYTES * min(piece, outputs * inputs), dtype=torch.uint8)
     return weight
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from bloomery.facts.limits import (
     ATTENTION_BLOCK,
     CPU_SCORES,
+    DEQUANTIZE_SCRATCH_BYTES,
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_ON_GPU,
     GPU_SCORES,
-    PIECE_BYTES,
 )
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
@@ -256,7 +256,9 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
         largest = max(sizes.values())
         piece = min(largest, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
         product_bytes = tokens * element_bytes * hidden_size
-        matrix_bytes += element_bytes * largest + max(0.0, PIECE_BYTES * piece - product_bytes)
+        matrix_bytes += element_bytes * largest + max(
+            0.0, DEQUANTIZE_SCRATCH_BYTES * piece - product_bytes
+        )
     mlp = tokens * (stream_bytes + element_bytes * (hidden_size + inner_width)) + matrix_bytes
 
     # Gradients of the MLP wait while attention is differentiated, unless they are accumulated or used at once. A

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TypeVar
 
 from bloomery.facts.config import ModelConfig, Stage
-from bloomery.facts.counting import Layer, Shape, layers, parameter_shapes
+from bloomery.facts.counting import Layer, Shape, is_layer_matrix, layers, parameter_shapes
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
-from bloomery.facts.optimizers import OPTIMIZERS, Update, is_layer_matrix
+from bloomery.facts.optimizers import OPTIMIZERS, Update
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.mode import FULL, TrainingMode, mode_of
 from bloomery.plan.types import RunPlan

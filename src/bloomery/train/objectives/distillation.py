@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bloomery.data.batch import Batch
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.facts.attention import supports
+from bloomery.facts.attention import missing_feature
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import smallest_window
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
@@ -94,7 +94,7 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
     length = plan.sequence_length
     refuse_teacher_length(config, length, where=str(plan.folder))
     window = smallest_window(config)
-    problem = supports(
+    problem = missing_feature(
         plan.attention,
         device_type=plan.device,
         packed=plan.is_packed,

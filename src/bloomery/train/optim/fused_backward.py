@@ -7,7 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
-from bloomery.facts.optimizers import is_in_layer
+from bloomery.facts.counting import is_in_layer
 from bloomery.model.decoder import VALUE_HEAD
 from bloomery.train.optim.common import Gate, Rounding, State, float32_norm
 
