@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from memory_tracker import peak_bytes
 from torch import Tensor
 
-from bloomery.facts.attention import BACKENDS, supports
+from bloomery.facts.attention import BACKENDS, missing_feature
 from bloomery.model.attention.attend import attend, layout_of
 
 HEADS, WIDTH, TOKENS, DOCUMENTS = 6, 64, 8192, 6
@@ -58,7 +58,7 @@ def sides(
         "device_type": device,
     }
     build = {"float32": dtype == torch.float32, "torch": torch.__version__}
-    able = [name for name in BACKENDS if supports(name, **asked, **build) is None]
+    able = [name for name in BACKENDS if missing_feature(name, **asked, **build) is None]
     causal = differentiated(
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
     )

@@ -9,7 +9,7 @@ import torch
 from attention import packed_rows
 from torch import Tensor
 
-from bloomery.facts.attention import BACKENDS, supports
+from bloomery.facts.attention import BACKENDS, missing_feature
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.attention.tile_times import ROUNDS, Clock, Workload, launches, seconds_on_gpu
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
@@ -100,7 +100,7 @@ def able(device: str, *, packed: bool, dtype: torch.dtype) -> list[str]:
     names = [
         name
         for name in BACKENDS
-        if supports(name, window=False, softcap=False, **needs, **build) is None
+        if missing_feature(name, window=False, softcap=False, **needs, **build) is None
     ]
     return names if packed else [name for name in names if name != "mask"]
 

@@ -6,7 +6,7 @@ from test_profile import amd, machine
 from bloomery.core.device import KINDS
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.facts.attention import supports
+from bloomery.facts.attention import missing_feature
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import MASKS, Accelerator, Machine, visible_devices
 from bloomery.hardware.profile import build_profile
@@ -70,6 +70,8 @@ def test_a_kind_that_is_not_detected_yet_is_refused_with_the_reason(name, maker)
 @pytest.mark.parametrize("device", ["xpu", "mps"])
 def test_attention_without_kernels_for_the_kind_is_not_chosen(device):
     needs = dict(packed=True, window=False, softcap=False, dropout=False, device_type=device)
-    refused = {name for name in ("varlen", "flex", "triton", "compiled") if supports(name, **needs)}
+    refused = {
+        name for name in ("varlen", "flex", "triton", "compiled") if missing_feature(name, **needs)
+    }
     assert refused == {"varlen", "flex", "triton", "compiled"}
-    assert supports("blockwise", **needs) is None
+    assert missing_feature("blockwise", **needs) is None
