@@ -329,7 +329,7 @@ def describe(folder: Path) -> RunLine:
     """The line of a run, from its events and its lock."""
     try:
         summary = summary_of(read_events(folder / "events.jsonl"))
-        state = status_at_end(folder, summary)
+        state: str = status_at_end(folder, summary)
     except UserError:
         summary = RunSummary()
         state = "unreadable"
@@ -346,9 +346,7 @@ def describe(folder: Path) -> RunLine:
         steps=summary.planned_steps,
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
-        reward=(summary.evaluation.metrics if summary.evaluation else {}).get(
-            "reward", summary.smoothed_reward
-        ),
+        reward=summary.judged_reward,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=command,
     )

@@ -67,6 +67,11 @@ class RunFolder:
         return self.path / "stop-requested"
 
     @property
+    def pause_request(self) -> Path:
+        """While it exists, training waits between two steps."""
+        return self.path / "pause"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 

@@ -7,8 +7,6 @@ from typing import final
 from bloomery.monitor.events import Emit, Event, Phase, StepDone
 from bloomery.train.requests import Request
 
-PAUSE = "pause"  # the file in the run folder that pauses training between two steps
-
 
 @final
 class StepPauses:

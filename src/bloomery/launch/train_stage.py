@@ -15,7 +15,7 @@ from bloomery.core.run_folder import RunFolder
 from bloomery.infer.model_folder import clear_drafts
 from bloomery.launch.deadline import Deadline
 from bloomery.launch.exit_codes import DONE, STOPPED
-from bloomery.launch.pausing import PAUSE, StepPauses
+from bloomery.launch.pausing import StepPauses
 from bloomery.launch.stage_ends import HOSTS_FILE, STACKS
 from bloomery.launch.stop_flag import StopFlag
 from bloomery.monitor.events import Emit, Event, Phase, Resumed, Warned
@@ -149,7 +149,7 @@ class LoopSurroundings:
         self._flag = flag
         self._deadline = deadline
         self._emit = emit
-        self._pause_file = run_dir / PAUSE
+        self._pause_file = RunFolder(run_dir).pause_request
         self.requests = StepRequests(self._own_request, mesh.all_reduce_max, flag.take_step)
         self._pauses = StepPauses(flag.watching(emit), self.requests.now)
 

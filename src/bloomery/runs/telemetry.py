@@ -21,7 +21,6 @@ from bloomery.hardware.telemetry import (
     device_name,
     sensor_devices,
 )
-from bloomery.launch.pausing import PAUSE
 from bloomery.monitor.events import DeviceStats, Event, EventLog, StepDone, Warned
 from bloomery.plan.types import RunPlan
 
@@ -265,7 +264,7 @@ def sensing(
             root=root,
         )
         guard = TemperatureGuard(plan.logging.max_gpu_temperature, on_cpu=on_cpu)
-        watcher = Watcher(reader, guard, emit, folder.path / PAUSE)
+        watcher = Watcher(reader, guard, emit, folder.pause_request)
         watcher.begin()
         try:
             yield watcher.on_event

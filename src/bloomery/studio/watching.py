@@ -101,7 +101,8 @@ def planned_speed(plan: RunPlan | None) -> float | None:
 
 
 def row_of(folder: Path, decode: Decode) -> RunRow:
-    """From the plan and the two ends of the events: a long run costs as little as a short one."""
+    """From the plan and the two ends of the events: a long run costs as little as a short one. `RunLine` of `bloomery
+    runs` is another list: of whole events, without a plan, with the size of the folder and the command that resumes."""
     name = folder.name
     if not is_plain(
         name
@@ -129,7 +130,7 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
         steps=summary.planned_steps or (None if plan is None else plan.train.steps),
         loss=None if summary.scores_completions else summary.smoothed,
         validation_loss=_validation_loss(summary),
-        reward=_reward(summary),
+        reward=summary.judged_reward,
         speed=summary.tokens_per_second,
         planned_speed=planned_speed(plan),
         memory_gib=summary.last_step.memory_gib or None if summary.last_step else None,
@@ -143,13 +144,6 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
 def _validation_loss(summary: RunSummary) -> float | None:
     evaluation = summary.evaluation
     return None if evaluation is None or summary.scores_completions else evaluation.loss
-
-
-def _reward(summary: RunSummary) -> float | None:
-    """Of held-out prompts, else of the newest rollouts."""
-    evaluation = summary.evaluation
-    held_out = None if evaluation is None else evaluation.metrics.get("reward")
-    return summary.smoothed_reward if held_out is None else held_out
 
 
 def _seconds(folder: Path, summary: RunSummary, *, is_live: bool) -> float:

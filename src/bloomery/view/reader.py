@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.core.errors import UserError
-from bloomery.core.run_folder import resume_argument
+from bloomery.core.run_folder import RunFolder, resume_argument
 from bloomery.core.run_lock import worked_on
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import best_on_disk
@@ -19,9 +19,9 @@ from bloomery.view.reader_processes import ReaderProcesses
 from bloomery.view.recorded_run import contradicted
 from bloomery.view.run_view import RunView
 from bloomery.view.step_columns import read_groups
-from bloomery.view.summary import RunSummary
+from bloomery.view.summary import RunSummary, Status, status_of_end
 
-LIVE = ("running", "paused", "stopping")  # while a process works on the run
+LIVE: tuple[Status, ...] = ("running", "paused", "stopping")  # while a process works on the run
 
 
 @final
@@ -81,7 +81,7 @@ class RunReader:
             events = status.st_dev, status.st_ino
         return run, events
 
-    def read(self, on_group: Callable[[], None] = lambda: None) -> str:
+    def read(self, on_group: Callable[[], None] = lambda: None) -> Status:
         """Reads new events. Returns the status of the run. Raises UserError.
 
         `on_group` is called after each event, and after consecutive steps together.
@@ -117,20 +117,20 @@ class RunReader:
         return events
 
 
-def status_at_end(folder: Path, summary: RunSummary) -> str:
+def status_at_end(folder: Path, summary: RunSummary) -> Status:
     """done, stopped, failed or killed.
 
     A run without a final event was killed. So was one that is done before its planned steps: it was extended.
     """
     if summary.ended is None or contradicted(folder, summary.ended, summary.step):
         return "killed"
-    return summary.ended.status
+    return status_of_end(summary.ended)
 
 
-def status_of(folder: Path, summary: RunSummary, *, is_running: bool) -> str:
+def status_of(folder: Path, summary: RunSummary, *, is_running: bool) -> Status:
     """running, paused or stopping; else done, stopped, failed or killed."""
     if not is_running:
         return status_at_end(folder, summary)
     if summary.stopping:
         return "stopping"
-    return "paused" if (folder / "pause").exists() else "running"
+    return "paused" if RunFolder(folder).pause_request.exists() else "running"

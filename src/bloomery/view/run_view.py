@@ -21,7 +21,7 @@ from bloomery.monitor.events import (
 from bloomery.view.curves import RunCurves
 from bloomery.view.incidents import KILLED, Incident, incident_of
 from bloomery.view.step_columns import StepColumns, in_groups
-from bloomery.view.summary import RunSummary
+from bloomery.view.summary import RunSummary, Status, status_of_end
 
 MOST_INCIDENTS = 200
 MOST_SAMPLES = 40
@@ -132,10 +132,10 @@ class RunView:
         self.incidents.clear()
 
     @property
-    def state(self) -> str:
+    def state(self) -> Status:
         """starting, running, stopping, or the status of RunEnded."""
         if self.summary.ended is not None:
-            return self.summary.ended.status
+            return status_of_end(self.summary.ended)
         if self.summary.stopping:
             return "stopping"
         return "running" if self.summary.recent else "starting"

@@ -21,7 +21,7 @@ from bloomery.view.curves import NO_POINTS, KeptCurves, Points, RunCurves
 from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import plot, settled_top
 from bloomery.view.run_view import RunView
-from bloomery.view.summary import RunSummary, in_millions
+from bloomery.view.summary import RunSummary, Status, in_millions
 
 _TITLE = 11  # columns
 _SAMPLES = 2
@@ -52,9 +52,9 @@ def view_for_screen(steps: int | None = None) -> RunView:
 
 
 def frame(
-    run: RunView, planned: PlannedFigures, screen: Screen, *, state: str, now: float
+    run: RunView, planned: PlannedFigures, screen: Screen, *, state: Status, now: float
 ) -> list[str]:
-    """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
+    """The picture, no line wider than the screen. `state`: as `RunReader.read` tells it; `now`: seconds since 1970."""
     width = screen.width
     readings = run.summary.devices.newest
     head = _head(run.summary, planned, screen, state, now)
@@ -94,7 +94,7 @@ def frame(
 
 
 def picture(
-    run: RunView, planned: PlannedFigures, screen: Screen, *, state: str, now: float
+    run: RunView, planned: PlannedFigures, screen: Screen, *, state: Status, now: float
 ) -> Group:
     """The same for rich. No information is in the color alone; NO_COLOR removes it."""
     rows = frame(run, planned, screen, state=state, now=now)
@@ -111,7 +111,7 @@ def picture(
 
 
 def _head(
-    summary: RunSummary, planned: PlannedFigures, screen: Screen, state: str, now: float
+    summary: RunSummary, planned: PlannedFigures, screen: Screen, state: Status, now: float
 ) -> list[str]:
     """Name, state and step in one line, or two where a name is long; then a bar with elapsed time and ETA."""
     steps = summary.planned_steps or planned.steps

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
+from typing import Literal, cast
 
 from bloomery.monitor.events import (
     DeviceStats,
@@ -31,6 +32,16 @@ MEASURABLE_TOKENS = 2000
 MEASURABLE_PROMPTS = 25
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 _ANNOUNCED_CHANGE = 0.1  # of the planned steps, relative: a larger one is printed
+
+
+# Of a run, as its folder and its events tell it. Running ones: "starting" until the first step, which the process that
+# trains tells of itself and a folder does not (there it is "running"); "paused" while the request file exists;
+# "stopping" once a stop was asked. Ended ones: the status of RunEnded ("done", "stopped", "failed"), or "killed"
+# without one. Where no `Status` can be known, a view has words of its own:
+# - `bloomery runs`: "unreadable"; it tells any live run as "running".
+# - studio: "reading" before the first read, "unreadable", "deleted" (`studio/watching.py`).
+# - the report: "unfinished" for live and killed, which a copied folder cannot tell apart (`RunRecord.state`).
+Status = Literal["starting", "running", "paused", "stopping", "done", "stopped", "failed", "killed"]
 
 
 @dataclass
@@ -246,6 +257,12 @@ class RunSummary:
         return self.reward_average.value
 
     @property
+    def judged_reward(self) -> float | None:
+        """Of held-out prompts, else of the newest rollouts: the one reward of a run in a list of runs."""
+        held_out = None if self.evaluation is None else self.evaluation.metrics.get("reward")
+        return self.smoothed_reward if held_out is None else held_out
+
+    @property
     def scores_completions(self) -> bool:
         """Whether the run is judged by rewards of generated completions: its loss stays near 0."""
         return self.loss_unit == "completion"
@@ -385,7 +402,12 @@ def in_millions(tokens: float) -> str:
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
 
 
-def status_text(status: str, summary: RunSummary) -> str:
+def status_of_end(end: RunEnded) -> Status:
+    """The event is read from a file: its status is a string there."""
+    return cast("Status", end.status)
+
+
+def status_text(status: Status, summary: RunSummary) -> str:
     """The status of a run with its reason, for a list of runs."""
     at_step = f"at step {summary.step:,}"
     match status:
