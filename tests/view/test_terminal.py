@@ -23,6 +23,7 @@ from bloomery.monitor.events import (
     Warned,
 )
 from bloomery.monitor.words import STARTING_PHASES, devices_text, log_line
+from bloomery.view.metrics_json import metrics_of
 from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import sparkline
 from bloomery.view.screen import Screen, frame, view_for_screen
@@ -478,3 +479,11 @@ def test_a_run_that_starts_over_forgets_its_earlier_losses():
         ]
     )
     assert abs(summary.smoothed - 9.0) < 1e-12
+
+
+def test_a_run_that_starts_over_and_ends_before_a_step_has_no_figures_of_discarded_steps():
+    steps = [step_done(1, 9.0), step_done(2, 3.0)]
+    restarted = [*steps, Resumed(step=0, path="", time=9.0), RunEnded(status="stopped", time=9.5)]
+    figures = metrics_of(summary_of(restarted))
+    assert (figures["step"], figures["tokens"], figures["loss"]) == (0, 0, None)
+    assert metrics_of(summary_of(steps))["tokens"] > 0

@@ -193,6 +193,8 @@ class RunSummary:
                     self.loss_average = MovingAverage()
                     self.reward_average = MovingAverage()
                     self.reward = None
+                    self.last_step = None
+                    self.tokens = 0
             case Recovered():
                 self.recoveries += 1
                 if event.step < self.step:  # not after a skipped step
@@ -207,7 +209,13 @@ class RunSummary:
                 self.stopping = False
 
     def _go_back(self, last_kept_step: int) -> None:
-        """Discards what later steps have left; seconds and energy are kept."""
+        """Discards what later steps have left; seconds and energy are kept.
+
+        `last_step`, `tokens`, `reward` and the moving averages stay those of the newest step that was taken, until the
+        next one: nothing here knows those of the step that the run goes back to (a list reads only the ends of a file).
+        A run that ends in between tells that step with the loss and tokens of a discarded one; where it starts over,
+        `add` resets them. An average goes on over the discarded steps, and has forgotten them within tens of steps.
+        """
         self.step = last_kept_step
         self.evaluations = {
             step: evaluation
