@@ -61,7 +61,7 @@ def recorded(weight: Tensor) -> dict[str, str]:
         weight, quant_type="nf4", blocksize=64, compress_statistics=True
     )
     # Near the middle between two levels its kernel for processors takes either; its plain torch the nearest.
-    exact, _ = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk(
+    exact_codes, _ = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk(
         plain_torch, state.absmax - double_state.offset, levels, 256
     )
     return {
@@ -69,7 +69,7 @@ def recorded(weight: Tensor) -> dict[str, str]:
         "scales": digest(state.absmax),
         "read": digest(functional.dequantize_4bit(codes, state)),
         "double_scales": text(double_state.absmax),
-        "exact_scales": digest(exact),
+        "exact_scales": digest(exact_codes),
         "outer": text(double_state.state2.absmax),
         "mean": text(double_state.offset[None]),
         "double_read": digest(functional.dequantize_4bit(codes, double_state)),

@@ -16,33 +16,39 @@ TENSORS = {
 }
 
 
-def saved(folder: Path, tensors: dict, shards: int = 1) -> Path:
+def save_shards(folder: Path, tensors: dict, shards: int = 1) -> Path:
     folder.mkdir(exist_ok=True)
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    where = {name: f"model-{n:05d}-of-00003.safetensors" for n, name in enumerate(tensors)}
-    for name, file in where.items():
+    shard_of_tensor = {
+        name: f"model-{n:05d}-of-00003.safetensors" for n, name in enumerate(tensors)
+    }
+    for name, file in shard_of_tensor.items():
         save_file({name: tensors[name]}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shard_of_tensor})
+    )
     return folder
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_digest_follows_the_weights_and_nothing_else(tmp_path, shards):
-    folder = saved(tmp_path / "a", TENSORS, shards)
-    before = digest(folder)
-    assert digest(saved(tmp_path / "b", TENSORS, shards)) == before
+    folder = save_shards(tmp_path / "a", TENSORS, shards)
+    digest_before = digest(folder)
+    assert digest(save_shards(tmp_path / "b", TENSORS, shards)) == digest_before
     (folder / "README.md").write_text("something new")
     save_file({"x": torch.zeros(3)}, folder / "adapter_model.safetensors")
-    assert digest(folder) == before
-    trained = {name: tensor + (1e-3 if name == "b" else 0) for name, tensor in TENSORS.items()}
-    assert digest(saved(folder, trained, shards)) != before
-    assert digest(saved(folder, {**TENSORS, "d": torch.zeros(1)}, shards)) != before
+    assert digest(folder) == digest_before
+    trained_tensors = {
+        name: tensor + (1e-3 if name == "b" else 0) for name, tensor in TENSORS.items()
+    }
+    assert digest(save_shards(folder, trained_tensors, shards)) != digest_before
+    assert digest(save_shards(folder, {**TENSORS, "d": torch.zeros(1)}, shards)) != digest_before
 
 
-def test_a_change_is_refused_and_a_broken_index_told(tmp_path):
-    base = base_of(saved(tmp_path / "a", TENSORS, 3))
+def test_a_changed_base_is_refused_and_a_broken_index_is_named(tmp_path):
+    base = base_of(save_shards(tmp_path / "a", TENSORS, 3))
     base.refuse_change(base.digest, where="run")
     with pytest.raises(UserError, match="other weights"):
         base.refuse_change("another", where="run")
@@ -56,6 +62,6 @@ def test_a_change_is_refused_and_a_broken_index_told(tmp_path):
 
 
 def test_a_model_in_the_cache_of_the_hub_is_named_by_its_id():
-    cached = "/home/a/.cache/huggingface/hub/models--Qwen--Qwen2.5--odd/snapshots/0123"
-    assert Base(cached, "").name == "Qwen/Qwen2.5--odd"
+    cached_folder = "/home/a/.cache/huggingface/hub/models--Qwen--Qwen2.5--odd/snapshots/0123"
+    assert Base(cached_folder, "").name == "Qwen/Qwen2.5--odd"
     assert Base("/models/mine", "").name == "/models/mine"

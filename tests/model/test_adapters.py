@@ -39,7 +39,7 @@ KINDS = {
 }
 
 
-def tuned(kind, *, dtype=torch.float32):
+def trained_decoder(kind, *, dtype=torch.float32):
     """A decoder whose adapters have moved away from where they begin."""
     model = fresh_decoder(CONFIG, seed=0, dtype=dtype)
     adapt(
@@ -60,7 +60,7 @@ def tuned(kind, *, dtype=torch.float32):
     return model
 
 
-def step(model):
+def logits_and_gradients(model):
     """Logits, and every gradient by name."""
     logits = model(TOKENS).head
     logits.square().sum().backward()
@@ -86,54 +86,57 @@ def step(model):
 )
 def test_compiled_and_recomputed_blocks_compute_the_same(kind, precision):
     torch._dynamo.reset()
-    plain = tuned(kind)
-    other = copy.deepcopy(plain)
+    model = trained_decoder(kind)
+    compiled_model = copy.deepcopy(model)
     # the others are alike, and each compiles anew
-    for index, block in enumerate(other.model.layers[:1]):
+    for index, block in enumerate(compiled_model.model.layers[:1]):
         checkpoint_block(block, "full", index=index)
         block.compile(backend="aot_eager", fullgraph=True, dynamic=False)  # inductor takes a minute
     with torch.autocast("cpu", dtype=precision or torch.bfloat16, enabled=precision is not None):
-        logits, gradients = step(plain)
-        logits_too, gradients_too = step(other)
+        expected_logits, expected_gradients = logits_and_gradients(model)
+        logits, gradients = logits_and_gradients(compiled_model)
     tolerance = {"atol": 1e-5, "rtol": 1e-4} if precision is None else {"atol": 2e-2, "rtol": 2e-2}
-    assert_close(logits_too, logits, **tolerance)
-    assert gradients.keys() == gradients_too.keys()
-    assert all("lora_" in name for name in gradients)
-    for name, gradient in gradients.items():
-        assert_close(gradients_too[name], gradient, **tolerance)
+    assert_close(logits, expected_logits, **tolerance)
+    assert expected_gradients.keys() == gradients.keys()
+    assert all("lora_" in name for name in expected_gradients)
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, **tolerance)
 
 
 @pytest.mark.soak  # half a minute of compilation
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_blocks_compiled_for_good_compute_the_same(kind):
-    plain = tuned(kind)
-    other = copy.deepcopy(plain)
-    for block in other.model.layers:
+def test_blocks_compiled_by_inductor_compute_the_same(kind):
+    model = trained_decoder(kind)
+    compiled_model = copy.deepcopy(model)
+    for block in compiled_model.model.layers:
         block.compile(dynamic=False)
-    (logits, gradients), (logits_too, gradients_too) = step(plain), step(other)
-    assert_close(logits_too, logits, atol=1e-5, rtol=1e-4)
-    for name, gradient in gradients.items():
-        assert_close(gradients_too[name], gradient, atol=1e-5, rtol=1e-4)
+    expected_logits, expected_gradients = logits_and_gradients(model)
+    logits, gradients = logits_and_gradients(compiled_model)
+    assert_close(logits, expected_logits, atol=1e-5, rtol=1e-4)
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_stays_near(kind):
-    exact = tuned(kind)
+def test_a_base_in_half_precision_stays_near_float32(kind):
+    model = trained_decoder(kind)
     with torch.no_grad():
-        expected = exact(TOKENS).head
+        expected = model(TOKENS).head
         for dtype in (torch.bfloat16, torch.float16):
-            frozen = copy.deepcopy(exact)
-            for name, parameter in frozen.named_parameters():
+            model_with_half_base = copy.deepcopy(model)
+            for name, parameter in model_with_half_base.named_parameters():
                 if "lora_" not in name:
                     parameter.data = parameter.data.to(dtype)
             with torch.autocast("cpu", dtype=dtype):
-                assert_close(frozen(TOKENS).head.float(), expected, atol=0.05, rtol=0.05)
-            assert_close(frozen(TOKENS).head.float(), expected, atol=0.05, rtol=0.05)
+                assert_close(
+                    model_with_half_base(TOKENS).head.float(), expected, atol=0.05, rtol=0.05
+                )
+            assert_close(model_with_half_base(TOKENS).head.float(), expected, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_its_adapters_the_base_is_what_it_was(kind):
-    model = tuned(kind)
+def test_with_adapters_disabled_the_logits_are_those_of_the_base(kind):
+    model = trained_decoder(kind)
     with torch.no_grad(), adapters_disabled(model):
         assert torch.equal(model(TOKENS).head, fresh_decoder(CONFIG, seed=0)(TOKENS).head)
     with torch.no_grad():
@@ -141,25 +144,28 @@ def test_without_its_adapters_the_base_is_what_it_was(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_begins_with_the_function_of_the_base(kind):
+def test_fresh_adapters_leave_the_logits_of_the_base(kind):
     model = fresh_decoder(CONFIG, seed=0)
-    before = model(TOKENS).head
+    base_logits = model(TOKENS).head
     adapt(
         model, Lora(**({"kind": "lora", "rank": 4, "target_modules": ["all-linear"]} | KINDS[kind]))
     )
     init_adapters(model, 0)
-    assert_close(model(TOKENS).head, before, atol=1e-6, rtol=1e-6)
+    assert_close(model(TOKENS).head, base_logits, atol=1e-6, rtol=1e-6)
 
 
 def test_the_norm_that_dora_divides_by_is_that_of_the_whole_matrix():
-    for _, module in adapted(tuned("dora")):
-        whole = module.weight + module.scale * module.lora_B @ module.lora_A
+    for _, module in adapted(trained_decoder("dora")):
+        adapted_weight = module.weight + module.scale * module.lora_B @ module.lora_A
         assert_close(
-            module.row_norms(*module.pair(torch.float32)), whole.norm(dim=1), atol=1e-6, rtol=1e-5
+            module.row_norms(*module.pair(torch.float32)),
+            adapted_weight.norm(dim=1),
+            atol=1e-6,
+            rtol=1e-5,
         )
 
 
-def test_dropout_drops_what_the_adapter_reads_and_only_while_training():
+def test_dropout_is_of_the_adapters_inputs_and_only_in_training():
     model = fresh_decoder(CONFIG, seed=0)
     adapt(model, Lora(kind="lora", rank=2, dropout=0.5))
     module = next(module for _, module in adapted(model))
@@ -168,12 +174,12 @@ def test_dropout_drops_what_the_adapter_reads_and_only_while_training():
         module.lora_A.fill_(1.0)
         module.lora_B.fill_(1.0)
     x = torch.ones(400, CONFIG.hidden_size)
-    added = module(x).detach() - nn.functional.linear(x, module.weight, module.bias)
+    adapter_output = module(x).detach() - nn.functional.linear(x, module.weight, module.bias)
     expected = module.scale * 2 * CONFIG.hidden_size
-    assert added.std() > 1
-    assert abs(float(added.mean()) / expected - 1) < 0.05
+    assert adapter_output.std() > 1
+    assert abs(float(adapter_output.mean()) / expected - 1) < 0.05
     module.eval()
     assert_close(
         module(x) - nn.functional.linear(x, module.weight, module.bias),
-        torch.full_like(added, expected),
+        torch.full_like(adapter_output, expected),
     )

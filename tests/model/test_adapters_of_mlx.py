@@ -23,33 +23,33 @@ MODULES = tuple(
 )
 
 
-def saved_as_mlx(folder, modules, *, kind="lora", full=()):
+def saved_as_mlx(folder, modules, *, kind="lora", full_weights=()):
     """folder/base, folder/adapter, and transformers' model with the weights that the two make (mlx_lm/tuner, 0.32)."""
     saved_reference("llama2", folder / "base")
     base = load_file(folder / "base" / "model.safetensors")
     numbers = torch.Generator().manual_seed(0)
 
-    def random(*shape):
+    def random_tensor(*shape):
         return torch.empty(shape).normal_(0, 0.1, generator=numbers)
 
     tensors = {}
-    changed = dict(base)
+    changed_weights = dict(base)
     for module in modules:
         weight = base[f"{module}.weight"]  # [outputs, inputs]; of an embedding [vocabulary, width]
         is_embedding = module.endswith("embed_tokens")
         outer = weight.shape[0] if is_embedding else weight.shape[1]
         inner = weight.shape[1] if is_embedding else weight.shape[0]
-        lora_a = random(outer, RANK)
-        lora_b = random(RANK, inner)
+        lora_a = random_tensor(outer, RANK)
+        lora_b = random_tensor(RANK, inner)
         tensors |= {f"{module}.lora_a": lora_a, f"{module}.lora_b": lora_b}
         product = lora_a @ lora_b
         adapted = weight + SCALE * (product if is_embedding else product.T)
         if kind == "dora":
-            tensors[f"{module}.m"] = weight.norm(dim=1) + random(len(weight)).abs()
+            tensors[f"{module}.m"] = weight.norm(dim=1) + random_tensor(len(weight)).abs()
             adapted = adapted * (tensors[f"{module}.m"] / adapted.norm(dim=1))[:, None]
-        changed[f"{module}.weight"] = adapted
-    for name in full:
-        tensors[name] = changed[name] = base[name] + random(*base[name].shape)
+        changed_weights[f"{module}.weight"] = adapted
+    for name in full_weights:
+        tensors[name] = changed_weights[name] = base[name] + random_tensor(*base[name].shape)
 
     (folder / "adapter").mkdir()
     save_file(
@@ -57,7 +57,7 @@ def saved_as_mlx(folder, modules, *, kind="lora", full=()):
         folder / "adapter" / "adapters.safetensors",
     )
     config = {
-        "fine_tune_type": "full" if full else kind,
+        "fine_tune_type": "full" if full_weights else kind,
         "num_layers": 2,
         "lora_parameters": {"rank": RANK, "scale": SCALE, "dropout": 0.0},
         "model": str(folder / "base"),
@@ -65,7 +65,7 @@ def saved_as_mlx(folder, modules, *, kind="lora", full=()):
     }
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-    model.load_state_dict({name: tensor.contiguous() for name, tensor in changed.items()})
+    model.load_state_dict({name: tensor.contiguous() for name, tensor in changed_weights.items()})
     return model.eval()
 
 
@@ -78,7 +78,7 @@ def saved_as_mlx(folder, modules, *, kind="lora", full=()):
         (
             (),
             {
-                "full": (
+                "full_weights": (
                     "model.layers.3.mlp.up_proj.weight",
                     "model.layers.3.input_layernorm.weight",
                 )
@@ -88,21 +88,21 @@ def saved_as_mlx(folder, modules, *, kind="lora", full=()):
     ids=["lora", "dora", "embedding and head", "full"],
 )
 def test_logits_are_those_of_the_changed_weights(modules, settings, tmp_path):
-    expected = saved_as_mlx(tmp_path, modules, **settings)
+    their_model = saved_as_mlx(tmp_path, modules, **settings)
     with torch.no_grad():
-        ours = load_decoder(tmp_path / "adapter")(tokens()).head
-        assert_close(ours, expected(tokens()).logits, atol=1e-4, rtol=0)
+        logits = load_decoder(tmp_path / "adapter")(tokens()).head
+        assert_close(logits, their_model(tokens()).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_an_exported_adapter_is_of_peft(kind, tmp_path):
-    expected = saved_as_mlx(tmp_path, (*MODULES, "lm_head"), kind=kind)
+def test_an_adapter_of_mlx_is_exported_as_one_of_peft(kind, tmp_path):
+    their_model = saved_as_mlx(tmp_path, (*MODULES, "lm_head"), kind=kind)
     make_tokenizer(tmp_path / "base")
-    done = export_adapter(find_model(tmp_path / "adapter"), tmp_path / "out")
-    assert any("loaded in PEFT" in proof for proof in done.proofs)
+    export_result = export_adapter(find_model(tmp_path / "adapter"), tmp_path / "out")
+    assert any("loaded in PEFT" in proof for proof in export_result.proofs)
     with torch.no_grad():
-        again = load_decoder(tmp_path / "out")(tokens()).head
-        assert_close(again, expected(tokens()).logits, atol=1e-4, rtol=0)
+        logits = load_decoder(tmp_path / "out")(tokens()).head
+        assert_close(logits, their_model(tokens()).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,9 @@ def test_an_exported_adapter_is_of_peft(kind, tmp_path):
         (("model.embed_tokens",), {"fine_tune_type": "dora"}, "rows of an embedding"),
     ],
 )
-def test_what_cannot_be_read_is_fused_by_mlx(modules, change, problem, tmp_path):
+def test_an_adapter_that_cannot_be_read_is_refused_with_the_fuse_of_mlx(
+    modules, change, problem, tmp_path
+):
     saved_as_mlx(tmp_path, modules, kind=change.get("fine_tune_type", "lora"))
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -54,11 +54,14 @@ def saved_by_peft(case, folder, *, new_tokens=0, tokens_alone=(), **settings):
 
 def merged_by_us(folder):
     """The merged model that `export --to merged` writes, opened by transformers."""
-    out = folder / "merged"
-    out.mkdir()
-    with open_merged(folder / "adapter", folder / "base", torch.float32, "cpu") as (read, config):
-        write_model_piecewise(read, config, torch.float32, out)
-    return AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    merged_folder = folder / "merged"
+    merged_folder.mkdir()
+    with open_merged(folder / "adapter", folder / "base", torch.float32, "cpu") as (
+        read_tensor,
+        config,
+    ):
+        write_model_piecewise(read_tensor, config, torch.float32, merged_folder)
+    return AutoModelForCausalLM.from_pretrained(merged_folder, attn_implementation="eager").eval()
 
 
 # Tokens of the sequences below.
@@ -106,7 +109,7 @@ HEADS = {
         "new_tokens": 8,
     },
 }
-OTHERS = {
+OTHER_ADAPTERS = {
     "bias all": (BIASED, {"bias": "all"}),
     "bias lora_only": (BIASED, {"bias": "lora_only", "target_modules": ["q_proj", "o_proj"]}),
     "bias of a base without": (UNTIED, {"bias": "all"}),
@@ -146,7 +149,7 @@ OTHERS = {
 ALL = [
     *((f"{name}, {kind}", case, settings) for kind, case in (("untied", UNTIED), ("tied", TIED))
       for name, settings in HEADS.items()),
-    *((name, case, settings) for name, (case, settings) in OTHERS.items()),
+    *((name, case, settings) for name, (case, settings) in OTHER_ADAPTERS.items()),
 ]  # fmt: skip
 
 
@@ -159,26 +162,28 @@ def known_tokens():
     ("case", "settings"), [entry[1:] for entry in ALL], ids=[entry[0] for entry in ALL]
 )
 def test_logits_and_the_merged_model_are_those_of_peft(case, settings, tmp_path):
-    theirs = saved_by_peft(case, tmp_path, **settings)
+    their_model = saved_by_peft(case, tmp_path, **settings)
     with torch.no_grad():
-        expected = theirs(known_tokens()).logits[..., :VOCABULARY]
-        ours = load_decoder(tmp_path / "adapter")(known_tokens()).head[..., :VOCABULARY]
-        assert_close(ours, expected, atol=1e-4, rtol=0)
-        base = load_decoder(tmp_path / "base")(known_tokens()).head
-        assert (ours - base).abs().max() > 0.01
-        merged = merged_by_us(tmp_path)(known_tokens()).logits[..., :VOCABULARY]
-        assert_close(merged, expected, atol=1e-4, rtol=0)
+        expected = their_model(known_tokens()).logits[..., :VOCABULARY]
+        logits = load_decoder(tmp_path / "adapter")(known_tokens()).head[..., :VOCABULARY]
+        assert_close(logits, expected, atol=1e-4, rtol=0)
+        base_logits = load_decoder(tmp_path / "base")(known_tokens()).head
+        assert (logits - base_logits).abs().max() > 0.01
+        merged_logits = merged_by_us(tmp_path)(known_tokens()).logits[..., :VOCABULARY]
+        assert_close(merged_logits, expected, atol=1e-4, rtol=0)
 
 
 def test_the_bias_of_a_lora_matrix_is_added_where_the_base_has_none(tmp_path):
-    theirs = saved_by_peft(BIASED, tmp_path, lora_bias=True, target_modules=["q_proj", "o_proj"])
+    their_model = saved_by_peft(
+        BIASED, tmp_path, lora_bias=True, target_modules=["q_proj", "o_proj"]
+    )
     with torch.no_grad():
-        expected = theirs(known_tokens()).logits
-        ours = load_decoder(tmp_path / "adapter")(known_tokens()).head
-        assert_close(ours, expected, atol=1e-4, rtol=0)
+        expected = their_model(known_tokens()).logits
+        logits = load_decoder(tmp_path / "adapter")(known_tokens()).head
+        assert_close(logits, expected, atol=1e-4, rtol=0)
     # A model of this family cannot store it: PEFT refuses this merge, too.
     with pytest.raises(RuntimeError, match="no bias"):
-        theirs.merge_and_unload()
+        their_model.merge_and_unload()
     with pytest.raises(UserError, match=r"o_proj a bias") as refused:
         merged_by_us(tmp_path)
     assert "--to adapter" in refused.value.fix
@@ -221,11 +226,13 @@ NAMES = {
 
 @pytest.mark.parametrize("names", NAMES)
 def test_an_adapter_is_found_under_the_names_of_other_programs(names, tmp_path):
-    theirs = saved_by_peft(UNTIED, tmp_path, target_modules=["q_proj", "embed_tokens", "lm_head"])
+    their_model = saved_by_peft(
+        UNTIED, tmp_path, target_modules=["q_proj", "embed_tokens", "lm_head"]
+    )
     rewrite(tmp_path / "adapter", NAMES[names])
     with torch.no_grad():
-        ours = load_decoder(tmp_path / "adapter")(known_tokens()).head
-        assert_close(ours, theirs(known_tokens()).logits, atol=1e-4, rtol=0)
+        logits = load_decoder(tmp_path / "adapter")(known_tokens()).head
+        assert_close(logits, their_model(known_tokens()).logits, atol=1e-4, rtol=0)
 
 
 def two_adapters(folder):
@@ -274,7 +281,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_cannot_be_applied_is_refused_with_another_way(change, tmp_path, monkeypatch):
+def test_an_adapter_that_cannot_be_applied_is_refused_with_another_way(
+    change, tmp_path, monkeypatch
+):
     monkeypatch.setattr(patterns, "PATTERN_SECONDS", 1.0)
     saved_by_peft(UNTIED, tmp_path)
     change(tmp_path / "adapter")

@@ -28,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "key_heads", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["shared", "own"]
 )
-def test_gradients(
+def test_gradients_pass_gradcheck(
     backend: str, documents: torch.Tensor | None, features: str, key_heads: int
 ) -> None:
     qkv = inputs(8, batch=1, heads=2, key_heads=key_heads, width=2)
@@ -37,13 +37,14 @@ def test_gradients(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_rows_of_a_batch_may_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, documents = inputs(40), documents_of([3, 37], [20, 11, -9])
-    together = with_gradients("blockwise", qkv, documents, window=7)
+def test_rows_of_a_batch_computed_one_by_one_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = inputs(40)
+    documents = documents_of([3, 37], [20, 11, -9])
+    expected = with_gradients("blockwise", qkv, documents, window=7)
     monkeypatch.setattr(blockwise, "CPU_SCORES", 1)
-    assert_close(with_gradients("blockwise", qkv, documents, window=7), together)
-    few = inputs(5, heads=1, key_heads=1, width=2)
-    assert gradcheck(lambda *qkv: run("blockwise", qkv, dropout=0.4), few)
+    assert_close(with_gradients("blockwise", qkv, documents, window=7), expected)
+    short_qkv = inputs(5, heads=1, key_heads=1, width=2)
+    assert gradcheck(lambda *qkv: run("blockwise", qkv, dropout=0.4), short_qkv)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -70,26 +71,30 @@ def test_dropout_keeps_the_expectation(backend: str) -> None:
     documents = documents_of([100, 200, 212])
     qkv = tuple(x.detach() for x in inputs(512, batch=1, heads=2, key_heads=1, dtype=torch.float32))
     # the output is then the sum of the kept shares
-    ones = (qkv[0], qkv[1], torch.ones_like(qkv[2]))
-    mean = torch.stack(
-        [run(backend, ones, documents, dropout=0.3, seed=seed) for seed in range(40)]
+    qkv_of_ones = (qkv[0], qkv[1], torch.ones_like(qkv[2]))
+    mean_share = torch.stack(
+        [run(backend, qkv_of_ones, documents, dropout=0.3, seed=seed) for seed in range(40)]
     ).mean()
-    assert abs(mean.item() - 1) < 0.01
-    plain = run(backend, qkv, documents)
-    many = torch.stack(
+    assert abs(mean_share.item() - 1) < 0.01
+    expected = run(backend, qkv, documents)
+    mean_output = torch.stack(
         [run(backend, qkv, documents, dropout=0.1, seed=seed) for seed in range(60)]
     ).mean(0)
-    assert (many - plain).norm() < 0.1 * plain.norm()
+    assert (mean_output - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "per_document"])
 def test_dropout_repeats_with_the_default_generator_alone(backend: str) -> None:
-    documents, qkv = documents_of([40, 260], [300]), inputs(300, dtype=torch.float32)
-    first, again, other = (
+    documents = documents_of([40, 260], [300])
+    qkv = inputs(300, dtype=torch.float32)
+    results, repeated_results, results_of_another_seed = (
         with_gradients(backend, qkv, documents, dropout=0.2, seed=seed) for seed in (1, 1, 2)
     )
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], other[0])
+    assert all(
+        torch.equal(result, repeated_result)
+        for result, repeated_result in zip(results, repeated_results, strict=True)
+    )
+    assert not torch.equal(results[0], results_of_another_seed[0])
     state = torch.get_rng_state()
     torch.randint(2**62, ())
     torch.set_rng_state(state)
@@ -116,7 +121,7 @@ def test_activation_checkpointing_regenerates_the_same_mask(backend: str) -> Non
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_dropped_shares_are_those_of_the_asked_rate() -> None:
+def test_dropout_drops_shares_at_its_rate() -> None:
     task = blockwise.AttentionCall(None, None, torch.tensor(9), None, None, 1.0, 0.25)
     masks = [
         task.dropped(blockwise.Tile(n, slice(0), False), torch.empty(3, 99, 33)) for n in range(4)
@@ -140,14 +145,14 @@ def test_gradients_use_the_mask_of_the_output() -> None:
 @pytest.mark.parametrize(
     ("length", "part"), [(3072, 11), pytest.param(8192, 30, marks=pytest.mark.soak)]
 )
-def test_memory_is_a_small_part_of_maths(length: int, part: int) -> None:
+def test_memory_is_a_small_part_of_that_of_math_attention(length: int, part: int) -> None:
     qkv = inputs(length, batch=1, heads=1, key_heads=1, width=64, dtype=torch.float32)
     documents = documents_of([length // 3, length - length // 3])
-    math = peak_bytes(lambda: with_gradients("math", qkv, None))
+    math_bytes = peak_bytes(lambda: with_gradients("math", qkv, None))
     for packed, options in ((None, {}), (documents, {"dropout": 0.1, "softcap": 30.0})):
-        ours = peak_bytes(
+        blockwise_bytes = peak_bytes(
             lambda packed=packed, options=options: with_gradients(
                 "blockwise", qkv, packed, **options
             )
         )
-        assert ours < math / part
+        assert blockwise_bytes < math_bytes / part

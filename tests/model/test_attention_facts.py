@@ -34,7 +34,9 @@ def test_no_torch_is_imported() -> None:
         ("cuda", False, 1024, False, None, None, 0.0, "triton"),
     ],
 )
-def test_choices(device, fused, length, packed, window, softcap, dropout, expected) -> None:
+def test_the_backend_of_each_device_and_recipe(
+    device, fused, length, packed, window, softcap, dropout, expected
+) -> None:
     choice = choose_backend(
         device,
         arch_has_fused=fused,
@@ -49,7 +51,7 @@ def test_choices(device, fused, length, packed, window, softcap, dropout, expect
 
 
 @pytest.mark.parametrize(("fused", "dropout"), [(False, 0.0), (True, 0.1)])
-def test_without_triton_blockwise_remains(fused, dropout) -> None:
+def test_blockwise_replaces_triton_where_it_is_not_installed(fused, dropout) -> None:
     choice = choose_backend(
         "cuda",
         arch_has_fused=fused,
@@ -84,7 +86,7 @@ def test_a_backend_without_a_kernel_for_the_gpu_is_left_out(arch, expected) -> N
 
 
 def test_a_choice_always_honours_the_recipe() -> None:
-    wanted = itertools.product(
+    requests = itertools.product(
         ("cpu", "cuda"),
         (False, True),
         (128, 4096),
@@ -95,7 +97,7 @@ def test_a_choice_always_honours_the_recipe() -> None:
         (False, True),
         ("2.9.1", "2.13.0"),
     )
-    for device, fused, length, packed, window, softcap, dropout, float32, torch in wanted:
+    for device, fused, length, packed, window, softcap, dropout, float32, torch in requests:
         backend = choose_backend(
             device,
             arch_has_fused=fused,
@@ -119,19 +121,21 @@ def test_a_choice_always_honours_the_recipe() -> None:
         )
 
 
-def test_refusals_say_why() -> None:
-    asked = {"packed": True, "window": False, "softcap": False, "dropout": False}
-    assert "documents" in str(missing_feature("sdpa", device_type="cpu", **asked))
-    assert "CPU" in str(missing_feature("varlen", device_type="cpu", **asked))
+def test_refusals_state_the_reason() -> None:
+    request = {"packed": True, "window": False, "softcap": False, "dropout": False}
+    assert "documents" in str(missing_feature("sdpa", device_type="cpu", **request))
+    assert "CPU" in str(missing_feature("varlen", device_type="cpu", **request))
     assert "2.12" in str(
-        missing_feature("varlen", device_type="cuda", torch="2.10.0+rocm6.4", **asked)
+        missing_feature("varlen", device_type="cuda", torch="2.10.0+rocm6.4", **request)
     )
-    assert "16-bit" in str(missing_feature("varlen", device_type="cuda", float32=True, **asked))
+    assert "16-bit" in str(missing_feature("varlen", device_type="cuda", float32=True, **request))
     with pytest.raises(KeyError):
-        missing_feature("magic", device_type="cpu", **asked)
+        missing_feature("magic", device_type="cpu", **request)
 
 
-@pytest.mark.parametrize("incomplete", [{"needs": "cpu"}, {"needs_reason": "it has no kernel"}])
-def test_a_backend_says_why_it_needs_something_of_a_device(incomplete) -> None:
+@pytest.mark.parametrize(
+    "incomplete_facts", [{"needs": "cpu"}, {"needs_reason": "it has no kernel"}]
+)
+def test_a_backend_says_why_it_needs_something_of_a_device(incomplete_facts) -> None:
     with pytest.raises(AssertionError, match="says why in `needs_reason`"):
-        BackendSupport(**incomplete)
+        BackendSupport(**incomplete_facts)

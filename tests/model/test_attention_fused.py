@@ -21,18 +21,20 @@ def test_block_mask_equals_torchs(
     first_BT = (
         None if documents is None else layout_of(documents[:, :length], backend="flex").first_BT
     )
-    ours = block_mask(first_BT, length, window, torch.device("cpu"))
+    our_mask = block_mask(first_BT, length, window, torch.device("cpu"))
     batch = 1 if first_BT is None else 2
-    theirs = create_block_mask(ours.mask_mod, batch, 1, length, length, device="cpu")
+    their_mask = create_block_mask(our_mask.mask_mod, batch, 1, length, length, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    assert torch.equal(ours.to_dense(), theirs.to_dense())
+        assert torch.equal(getattr(our_mask, name), getattr(their_mask, name)), name
+    assert torch.equal(our_mask.to_dense(), their_mask.to_dense())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
-def test_flex_forward(documents, options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_agrees_with_math(
+    documents, options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # the same function, uncompiled
     monkeypatch.setattr(fused_attention, "_compiled_flex", lambda: flex_attention)
     qkv = tuple(x.detach() for x in inputs(300, dtype=torch.float32))
@@ -45,7 +47,7 @@ def test_flex_forward(documents, options, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.soak
-def test_compiled_flex_forward() -> None:
+def test_compiled_flex_attention_agrees_with_math() -> None:
     qkv = tuple(x.detach() for x in inputs(300, width=16, dtype=torch.float32))
     assert_close(run("flex", qkv, PACKED), run("math", qkv, PACKED), atol=1e-5, rtol=1e-5)
 
@@ -63,10 +65,11 @@ def test_fused_kernels_agree_with_math(backend: str) -> None:
     qkv = tuple(
         x.detach().cuda().requires_grad_() for x in inputs(300, width=64, dtype=torch.bfloat16)
     )
-    ours, exact = (run(name, qkv, PACKED.cuda()) for name in (backend, "math"))
-    assert (ours - exact).norm() < 0.01 * exact.norm()
-    upstream = torch.randn_like(exact)
-    for a, b in zip(
-        *(torch.autograd.grad(out, qkv, upstream) for out in (ours, exact)), strict=True
+    output, exact_output = (run(name, qkv, PACKED.cuda()) for name in (backend, "math"))
+    assert (output - exact_output).norm() < 0.01 * exact_output.norm()
+    upstream = torch.randn_like(exact_output)
+    for gradient, exact_gradient in zip(
+        *(torch.autograd.grad(result, qkv, upstream) for result in (output, exact_output)),
+        strict=True,
     ):
-        assert (a - b).norm() < 0.02 * b.norm()
+        assert (gradient - exact_gradient).norm() < 0.02 * exact_gradient.norm()

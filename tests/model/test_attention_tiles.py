@@ -39,13 +39,13 @@ def cache(tmp_path, monkeypatch):
 class FakeClock:
     """The last candidate of each kernel is the fastest, except in one round of each; counts its calls."""
 
-    def __init__(self, refused=()):
-        self.refused = refused
+    def __init__(self, refused_tiles=()):
+        self.refused_tiles = refused_tiles
         self.calls = []
 
     def __call__(self, launch, tile):
         self.calls.append((launch.kernel, tile))
-        if tile in self.refused:
+        if tile in self.refused_tiles:
             raise RuntimeError("out of resource: shared memory, Required: 131072")
         candidates = CANDIDATES[launch.kernel]
         number_of_call = self.calls.count((launch.kernel, tile))
@@ -59,7 +59,7 @@ def one_launch():
     return next(launches(WORKLOAD, CPU))
 
 
-def test_the_least_median_wins_and_what_cannot_run_is_left_out():
+def test_the_least_median_wins_and_tiles_that_cannot_run_are_left_out():
     candidates = CANDIDATES["forward"]
     assert len(candidates) == 3
     clock = FakeClock()
@@ -77,31 +77,31 @@ def test_one_candidate_is_not_timed():
     assert clock.calls == []
 
 
-def test_an_answer_is_kept_for_the_gpu_and_its_software():
+def test_the_fastest_tiles_are_kept_for_the_gpu_and_its_software():
     clock = FakeClock()
-    last = {kernel: CANDIDATES[kernel][-1] for kernel in KERNELS}
-    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == last
+    last_candidates = {kernel: CANDIDATES[kernel][-1] for kernel in KERNELS}
+    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == last_candidates
     assert {kernel for kernel, _ in clock.calls} == set(KERNELS)
-    count = len(clock.calls)
+    num_calls = len(clock.calls)
 
     # Another length of the same width and dtype has the answer.
-    longer = Workload(4, 2, 64, 50, torch.float16, packed=True)
-    assert fastest_tiles(GPU, longer, CPU, clock) == last
-    assert len(clock.calls) == count
-    others = [
+    longer_workload = Workload(4, 2, 64, 50, torch.float16, packed=True)
+    assert fastest_tiles(GPU, longer_workload, CPU, clock) == last_candidates
+    assert len(clock.calls) == num_calls
+    other_cases = [
         (Gpu("gfx1031", "AMD Radeon RX 6700 XT", "3.8.1", "2.13.0+rocm7.2"), WORKLOAD),
         (Gpu("gfx1031", "AMD Radeon RX 6750 XT", "3.8.0", "2.13.0+rocm7.2"), WORKLOAD),
         (GPU, Workload(4, 2, 64, 40, torch.float32, packed=True)),
     ]
-    for number, (gpu, workload) in enumerate(others, 2):
-        assert fastest_tiles(gpu, workload, CPU, clock) == last
-        assert len(clock.calls) == number * count
-    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == last
-    assert len(clock.calls) == (len(others) + 1) * count
+    for number, (gpu, workload) in enumerate(other_cases, 2):
+        assert fastest_tiles(gpu, workload, CPU, clock) == last_candidates
+        assert len(clock.calls) == number * num_calls
+    assert fastest_tiles(GPU, WORKLOAD, CPU, clock) == last_candidates
+    assert len(clock.calls) == (len(other_cases) + 1) * num_calls
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"KEY": [1, 2]}', '{"KEY": [8, 8, 1]}'])
-def test_a_damaged_or_an_older_answer_is_timed_again(content):
+def test_a_damaged_or_older_cache_is_timed_again(content):
     fastest_tiles(GPU, WORKLOAD, CPU, FakeClock())
     path = cache_folder() / FILE
     key = next(iter(json.loads(path.read_text())))
@@ -113,13 +113,13 @@ def test_a_damaged_or_an_older_answer_is_timed_again(content):
 
 def test_without_a_cache_folder_the_table_decides(cache):
     (cache / "bloomery").write_text("not a folder")
-    first = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
+    first_candidates = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
     reasons = []
-    assert fastest_tiles(GPU, WORKLOAD, CPU, FakeClock(), reasons.append) == first
+    assert fastest_tiles(GPU, WORKLOAD, CPU, FakeClock(), reasons.append) == first_candidates
     assert reasons == [f"their times cannot be kept in {cache / 'bloomery'}"]
 
 
-def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
+def test_a_timing_that_fails_gives_the_first_tiles_and_is_not_kept():
     calls = []
 
     def clock(launch, tile):
@@ -128,9 +128,9 @@ def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
             raise RuntimeError("HIP error: unspecified launch failure")
         return 1.0 / len(calls)
 
-    first = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
+    first_candidates = {kernel: CANDIDATES[kernel][0] for kernel in KERNELS}
     reasons = []
-    assert fastest_tiles(GPU, WORKLOAD, CPU, clock, reasons.append) == first
+    assert fastest_tiles(GPU, WORKLOAD, CPU, clock, reasons.append) == first_candidates
     assert reasons == ["HIP error: unspecified launch failure"]
     assert not (cache_folder() / FILE).exists()
 
@@ -146,20 +146,20 @@ def test_a_timing_that_fails_leaves_the_table_s_first_and_is_not_kept():
     ],
 )
 def test_long_sequences_are_timed_on_few_heads(workload, heads, heads_per_key, length):
-    timed = list(launches(workload, CPU))
-    assert [launch.kernel for launch in timed] == list(KERNELS)
-    assert [launch.programs for launch in timed] == [heads, heads, heads // heads_per_key]
-    for launch in timed:
+    timed_launches = list(launches(workload, CPU))
+    assert [launch.kernel for launch in timed_launches] == list(KERNELS)
+    assert [launch.programs for launch in timed_launches] == [heads, heads, heads // heads_per_key]
+    for launch in timed_launches:
         assert (launch.length, launch.width) == (length, workload.width)
         assert launch.arguments["heads_per_key"] == heads_per_key
         assert launch.arguments["HAS_DOCUMENTS"] == workload.packed
 
 
-def test_a_tile_in_use_is_what_a_launch_reads(monkeypatch):
+def test_a_launch_reads_the_tile_in_use(monkeypatch):
     monkeypatch.setattr(tiles, "_in_use", {})
-    chosen = CANDIDATES["forward"][1]
-    use_tile("forward", chosen, arch="gfx1031", width=80 - 16)
-    assert tile_shape("forward", arch="gfx1031", width=64) == chosen
+    tile = CANDIDATES["forward"][1]
+    use_tile("forward", tile, arch="gfx1031", width=80 - 16)
+    assert tile_shape("forward", arch="gfx1031", width=64) == tile
     assert tile_shape("forward", arch="gfx1031", width=128) == TileShape(32, 16, 8)
     assert tile_shape("forward", arch="gfx1030", width=64) == CANDIDATES["forward"][0]
     assert tile_shape("backward_q", arch="gfx1031", width=64) == CANDIDATES["backward_q"][0]

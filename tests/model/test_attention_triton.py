@@ -70,12 +70,12 @@ def test_every_tile_of_the_table_is_right():
 
 
 @pytest.mark.soak
-def test_two_hundred_cases():
+def test_two_hundred_random_cases():
     for case in triton_here.in_interpreter("triton_cases.py", *range(203)):
         assert_right(case)
 
 
-def test_edges():
+def test_layouts_at_the_edges_of_a_launch():
     """Layouts that a launch must not assume: strides, no rows, no tokens; the fake tensors of a compiled block."""
     assert triton_here.in_interpreter("triton_edges.py") == []
 
@@ -91,19 +91,19 @@ FAILURES = {
 }
 
 
-def test_a_kernel_that_fails_says_so():
+def test_a_kernel_that_fails_is_reported_with_tritons_message():
     """Triton's own errors, of the real compiler; running out of memory stays what it is."""
     (results,) = triton_here.script("triton_failures.py")
     failed = {name for name, result in results.items() if result["failed"]}
     assert failed - {name for name, result in results.items() if result["memory"]} == set(FAILURES)
-    for name, words in FAILURES.items():
-        assert words in results[name]["message"]
+    for name, message in FAILURES.items():
+        assert message in results[name]["message"]
     assert results["memory"]["memory"]
     for name in ("nothing", "afterwards"):
         assert results[name]["message"] == ""
 
 
-def test_where_a_document_ends():
+def test_the_end_of_each_document_is_found():
     first_BT = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 3, 3]])
     assert _stop(first_BT).tolist() == [[2, 2, 5, 5, 5, 6], [1, 2, 3, 6, 6, 6]]
 
@@ -127,7 +127,7 @@ def test_an_rx_6700_xt_has_the_tiles_of_its_family():
 
 
 @pytest.mark.parametrize(
-    ("arch", "version", "words"),
+    ("arch", "version", "problem"),
     [
         ("gfx906", "3.7.0", "cannot compile for gfx906, 3.8 can (torch 2.14)"),
         ("gfx906", "3.8.0", None),
@@ -138,22 +138,22 @@ def test_an_rx_6700_xt_has_the_tiles_of_its_family():
         ("sm_61", "3.8.0", "Triton begins at sm_70"),
     ],
 )
-def test_which_triton_compiles_for_which_gpu(arch, version, words):
+def test_which_triton_compiles_for_which_gpu(arch, version, problem):
     reason = arch_spec(arch).triton_refusal(version)
-    assert bool(reason) == (words is not None)
-    assert words is None or words in reason
+    assert bool(reason) == (problem is not None)
+    assert problem is None or problem in reason
 
 
-def compiled(*arguments: str) -> list[dict]:
-    done = subprocess.run(
+def compiled_rows(*arguments: str) -> list[dict]:
+    process = subprocess.run(
         [sys.executable, ROOT / "scripts" / "triton_tiles.py", *arguments],
         env=triton_here.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def assert_fits(row: dict) -> None:
@@ -166,7 +166,7 @@ def assert_fits(row: dict) -> None:
 
 @pytest.mark.parametrize(("arch", "kernel"), [("gfx1030", "forward"), ("gfx906", "backward_kv")])
 def test_a_kernel_compiles_for_a_gpu_that_is_not_here(arch, kernel):
-    rows = compiled("--arch", arch, "--width", "64", "--kernel", kernel)
+    rows = compiled_rows("--arch", arch, "--width", "64", "--kernel", kernel)
     assert len(rows) == 3
     for row in rows:
         assert_fits(row)
@@ -175,7 +175,7 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_here(arch, kernel):
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ["gfx906", "gfx908", "gfx1012", "gfx1030"])
 def test_all_kernels_compile_without_spills(arch):
-    rows = compiled("--arch", arch, "--kernel", *KERNELS, "--width", "64", "128", "256")
+    rows = compiled_rows("--arch", arch, "--kernel", *KERNELS, "--width", "64", "128", "256")
     num_candidates = sum(
         len(tile_candidates(kernel, arch=arch, width=width))
         for kernel in KERNELS

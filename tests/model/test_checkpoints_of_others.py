@@ -130,10 +130,10 @@ def test_a_stored_head_that_is_not_the_embedding_is_used_though_the_config_ties_
     case, dtype, tmp_path
 ):
     saved_reference(case, tmp_path)
-    embedding = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
+    embedding_name = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
 
     def add_head(tensors):
-        head = tensors[embedding] * 0.5 + 0.1
+        head = tensors[embedding_name] * 0.5 + 0.1
         tensors["lm_head.weight"] = head if dtype == "same" else head.bfloat16()
 
     rewrite(tmp_path, add_head)
@@ -189,9 +189,9 @@ def test_a_single_file_is_read_before_an_index_as_transformers_does(tmp_path):
     assert any(INDEX in note for note in headers_of(tmp_path).notes)
 
     make_tokenizer(tmp_path)
-    done = export(tmp_path, tmp_path / "out")
+    export_result = export(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out" / INDEX).exists()
-    assert any(INDEX in proof for proof in done.proofs)
+    assert any(INDEX in proof for proof in export_result.proofs)
     assert_close(logits_of_transformers(tmp_path / "out"), logits_of(tmp_path), atol=1e-4, rtol=0)
 
 
@@ -268,7 +268,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_cannot_be_read_is_named_with_the_way_out(change, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_refused_with_a_fix(change, tmp_path):
     saved_reference(LLAMA, tmp_path)
     change(tmp_path)
     problem, fix = REFUSED[change]

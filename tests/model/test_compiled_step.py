@@ -40,10 +40,10 @@ SHAPES = [
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
 
-def wide(
+def load_wide(
     case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """The tiny model of that shape, in widths that the compiled code takes."""
+    """The tiny model of that shape, in the widths that the compiled code takes."""
     prefix, settings = CASES[case]
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
     sizes = dict(n_embd=64, n_inner=128) if prefix == "GPT2" else sizes
@@ -57,65 +57,80 @@ def wide(
 def test_logits_equal_those_of_the_decoder(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, row = wide(case, tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
+    decoder = load_wide(case, tmp_path, monkeypatch)
+    row = tokens(rows=1)[0].tolist()
     expected = decoder(torch.tensor([row])).head[0]
-    step, cache = CompiledStep(decoder), Cache(decoder.config, capacity=40, slots=2)
+    step = CompiledStep(decoder)
+    cache = Cache(decoder.config, capacity=40, slots=2)
     assert_close(
         torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4
     )
-    again = Cache(decoder.config, capacity=40)
-    decoder(torch.tensor([row[:5]]), cache=again)  # it continues what PyTorch has read
-    assert_close(step([row[5:8]], 0, again, every=True), expected[5:8], atol=2e-4, rtol=1e-4)
+    cache_of_pytorch = Cache(decoder.config, capacity=40)
+    decoder(torch.tensor([row[:5]]), cache=cache_of_pytorch)  # the step continues this text
+    assert_close(
+        step([row[5:8]], 0, cache_of_pytorch, every=True), expected[5:8], atol=2e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_a_text_is_the_same_bits_alone_with_others_and_in_pieces(
+def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    decoder, rows = wide("qwen3", tmp_path, monkeypatch, dtype), tokens(rows=9, length=20).tolist()
+    decoder = load_wide("qwen3", tmp_path, monkeypatch, dtype)
+    rows = tokens(rows=9, length=20).tolist()
     if precision == "int8":
         quantize_model(decoder, Quantize(kind="int8"))
     step = CompiledStep(decoder)
-    alone = []
+    separate_logits = []
     for row in rows:
         cache = Cache(decoder.config, 20)
-        alone.append(torch.cat([step([[token]], 0, cache) for token in row]))
-    together, several = Cache(decoder.config, 20, slots=9), Cache(decoder.config, 20, slots=9)
-    for at in range(20):
-        found = step([[row[at]] for row in rows], 0, together)
-        assert torch.equal(found, torch.stack([logits[at] for logits in alone]))
+        separate_logits.append(torch.cat([step([[token]], 0, cache) for token in row]))
+    shared_cache = Cache(decoder.config, 20, slots=9)
+    cache_of_pieces = Cache(decoder.config, 20, slots=9)
+    for position in range(20):
+        shared_logits = step([[row[position]] for row in rows], 0, shared_cache)
+        assert torch.equal(
+            shared_logits, torch.stack([logits[position] for logits in separate_logits])
+        )
     for first, last in ((0, 1), (1, 8), (8, 20)):
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found = step([rows[3][first:last]], threads, several, every=True)
-            assert torch.equal(found, alone[3][first:last])
+            piece_logits = step([rows[3][first:last]], threads, cache_of_pieces, every=True)
+            assert torch.equal(piece_logits, separate_logits[3][first:last])
     torch.set_num_threads(1)
     # PyTorch rounds between bfloat16 products
     tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]
     with torch.no_grad():
         assert_close(
-            alone[0], decoder(torch.tensor(rows[:1])).head[0].float(), atol=tolerance, rtol=0.02
+            separate_logits[0],
+            decoder(torch.tensor(rows[:1])).head[0].float(),
+            atol=tolerance,
+            rtol=0.02,
         )
 
 
 @torch.no_grad()
-def test_adapters_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, row = wide("llama3-gqa-tied", tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
+def test_logits_with_adapters_equal_those_of_the_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_wide("llama3-gqa-tied", tmp_path, monkeypatch)
+    row = tokens(rows=1)[0].tolist()
     adapt(decoder, Lora(kind="lora", rank=3, target_modules=["all-linear"]))
     init_adapters(decoder, 0)
     for name, parameter in decoder.named_parameters():
         if name.endswith("lora_B"):
             torch.nn.init.normal_(parameter, std=0.1)
-    step, cache = CompiledStep(decoder), Cache(decoder.config, 40)
-    found = torch.cat([step([row[at : at + 20]], 0, cache, every=True) for at in (0, 20)])
-    assert_close(found, decoder(torch.tensor([row])).head[0], atol=2e-4, rtol=1e-4)
+    step = CompiledStep(decoder)
+    cache = Cache(decoder.config, 40)
+    logits = torch.cat([step([row[at : at + 20]], 0, cache, every=True) for at in (0, 20)])
+    assert_close(logits, decoder(torch.tensor([row])).head[0], atol=2e-4, rtol=1e-4)
 
 
 def test_weights_are_moved_once_and_updates_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = wide("qwen2", tmp_path, monkeypatch)
+    decoder = load_wide("qwen2", tmp_path, monkeypatch)
     adapt(decoder, Lora(kind="lora", rank=8, target_modules=["q_proj"]))
     init_adapters(decoder, seed=0)
     CompiledStep(decoder)
@@ -133,8 +148,11 @@ def test_weights_are_moved_once_and_updates_are_seen(
     assert_close(logits[0], expected, atol=1e-4, rtol=0)
 
 
-def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, prompts = wide("qwen2", tmp_path, monkeypatch), tokens(rows=6, length=7).tolist()
+def test_batches_decode_with_the_compiled_step_to_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_wide("qwen2", tmp_path, monkeypatch)
+    prompts = tokens(rows=6, length=7).tolist()
     expected = [list(sample_tokens(decoder, ids, COLD)) for ids in prompts]
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     lines: list[str] = []
@@ -142,10 +160,10 @@ def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines == ["decoding: compiled for this CPU"]
     batch = RunningBatch(Past(decoder, 7, 100), piece=3)
     texts = [batch.add(ids, COLD) for ids in (*prompts, [*prompts[0], *prompts[1]] * 3)]
-    first = batch.step()
+    first_results = batch.step()
     # 28 of at most 32 tokens; the long prompt waits
-    assert [each.text for each in first] == texts[:4]
-    assert [each.text for each in batch.step()] == texts[:6]
+    assert [result.text for result in first_results] == texts[:4]
+    assert [result.text for result in batch.step()] == texts[:6]
     while batch.texts:
         batch.step()
     assert len(texts.pop().new) == COLD.max_new_tokens
@@ -155,10 +173,12 @@ def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.Monkey
         list(sample_tokens(decoder, prompts[0], COLD))
 
 
-def test_what_it_cannot_compute_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Uncompiled, match="depend"):
-        CompiledStep(wide("llama-dynamic", tmp_path / "dynamic", monkeypatch))
-    decoder = wide("qwen2", tmp_path, monkeypatch)
+        CompiledStep(load_wide("llama-dynamic", tmp_path / "dynamic", monkeypatch))
+    decoder = load_wide("qwen2", tmp_path, monkeypatch)
     quantize_model(decoder, Quantize(kind="nf4"))
     with pytest.raises(Uncompiled, match="stored"):
         CompiledStep(decoder)
@@ -166,7 +186,8 @@ def test_what_it_cannot_compute_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     compiled_step._built.cache_clear()
     native.library.cache_clear()
-    decoder, lines = wide("qwen3", tmp_path, monkeypatch), list[str]()
+    decoder = load_wide("qwen3", tmp_path, monkeypatch)
+    lines: list[str] = []
     compile_step(decoder, lines.append)
     assert decoder.step is None and "C++ compiler" in lines[0]
     compiled_step._built.cache_clear()

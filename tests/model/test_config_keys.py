@@ -137,7 +137,7 @@ CHANGES = [
 ]
 
 
-def described(change):
+def description(change):
     return ", ".join(
         f"{key}={'absent' if value is ABSENT else value}" for key, value in change.items()
     )
@@ -150,8 +150,8 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def saved(folder, family, change):
-    """A random model of transformers for the changed config.json, or None where transformers refuses it."""
+def expected_logits(folder, family, change):
+    """Saves a random model of the changed config.json; its logits, or None where transformers refuses it."""
     config_json = AutoConfig.for_model(family, **SMALL[family]).to_dict()
     config_json |= {"architectures": [FAMILIES[family].architecture], **change}
     config_json = {key: value for key, value in config_json.items() if value is not ABSENT}
@@ -181,14 +181,14 @@ def test_a_key_that_transformers_reads_is_read_or_refused(family, tmp_path):
     written_configs = set()
     for number, change in enumerate(CHANGES):
         folder = tmp_path / str(number)
-        expected = saved(folder, family, change)
+        expected = expected_logits(folder, family, change)
         if expected is None:
             outcomes["no oracle"] += 1
             continue
         try:
             decoder = load_decoder(folder)
         except UserError as error:
-            assert error.fix, described(change)
+            assert error.fix, description(change)
             outcomes["refused"] += 1
             continue
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_a_key_that_transformers_reads_is_read_or_refused(family, tmp_path):
             expected,
             atol=limit,
             rtol=0,
-            msg=lambda text, c=change: f"{described(c)}: {text}",
+            msg=lambda text, c=change: f"{description(c)}: {text}",
         )
         outcomes["equal"] += 1
 
@@ -207,17 +207,19 @@ def test_a_key_that_transformers_reads_is_read_or_refused(family, tmp_path):
         if decoder.config in written_configs:
             continue
         written_configs.add(decoder.config)
-        out = tmp_path / f"{number}-out"
-        out.mkdir()
-        write_model(model_state(decoder), decoder.config, out)
-        again = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+        written_folder = tmp_path / f"{number}-out"
+        written_folder.mkdir()
+        write_model(model_state(decoder), decoder.config, written_folder)
+        reloaded_model = AutoModelForCausalLM.from_pretrained(
+            written_folder, attn_implementation="eager"
+        ).eval()
         with torch.no_grad():
             assert_close(
-                again(tokens()).logits,
+                reloaded_model(tokens()).logits,
                 expected,
                 atol=limit,
                 rtol=0,
-                msg=lambda text, c=change: f"written: {described(c)}: {text}",
+                msg=lambda text, c=change: f"written: {description(c)}: {text}",
             )
     # Most changes are read or ignored, as in transformers; few are refused.
     assert outcomes["equal"] > 3 * outcomes["refused"], outcomes

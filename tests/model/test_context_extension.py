@@ -25,7 +25,7 @@ LONGER = {
 }
 
 
-def extended(base, changes) -> Decoder:
+def load_extended(base, changes) -> Decoder:
     decoder = fresh_decoder(
         build_config(Model.model_validate({"from": str(base)} | changes), vocab_size=131), seed=0
     )
@@ -37,18 +37,18 @@ def extended(base, changes) -> Decoder:
 @torch.no_grad()
 def test_transformers_opens_the_extended_model_and_computes_the_same(case, tmp_path):
     base = saved_reference("llama2", tmp_path / "base")
-    ours = extended(tmp_path / "base", LONGER[case])
-    assert ours.config.max_positions == 256
+    our_model = load_extended(tmp_path / "base", LONGER[case])
+    assert our_model.config.max_positions == 256
     (tmp_path / "out").mkdir()
-    write_model(model_state(ours), ours.config, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    write_model(model_state(our_model), our_model.config, tmp_path / "out")
+    their_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager"
     ).eval()
-    assert theirs.config.max_position_embeddings == 256
+    assert their_model.config.max_position_embeddings == 256
     tokens = torch.randint(131, (2, 200), generator=torch.Generator().manual_seed(1))
-    assert_close(ours(tokens).head, theirs(tokens).logits, atol=1e-4, rtol=0)
+    assert_close(our_model(tokens).head, their_model(tokens).logits, atol=1e-4, rtol=0)
     # the extension changes what is computed
-    assert (theirs(tokens).logits - base(tokens).logits).abs().max() > 1e-3
+    assert (their_model(tokens).logits - base(tokens).logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_transformers_opens_the_extended_model_and_computes_the_same(case, tmp_p
 def test_other_changes_of_a_pretrained_model_are_refused(case, changes, tmp_path):
     saved_reference(case, tmp_path)
     with pytest.raises(UserError, match="cannot be changed with") as error:
-        extended(tmp_path, changes)
+        load_extended(tmp_path, changes)
     assert next(iter(changes)) in error.value.problem

@@ -21,7 +21,7 @@ def config_of(case: str) -> ModelConfig:
     return config_from_hf(tiny_reference(case).config.to_dict())
 
 
-def on_meta(config: ModelConfig) -> Decoder:
+def decoder_on_meta(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config)
 
@@ -29,7 +29,7 @@ def on_meta(config: ModelConfig) -> Decoder:
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
     config = config_of(case)
-    decoder = on_meta(config)
+    decoder = decoder_on_meta(config)
     assert list(parameter_shapes(config).items()) == [
         (n, tuple(p.shape)) for n, p in decoder.named_parameters()
     ]
@@ -43,11 +43,14 @@ def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
             == layer.total_parameters
             == sum(p.numel() for p in block.parameters())
         )
-        linear = {
-            name: each for name, each in block.named_modules() if isinstance(each, torch.nn.Linear)
+        linear_modules = {
+            name: module
+            for name, module in block.named_modules()
+            if isinstance(module, torch.nn.Linear)
         }
         assert {m.name: (m.outputs, m.inputs) for m in layer.matrices} == {
-            name: (each.out_features, each.in_features) for name, each in linear.items()
+            name: (module.out_features, module.in_features)
+            for name, module in linear_modules.items()
         }
 
 
@@ -56,7 +59,8 @@ def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_flops_equal_the_counter(case: str, backward: bool) -> None:
     config = config_of(case)
-    decoder, tokens = on_meta(config), torch.zeros(2, 24, dtype=torch.long, device="meta")
+    decoder = decoder_on_meta(config)
+    tokens = torch.zeros(2, 24, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         logits = decoder(tokens).head
         if backward:
@@ -72,10 +76,12 @@ def test_presets_have_the_sizes_that_their_descriptions_say(name: str, millions:
 
 def test_presets_on_meta_equal_the_counter() -> None:
     config = replace(preset("go-coder-small"), num_layers=2)
-    assert parameter_count(config) == sum(p.numel() for p in on_meta(config).parameters())
+    assert parameter_count(config) == sum(p.numel() for p in decoder_on_meta(config).parameters())
 
 
 def test_attention_grows_with_the_length() -> None:
     config = config_of("llama2")
-    longer = flops_per_token(config, 200) - flops_per_token(config, 100)
-    assert math.isclose(longer, 3 * 4 * 100 * sum(layer.query_width for layer in layers(config)))
+    added_flops = flops_per_token(config, 200) - flops_per_token(config, 100)
+    assert math.isclose(
+        added_flops, 3 * 4 * 100 * sum(layer.query_width for layer in layers(config))
+    )

@@ -1,7 +1,7 @@
 """Triton's kernel for decoding over a KV cache, in Triton's interpreter, and compiled for GPUs that are not here."""
 
 import pytest
-from test_attention_triton import ALLOWED_ROUNDINGS, ROUNDING, assert_fits, compiled
+from test_attention_triton import ALLOWED_ROUNDINGS, ROUNDING, assert_fits, compiled_rows
 from triton_here import in_interpreter
 
 
@@ -23,7 +23,7 @@ def test_the_kernel_is_as_exact_as_math_attention():
 
 
 @pytest.mark.soak
-def test_two_hundred_cases():
+def test_two_hundred_random_cases():
     for case in in_interpreter("triton_decoding.py", *range(209)):
         assert_right(case)
 
@@ -35,16 +35,16 @@ def test_texts_are_those_of_sdpa():
 
 
 @pytest.mark.parametrize("arch", ["gfx1030", "gfx906"])
-def test_it_compiles_for_a_gpu_that_is_not_here(arch):
-    for row in compiled("--arch", arch, "--width", "64", "128", "--kernel", "decode"):
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(arch):
+    for row in compiled_rows("--arch", arch, "--width", "64", "128", "--kernel", "decode"):
         assert_fits(row)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ["gfx906", "gfx908", "gfx1012", "gfx1030"])
-def test_it_compiles_without_spills(arch):
+def test_the_kernel_compiles_without_spills(arch):
     widths = ["64", "128"] if arch == "gfx906" else ["64", "128", "256"]  # gfx906 spills 25 at 256
-    rows = compiled("--arch", arch, "--kernel", "decode", "--width", *widths)
+    rows = compiled_rows("--arch", arch, "--kernel", "decode", "--width", *widths)
     assert len(rows) == len(widths)
     for row in rows:
         assert_fits(row)

@@ -89,12 +89,12 @@ def expected_logits(decoder: Decoder) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + CONFIG.norm_eps).rsqrt() * state[name]
 
-    def turned(x_BHTE: Tensor, width: int, theta: float) -> Tensor:
+    def rotated(x_BHTE: Tensor, width: int, theta: float) -> Tensor:
         angles = torch.arange(20)[:, None] * theta ** (-torch.arange(0, width, 2) / width)
         first, second = x_BHTE[..., : width // 2], x_BHTE[..., width // 2 : width]
         cos, sin = angles.cos(), angles.sin()
-        turned_part = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        return torch.cat((turned_part, x_BHTE[..., width:]), -1)
+        rotated_part = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((rotated_part, x_BHTE[..., width:]), -1)
 
     x_BTD = state["model.embed_tokens.weight"][TOKENS]
     for number, layer in enumerate(sizes):
@@ -113,7 +113,7 @@ def expected_logits(decoder: Decoder) -> Tensor:
         has_window = number in (1, 3)
         theta = 100.0 if has_window else 500.0
         width = int(layer.head_dim * layer.rotary_share)
-        q, k = turned(q, width, theta), turned(k, width, theta)
+        q, k = rotated(q, width, theta), rotated(k, width, theta)
         copies = layer.num_heads // layer.num_kv_heads
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v.transpose(1, 2)))
         distance = torch.arange(20)[:, None] - torch.arange(20)
@@ -160,12 +160,12 @@ def test_a_cache_of_several_widths_continues_a_text() -> None:
     assert cached == sum(layer.cached_values(20) for layer in layers(CONFIG))
 
 
-def test_a_folder_comes_back_whole(tmp_path: Path) -> None:
+def test_a_written_folder_is_read_with_its_config_and_tensors(tmp_path: Path) -> None:
     decoder = decoder_of_uneven_layers()
     write_model(model_state(decoder), CONFIG, tmp_path)
-    opened = load_decoder(tmp_path, dtype=torch.float32)
-    assert opened.config == CONFIG
-    for name, tensor in model_state(opened).items():
+    loaded_decoder = load_decoder(tmp_path, dtype=torch.float32)
+    assert loaded_decoder.config == CONFIG
+    for name, tensor in model_state(loaded_decoder).items():
         assert torch.equal(tensor, model_state(decoder)[name]), name
     assert config_from_hf(config_to_hf(CONFIG)) == CONFIG
 
@@ -184,8 +184,8 @@ def test_lora_learns_in_every_layer(base: str, tmp_path: Path) -> None:
     num_matrices = sum(len(layer.matrices) for layer in layers(CONFIG))
     assert len(dict(quantized_weights(decoder))) == (num_matrices if base != "none" else 0)
     assert sum(isinstance(module, LoraLinear) for module in decoder.modules()) == num_matrices
-    trained = {n: p for n, p in decoder.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.02)
+    trained_parameters = {n: p for n, p in decoder.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained_parameters.values(), lr=0.02)
     losses = []
     for _ in range(12):
         logits = decoder(TOKENS).head
@@ -195,10 +195,10 @@ def test_lora_learns_in_every_layer(base: str, tmp_path: Path) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 0.3
-    assert all(parameter.grad.abs().sum() > 0 for parameter in trained.values())
+    assert all(parameter.grad.abs().sum() > 0 for parameter in trained_parameters.values())
 
 
-def test_the_compiled_step_and_llama_cpp_say_that_they_cannot() -> None:
+def test_the_compiled_step_and_llama_cpp_refuse_differing_layers() -> None:
     with pytest.raises(Uncompiled, match=r"layers differ"):
         CompiledStep(decoder_of_uneven_layers())
     assert "for Uneven is not known" in str(unsupported(CONFIG))
@@ -254,7 +254,7 @@ STATES_A_MODEL = {
 }
 
 
-def test_nobody_else_asks_a_config_for_what_differs_between_layers() -> None:
+def test_only_the_named_modules_read_facts_that_differ_between_layers() -> None:
     root = Path(bloomery.__file__).parent
     readers = set()
     for path in sorted(root.rglob("*.py")):

@@ -29,7 +29,7 @@ LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_config_survives_both_directions(case: str) -> None:
+def test_a_config_is_the_same_after_writing_and_reading(case: str) -> None:
     config = config_from_hf(tiny_reference(case).config.to_dict())
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
@@ -81,33 +81,33 @@ def test_presets_can_be_stored(name: str) -> None:
         ("partial_rotary_factor", 1.5),
     ],
 )
-def test_values_that_make_no_sense_are_refused_by_name(key: str, value: object) -> None:
-    with pytest.raises(UserError) as caught:
+def test_impossible_values_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UserError) as refused:
         config_from_hf(LLAMA | {key: value}, where="some/config.json")
-    told = str(caught.value)
-    assert "some/config.json" in told
-    assert any(word in told for word in (key, "factor", "heads", "rope type", "head_dim"))
-    assert len(told) < 400
+    error_text = str(refused.value)
+    assert "some/config.json" in error_text
+    assert any(name in error_text for name in (key, "factor", "heads", "rope type", "head_dim"))
+    assert len(error_text) < 400
 
 
 def test_unknown_keys_and_remote_code_are_dropped() -> None:
-    hostile = {
+    hostile_keys = {
         "auto_map": {"AutoModelForCausalLM": "evil.Model"},
         "_name_or_path": "/etc",
         "__class__": 1,
         "zzz": [[]],
     }
-    assert config_from_hf(LLAMA | hostile) == config_from_hf(LLAMA)
-    assert not set(config_to_hf(config_from_hf(LLAMA | hostile))) & set(hostile)
+    assert config_from_hf(LLAMA | hostile_keys) == config_from_hf(LLAMA)
+    assert not set(config_to_hf(config_from_hf(LLAMA | hostile_keys))) & set(hostile_keys)
 
 
 @pytest.mark.parametrize(
     "raw_config", [{"model_type": "mamba"}, {"architectures": ["BertModel"]}, {}, {"model_type": 3}]
 )
 def test_an_unknown_architecture_lists_the_known_ones(raw_config: dict) -> None:
-    with pytest.raises(UserError, match="not a supported architecture") as caught:
+    with pytest.raises(UserError, match="not a supported architecture") as refused:
         config_from_hf(SMALL | raw_config)
-    assert all(name in caught.value.fix for name in FAMILIES)
+    assert all(name in refused.value.fix for name in FAMILIES)
 
 
 def test_mathematics_that_the_decoder_lacks_is_refused() -> None:
@@ -132,7 +132,7 @@ def test_facts_that_a_family_cannot_hold_are_refused(change: dict) -> None:
         config_to_hf(replace(config, **change))
 
 
-def test_dropout_of_any_family_survives() -> None:
+def test_dropout_is_the_same_after_writing_and_reading() -> None:
     config = replace(
         config_from_hf(LLAMA), embedding_dropout=0.1, residual_dropout=0.2, attention_dropout=0.3
     )
@@ -176,14 +176,14 @@ class TestRecipes:
         assert sizes == (4096, 256, 1024, 64)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_every_family_can_be_new(self, family: str) -> None:
+    def test_every_family_can_be_built_from_sizes(self, family: str) -> None:
         config = build_config(
             Model(family=family, hidden_size=64, num_layers=4, num_heads=4), vocab_size=300
         )
         assert config.num_layers == 4
         assert config.embedding_dropout == config.attention_dropout == 0.0
 
-    def test_a_window_and_a_scaling(self) -> None:
+    def test_a_window_and_a_scaling_reach_the_config(self) -> None:
         model = Model(
             family="qwen2",
             hidden_size=64,
@@ -199,7 +199,7 @@ class TestRecipes:
         )
 
     @pytest.mark.parametrize(
-        ("raw_config", "word"),
+        ("raw_config", "problem"),
         [
             ({}, "model.from"),
             ({"family": "llama"}, "hidden_size"),
@@ -237,10 +237,10 @@ class TestRecipes:
             ({"preset": "go-coder-tiny", "vocab_size": 100}, "tokenizer"),
         ],
     )
-    def test_contradictions_are_told(self, raw_config: dict, word: str) -> None:
-        with pytest.raises(UserError) as caught:
+    def test_contradictions_are_named(self, raw_config: dict, problem: str) -> None:
+        with pytest.raises(UserError) as refused:
             build_config(Model(**raw_config), vocab_size=300)
-        assert word in str(caught.value)
+        assert problem in str(refused.value)
 
     def test_a_pretrained_model_keeps_its_sizes(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -257,20 +257,20 @@ class TestRecipes:
             build_config(
                 Model.model_validate({"from": str(tmp_path), "hidden_size": 64}), vocab_size=100
             )
-        grown = build_config(Model.model_validate({"from": str(tmp_path)}), vocab_size=1000)
-        assert grown == replace(read_config(tmp_path), vocab_size=1000)
+        grown_config = build_config(Model.model_validate({"from": str(tmp_path)}), vocab_size=1000)
+        assert grown_config == replace(read_config(tmp_path), vocab_size=1000)
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '"x"', "null", "[" * 100_000, '{"model_type": "llama"']
 )
-def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
         read_config(tmp_path)
 
 
-def test_no_config_at_all(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         read_config(tmp_path)
 
@@ -281,7 +281,7 @@ def test_recipes_state_scalings_of_positions_that_configs_have() -> None:
     )
 
 
-def test_nobody_asks_for_a_family_by_its_name() -> None:
+def test_no_module_compares_a_family_by_its_name() -> None:
     root = Path(bloomery.__file__).parent
     questions = []
     for path in sorted(root.rglob("*.py")):

@@ -57,7 +57,7 @@ def test_scores_and_gradients_are_those_of_log_softmax(chunk: int, softcap: floa
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradcheck(softcap: float | None) -> None:
+def test_gradients_pass_gradcheck(softcap: float | None) -> None:
     hidden, output, labels, _ = example()
     settings = ScoreSettings(4, softcap=softcap)
     assert gradcheck(
@@ -117,8 +117,8 @@ def test_half_precision_weights_give_scores_in_float32(chunk: int) -> None:
     hidden, output, labels, weights = example(torch.bfloat16)
     scores = LabelScores(labels, weights, ScoreSettings(chunk))(hidden, output, 2.0)
     assert scores.dtype == torch.float32
-    exact = reference(hidden.double(), output.double(), labels, weights, 2.0)
-    assert_close(scores.double(), exact, atol=0.02, rtol=0)
+    exact_scores = reference(hidden.double(), output.double(), labels, weights, 2.0)
+    assert_close(scores.double(), exact_scores, atol=0.02, rtol=0)
 
 
 def test_autocast_multiplies_in_half_and_sums_in_float32() -> None:

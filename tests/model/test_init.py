@@ -36,7 +36,7 @@ SIZES = {
     ],
 )
 @torch.no_grad()
-def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
+def test_the_first_loss_is_that_of_equal_probabilities(name: str) -> None:
     config = preset(name)
     decoder = fresh_decoder(config, seed=0)
     tokens = torch.randint(
@@ -47,16 +47,16 @@ def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
-def test_presets_are_the_guides() -> None:
+def test_a_preset_has_the_sizes_of_its_guide() -> None:
     config = preset("go-coder-small")
-    raw_config = (
+    sizes = (
         config.hidden_size,
         config.num_layers,
         config.num_heads,
         config.intermediate_size,
         config.max_positions,
     )
-    assert raw_config == (768, 12, 12, 3072, 1024)
+    assert sizes == (768, 12, 12, 3072, 1024)
     assert (config.activation, config.norm_eps, config.initializer_range) == ("gelu", 1e-5, 0.02)
     assert config.vocab_size == 50_000
     assert {config.embedding_dropout, config.residual_dropout, config.attention_dropout} == {0.1}
@@ -80,61 +80,67 @@ def test_deviations_follow_gpt2() -> None:
 
 def test_each_parameter_has_a_stream_of_its_own() -> None:
     """More layers, another family or another device's module order change nothing for a name that both have."""
-    short, long = (
+    state_of_one_layer, state_of_two_layers = (
         model_state(fresh_decoder(ModelConfig(**SIZES | dict(num_layers=n)), seed=5))
         for n in (1, 2)
     )
     assert torch.equal(
-        short["model.layers.0.mlp.up_proj.weight"], long["model.layers.0.mlp.up_proj.weight"]
+        state_of_one_layer["model.layers.0.mlp.up_proj.weight"],
+        state_of_two_layers["model.layers.0.mlp.up_proj.weight"],
     )
     assert not torch.equal(
-        long["model.layers.0.mlp.up_proj.weight"], long["model.layers.1.mlp.up_proj.weight"]
+        state_of_two_layers["model.layers.0.mlp.up_proj.weight"],
+        state_of_two_layers["model.layers.1.mlp.up_proj.weight"],
     )
-    other = model_state(fresh_decoder(ModelConfig(**SIZES), seed=6))
-    assert not torch.equal(other["lm_head.weight"], long["lm_head.weight"])
+    state_of_another_seed = model_state(fresh_decoder(ModelConfig(**SIZES), seed=6))
+    assert not torch.equal(
+        state_of_another_seed["lm_head.weight"], state_of_two_layers["lm_head.weight"]
+    )
 
 
-def test_the_global_random_stream_is_left_alone() -> None:
-    before = torch.get_rng_state()
+def test_fresh_weights_draw_nothing_from_the_global_generator() -> None:
+    state_before = torch.get_rng_state()
     fresh_decoder(ModelConfig(**SIZES), seed=0)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state_before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_starts_finite_and_tied_as_it_says(family: str) -> None:
     decoder = fresh_decoder(fresh_config(family, SIZES), seed=0)
     assert bool(torch.isfinite(decoder(torch.arange(20)[None]).head).all())
-    tied = decoder.lm_head.weight is decoder.model.embed_tokens.weight
-    assert tied == decoder.config.tie_embeddings
+    is_tied = decoder.lm_head.weight is decoder.model.embed_tokens.weight
+    assert is_tied == decoder.config.tie_embeddings
 
 
 def test_bfloat16_starts_where_float32_does() -> None:
     config = ModelConfig(**SIZES)
-    wide, narrow = (
-        model_state(fresh_decoder(config, seed=1, dtype=d)) for d in (torch.float32, torch.bfloat16)
+    float32_state, bfloat16_state = (
+        model_state(fresh_decoder(config, seed=1, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
     )
-    assert all(torch.equal(wide[name].bfloat16(), narrow[name]) for name in wide)
+    assert all(
+        torch.equal(float32_state[name].bfloat16(), bfloat16_state[name]) for name in float32_state
+    )
 
 
 def test_dropout_acts_in_training_alone() -> None:
     config = ModelConfig(
         **SIZES, embedding_dropout=0.5, residual_dropout=0.5, attention_dropout=0.5
     )
-    decoder, tokens = fresh_decoder(config, seed=0), torch.arange(20)[None]
+    decoder = fresh_decoder(config, seed=0)
+    tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert not torch.equal(decoder(tokens).head, decoder(tokens).head)
         decoder.eval()
         assert torch.equal(decoder(tokens).head, decoder(tokens).head)
-        plain = Decoder(ModelConfig(**SIZES))
-        init_weights(plain, 0)
-        assert torch.equal(decoder(tokens).head, plain(tokens).head)
+        decoder_without_dropout = Decoder(ModelConfig(**SIZES))
+        init_weights(decoder_without_dropout, 0)
+        assert torch.equal(decoder(tokens).head, decoder_without_dropout(tokens).head)
 
 
 @pytest.mark.parametrize("kind", ["embedding_dropout", "residual_dropout", "attention_dropout"])
 def test_each_dropout_reaches_the_logits(kind: str) -> None:
-    decoder, tokens = (
-        fresh_decoder(ModelConfig(**SIZES, **{kind: 0.5}), seed=0),
-        torch.arange(20)[None],
-    )
+    decoder = fresh_decoder(ModelConfig(**SIZES, **{kind: 0.5}), seed=0)
+    tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert not torch.equal(decoder(tokens).head, decoder(tokens).head)

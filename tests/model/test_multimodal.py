@@ -64,13 +64,15 @@ def gemma(tmp_path_factory):
 def as_in_memory(folder, target):
     """With the names of tensors that transformers 5 uses inside: model.language_model.layers, model.vision_tower."""
     tensors = load_file(folder / "model.safetensors")
-    renamed = {}
+    renamed_tensors = {}
     for name, tensor in tensors.items():
-        inner = re.sub(r"^language_model\.model\.", "model.language_model.", name)
-        renamed[re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", inner)] = tensor
-    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+        inner_name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
+        renamed_tensors[
+            re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", inner_name)
+        ] = tensor
+    save_file(renamed_tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text((folder / "config.json").read_text())
-    return renamed
+    return renamed_tensors
 
 
 @torch.no_grad()
@@ -78,28 +80,28 @@ def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
     folder, expected = gemma
     assert float(expected.std()) > 0.1
     assert_close(load_decoder(folder)(TOKENS % 120).head, expected, atol=1e-4, rtol=0)
-    published = load_file(folder / "model.safetensors")  # the names of google/gemma-3-4b-it
-    assert any(name.startswith("language_model.model.layers.0.") for name in published)
-    assert any(name.startswith("vision_tower.") for name in published)
-    names = as_in_memory(folder, tmp_path)
-    assert any(name.startswith("model.language_model.layers.0.") for name in names)
-    ours = load_decoder(tmp_path)
-    assert_close(ours(TOKENS % 120).head, expected, atol=1e-4, rtol=0)
+    published_tensors = load_file(folder / "model.safetensors")  # the names of google/gemma-3-4b-it
+    assert any(name.startswith("language_model.model.layers.0.") for name in published_tensors)
+    assert any(name.startswith("vision_tower.") for name in published_tensors)
+    tensors_in_memory = as_in_memory(folder, tmp_path)
+    assert any(name.startswith("model.language_model.layers.0.") for name in tensors_in_memory)
+    our_model = load_decoder(tmp_path)
+    assert_close(our_model(TOKENS % 120).head, expected, atol=1e-4, rtol=0)
     assert not any("vision" in name or "projector" in name for name in find_tensors(tmp_path))
     (tmp_path / "saved").mkdir()
-    write_model(model_state(ours), ours.config, tmp_path / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    write_model(model_state(our_model), our_model.config, tmp_path / "saved")
+    reloaded_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", attn_implementation="eager"
     ).eval()
-    assert type(again).__name__ == "Gemma3ForCausalLM"
-    assert_close(again(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
+    assert type(reloaded_model).__name__ == "Gemma3ForCausalLM"
+    assert_close(reloaded_model(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
 def test_mistral_small_with_vision_loads_as_its_language_model(tmp_path):
     """mistralai/Mistral-Small-3.1-24B-Instruct-2503: Mistral3ForConditionalGeneration, an untied head."""
     torch.manual_seed(0)
-    text = {
+    text_config = {
         "model_type": "mistral",
         "vocab_size": 128,
         "hidden_size": 32,
@@ -113,7 +115,7 @@ def test_mistral_small_with_vision_loads_as_its_language_model(tmp_path):
         "rope_theta": 1e9,
         "sliding_window": None,
     }
-    vision = {
+    vision_config = {
         "model_type": "pixtral",
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -124,32 +126,35 @@ def test_mistral_small_with_vision_loads_as_its_language_model(tmp_path):
         "patch_size": 14,
     }
     config = transformers.Mistral3Config(
-        text_config=text, vision_config=vision, image_token_index=127, tie_word_embeddings=False
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_index=127,
+        tie_word_embeddings=False,
     )
-    theirs = transformers.Mistral3ForConditionalGeneration._from_config(
+    their_model = transformers.Mistral3ForConditionalGeneration._from_config(
         config, attn_implementation="eager"
     ).eval()
-    for parameter in theirs.parameters():
+    for parameter in their_model.parameters():
         parameter.data.normal_(0, 0.2)
-    theirs.save_pretrained(tmp_path)
+    their_model.save_pretrained(tmp_path)
     assert any(
         name.startswith("language_model.") for name in load_file(tmp_path / "model.safetensors")
     )
-    expected = theirs(TOKENS % 120).logits
+    expected = their_model(TOKENS % 120).logits
     assert float(expected.std()) > 0.1
-    ours = load_decoder(tmp_path)
+    our_model = load_decoder(tmp_path)
     assert (
-        ours.config.family == "mistral"
-        and ours.config.sliding_window == ()
-        and not ours.config.tie_embeddings
+        our_model.config.family == "mistral"
+        and our_model.config.sliding_window == ()
+        and not our_model.config.tie_embeddings
     )
-    assert_close(ours(TOKENS % 120).head, expected, atol=1e-4, rtol=0)
+    assert_close(our_model(TOKENS % 120).head, expected, atol=1e-4, rtol=0)
 
 
 def test_a_missing_tensor_of_the_language_model_is_named(gemma, tmp_path):
-    names = as_in_memory(gemma[0], tmp_path)
-    del names["model.language_model.norm.weight"]
-    save_file(names, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = as_in_memory(gemma[0], tmp_path)
+    del tensors["model.language_model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight is missing"):
         stored_parameters(tmp_path, read_config(tmp_path))
 
@@ -162,18 +167,18 @@ def test_the_published_config_is_the_shape_of_the_table(tmp_path):
         key: value for key, value in vars(table).items() if key not in ids
     }
     assert config.eos_token_id == 1 and config.tie_embeddings
-    theirs = transformers.Gemma3Config(**PUBLISHED_4B).text_config
+    their_config = transformers.Gemma3Config(**PUBLISHED_4B).text_config
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (
-        theirs.num_attention_heads,
-        theirs.num_key_value_heads,
-        theirs.head_dim,
-        theirs.vocab_size,
+        their_config.num_attention_heads,
+        their_config.num_key_value_heads,
+        their_config.head_dim,
+        their_config.vocab_size,
     )
     kinds = [
         "full_attention" if layer.window is None else "sliding_attention"
         for layer in layers(config)
     ]
-    assert kinds == theirs.layer_types
+    assert kinds == their_config.layer_types
 
 
 def test_another_multimodal_model_is_refused():

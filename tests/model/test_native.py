@@ -37,8 +37,8 @@ def three() -> int:
 def test_code_is_compiled_once() -> None:
     assert three() == 3
     (file,) = cache_folder().glob("three-*.so")
-    written = file.stat().st_ino
-    assert three() == 3 and file.stat().st_ino == written
+    inode = file.stat().st_ino
+    assert three() == 3 and file.stat().st_ino == inode
 
 
 def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_where_the_home_folder_cannot_be_written_code_is_kept_in_the_temporary_f
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     assert three() == 3
     (file,) = (tmp_path / "tmp" / f"bloomery-{os.getuid()}").glob("three-*.so")
-    written = file.stat().st_ino
-    assert three() == 3 and file.stat().st_ino == written
+    inode = file.stat().st_ino
+    assert three() == 3 and file.stat().st_ino == inode
 
 
 def test_no_code_of_a_folder_that_others_can_write_is_loaded(
@@ -77,14 +77,14 @@ def test_no_code_of_a_folder_that_others_can_write_is_loaded(
     assert "XDG_CACHE_HOME" in refused.value.fix and "g++" not in refused.value.fix
 
 
-def test_without_a_compiler_one_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_fix_is_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nothing")
     with pytest.raises(Uncompiled, match="no C\\+\\+ compiler") as refused:
         three()
     assert "install g++" in refused.value.fix
 
 
-def test_a_compiler_without_its_linker_is_not_to_be_installed_again(
+def test_without_a_linker_the_fix_is_to_install_binutils(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -99,7 +99,7 @@ def test_a_compiler_without_its_linker_is_not_to_be_installed_again(
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "fix"),
     [
         ("collect2: fatal error: cannot find 'ld'", "binutils"),
         ('clang: error: unable to execute command: Executable "ld" doesn\'t exist!', "binutils"),
@@ -111,5 +111,5 @@ def test_a_compiler_without_its_linker_is_not_to_be_installed_again(
         ("error: bad value 'native' for '-march=' switch", "CXX"),
     ],
 )
-def test_the_fix_is_for_what_the_compiler_says(message: str, words: str) -> None:
-    assert words in native._fix_of(message)
+def test_the_fix_is_for_what_the_compiler_says(message: str, fix: str) -> None:
+    assert fix in native._fix_of(message)

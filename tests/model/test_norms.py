@@ -10,7 +10,7 @@ from bloomery.model.norms import LayerNorm, RMSNorm, rms_norm
 from bloomery.model.rope import Rotary, rotate
 
 
-def test_gradients_are_right() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     gain = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
@@ -19,8 +19,9 @@ def test_gradients_are_right() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_torchs(dtype: torch.dtype) -> None:
-    x, gain = torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
+def test_values_are_those_of_torch(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64).to(dtype)
+    gain = torch.randn(64).to(dtype)
     expected = F.rms_norm(x.float(), (64,), gain.float(), 1e-6).to(dtype)
     assert_close(
         rms_norm(x, gain, 1e-6, dtype),
@@ -32,13 +33,15 @@ def test_values_are_torchs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_without_gradients_are_the_same_to_the_bit(dtype: torch.dtype) -> None:
-    x, gain = torch.randn(4, 64, requires_grad=True).to(dtype), torch.randn(64).to(dtype)
+    x = torch.randn(4, 64, requires_grad=True).to(dtype)
+    gain = torch.randn(64).to(dtype)
     angles = torch.rand(1, 4, 1, 8)
     rotary = Rotary(angles.cos(), angles.sin())
     with torch.no_grad():
-        normed, turned = rms_norm(x, gain, 1e-6, dtype), rotate(x.view(1, 4, 4, 16), rotary, dtype)
+        normed = rms_norm(x, gain, 1e-6, dtype)
+        rotated = rotate(x.view(1, 4, 4, 16), rotary, dtype)
     assert torch.equal(normed, rms_norm(x, gain, 1e-6, dtype))
-    assert torch.equal(turned, rotate(x.view(1, 4, 4, 16), rotary, dtype))
+    assert torch.equal(rotated, rotate(x.view(1, 4, 4, 16), rotary, dtype))
 
 
 def test_a_row_of_zeros_stays_finite() -> None:
@@ -47,18 +50,19 @@ def test_a_row_of_zeros_stays_finite() -> None:
     assert bool(torch.isfinite(x.grad).all())
 
 
-def test_nothing_but_the_input_and_a_number_a_row_is_kept() -> None:
-    x, gain = torch.randn(32, 64, requires_grad=True), torch.ones(64, requires_grad=True)
-    kept: list[int] = []
-    with saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+def test_backward_keeps_only_the_input_the_gain_and_a_number_per_row() -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    gain = torch.ones(64, requires_grad=True)
+    saved_sizes: list[int] = []
+    with saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         rms_norm(x, gain, 1e-6, torch.float32)
-    assert sum(kept) == 32 * 64 + 64 + 32
+    assert sum(saved_sizes) == 32 * 64 + 64 + 32
 
 
 @pytest.mark.parametrize(
     "norm", [RMSNorm(16, 1e-6, unit_offset=False), LayerNorm(16, 1e-6, bias=True)]
 )
-def test_autocast_answers_in_the_dtype_of_the_next_matrix(norm: torch.nn.Module) -> None:
+def test_autocast_returns_the_dtype_of_the_next_matrix(norm: torch.nn.Module) -> None:
     torch.nn.init.ones_(norm.weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert norm(torch.randn(2, 16)).dtype == torch.bfloat16

@@ -30,36 +30,37 @@ COUNTS = {
 UNITS = {"B": 1e9, "M": 1e6}
 
 
-def near(counted: float, published: str) -> bool:
+def is_near(count: float, stated_count: str) -> bool:
     """Cards round or cut off: within one unit of the last digit that is written."""
-    digits, unit = published[:-1], UNITS[published[-1]]
-    return abs(counted / unit - float(digits)) <= 10.0 ** -len(digits.partition(".")[2])
+    digits = stated_count[:-1]
+    unit = UNITS[stated_count[-1]]
+    return abs(count / unit - float(digits)) <= 10.0 ** -len(digits.partition(".")[2])
 
 
-def named(entry: Published) -> str:
+def first_name(entry: Published) -> str:
     return entry.names[0]
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_parameters_are_as_many_as_the_files_hold(name):
+def test_the_parameter_count_is_that_of_the_files(name):
     assert parameter_count(published_config(name)) == COUNTS[name]
 
 
-@pytest.mark.parametrize("entry", published_models(), ids=named)
-def test_parameters_are_as_many_as_published(entry):
+@pytest.mark.parametrize("entry", published_models(), ids=first_name)
+def test_the_parameter_count_is_that_of_the_model_card(entry):
     config = entry_config(entry, where=entry.names[0])
     count = parameter_count(config)
     assert (
         count == entry.parameters
         if isinstance(entry.parameters, int)
-        else near(count, entry.parameters)
+        else is_near(count, entry.parameters)
     )
-    active = active_parameter_count(config)
+    active_count = active_parameter_count(config)
     if entry.active is None:
-        assert active == count and config.experts is None
+        assert active_count == count and config.experts is None
     else:  # GPT-OSS leaves its input embeddings out of this count
-        assert near(active, entry.active) or near(
-            active - config.vocab_size * config.hidden_size, entry.active
+        assert is_near(active_count, entry.active) or is_near(
+            active_count - config.vocab_size * config.hidden_size, entry.active
         )
 
 
@@ -83,14 +84,14 @@ def test_the_table_has_sources_and_sixty_models():
 
 
 def test_mirrors_and_other_spellings_are_the_same_model():
-    meant = published_config("meta-llama/Llama-3.1-8B-Instruct")
+    config = published_config("meta-llama/Llama-3.1-8B-Instruct")
     for name in (
         "NousResearch/Meta-Llama-3.1-8B-Instruct",
         "unsloth/Meta-Llama-3.1-8B-Instruct",
         "unsloth/Llama-3.1-8B-Instruct@main",
         "meta-llama/llama-3.1-8b-instruct",
     ):
-        assert published_config(name) == meant, name
+        assert published_config(name) == config, name
     assert parameter_count(published_config("gpt2")) == 124_439_808
     assert published_config("someone/Llama-3.1-8B-Instruct") is None
     assert "Qwen/Qwen3-8B" in similar_names("org/Qwen-3-8B")
@@ -100,7 +101,9 @@ def test_a_mixture_of_experts_is_counted_by_hand():
     """Qwen3 30B-A3B: 48 layers of 128 experts with three matrices of 2,048 x 768, of which a token meets 8."""
     config = published_config("Qwen/Qwen3-30B-A3B")
     attention = 2048 * (2 * 32 * 128 + 2 * 4 * 128)
-    expert, router, norms = 3 * 2048 * 768, 128 * 2048, 2 * 2048 + 2 * 128
+    expert = 3 * 2048 * 768
+    router = 128 * 2048
+    norms = 2 * 2048 + 2 * 128
     embeddings = 2 * 151_936 * 2048 + 2048
     assert parameter_count(config) == embeddings + 48 * (attention + norms + router + 128 * expert)
     assert active_parameter_count(config) == embeddings + 48 * (
@@ -113,7 +116,7 @@ def test_a_mixture_of_experts_is_counted_by_hand():
     assert known_config("Qwen/Qwen3-30B-A3B") == config and config.family not in FAMILIES
 
 
-def test_llama_3_stretches_its_positions_and_groups_its_queries():
+def test_llama_3_has_scaled_positions_and_grouped_queries():
     config = published_config("meta-llama/Llama-3.1-8B-Instruct@main")
     assert isinstance(config, ModelConfig)
     assert (config.max_positions, config.num_kv_heads, config.rope_scaling.kind) == (

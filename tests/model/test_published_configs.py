@@ -33,21 +33,28 @@ NOT_IN_THE_TABLE = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_has_the_shape_of_the_table(name):
-    config, table = config_from_hf(CONFIGS[name]), published_config(name)
-    ours = {key: value for key, value in vars(config).items() if key not in NOT_IN_THE_TABLE}
-    assert ours == {key: value for key, value in vars(table).items() if key not in NOT_IN_THE_TABLE}
+    config = config_from_hf(CONFIGS[name])
+    table_config = published_config(name)
+    facts = {key: value for key, value in vars(config).items() if key not in NOT_IN_THE_TABLE}
+    assert facts == {
+        key: value for key, value in vars(table_config).items() if key not in NOT_IN_THE_TABLE
+    }
     with torch.device("meta"):
         decoder = Decoder(config)
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == parameter_count(table)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == parameter_count(
+        table_config
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_a_small_model_of_it_gives_the_logits_of_transformers(name, tmp_path):
+def test_a_small_model_of_each_config_gives_the_logits_of_transformers(name, tmp_path):
     """Heads, rotation, windows, layers without rotation and tying are those of the file; width and depth are small."""
-    raw = dict(CONFIGS[name])
-    width = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    small = {
+    raw_config = dict(CONFIGS[name])
+    width = (
+        raw_config.get("head_dim") or raw_config["hidden_size"] // raw_config["num_attention_heads"]
+    )
+    small_sizes = {
         "hidden_size": 2 * width,
         "intermediate_size": 64,
         "num_hidden_layers": 6,
@@ -58,34 +65,36 @@ def test_a_small_model_of_it_gives_the_logits_of_transformers(name, tmp_path):
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    raw |= small
-    if "no_rope_layers" in raw:
-        raw["no_rope_layers"] = raw["no_rope_layers"][:6]
-    if raw.get("sliding_window"):
-        raw["sliding_window"] = 8
+    raw_config |= small_sizes
+    if "no_rope_layers" in raw_config:
+        raw_config["no_rope_layers"] = raw_config["no_rope_layers"][:6]
+    if raw_config.get("sliding_window"):
+        raw_config["sliding_window"] = 8
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**raw)
-    theirs = transformers.AutoModelForCausalLM.from_config(
+    config = transformers.AutoConfig.for_model(**raw_config)
+    their_model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
-    for parameter in theirs.parameters():
+    for parameter in their_model.parameters():
         parameter.data.normal_(0, 0.1)
-    theirs.save_pretrained(tmp_path)
+    their_model.save_pretrained(tmp_path)
     # as published, not as transformers 5 writes it
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
-    ours = load_decoder(tmp_path)
-    assert ours.config.tie_embeddings == tied
-    expected = theirs(tokens()).logits
+    (tmp_path / "config.json").write_text(json.dumps(raw_config))
+    is_tied = (
+        their_model.get_output_embeddings().weight is their_model.get_input_embeddings().weight
+    )
+    our_model = load_decoder(tmp_path)
+    assert our_model.config.tie_embeddings == is_tied
+    expected = their_model(tokens()).logits
     assert float(expected.std()) > 0.1
-    assert_close(ours(tokens()).head, expected, atol=1e-4, rtol=0)
+    assert_close(our_model(tokens()).head, expected, atol=1e-4, rtol=0)
 
 
-def test_the_folder_of_a_run_names_where_its_models_are(tmp_path):
-    with pytest.raises(UserError) as caught:
+def test_a_run_folder_is_refused_with_the_folder_of_its_models(tmp_path):
+    with pytest.raises(UserError) as refused:
         stated_config(tmp_path)
-    assert caught.value.fix == "give the folder of a saved model"
+    assert refused.value.fix == "give the folder of a saved model"
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as refused:
         stated_config(tmp_path)
-    assert str(tmp_path / "checkpoints") in caught.value.fix
+    assert str(tmp_path / "checkpoints") in refused.value.fix

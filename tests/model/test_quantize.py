@@ -161,7 +161,7 @@ def test_reading_allocates_one_piece_next_to_the_model(tmp_path, monkeypatch):
     assert sum(tracker.peak.values()) < sum(model_bytes.values()) + 4 * largest_count
 
 
-def test_without_its_adapters_it_is_the_quantised_base(tmp_path):
+def test_with_adapters_disabled_the_logits_are_those_of_the_quantised_base(tmp_path):
     saved_reference("qwen2", tmp_path)
     model = with_random_adapters(build_quantized(tmp_path, NF4, lora()))
     base = load_decoder(tmp_path)

@@ -18,7 +18,7 @@ def small_stage(monkeypatch):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_tensors(tmp_path):
     torch.manual_seed(0)
     tensors_in_memory = {
         "matrix": torch.randn(23, 7),
@@ -31,16 +31,16 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["matrix", "vector", "number"])
-def test_a_target_is_filled_and_cast(saved, small_stage, name, dtype):
-    tensors_in_memory, tensors_in_file = saved
+def test_a_target_is_filled_and_cast(saved_tensors, small_stage, name, dtype):
+    tensors_in_memory, tensors_in_file = saved_tensors
     target = torch.empty(tensors_in_memory[name].shape, dtype=dtype)
     with TensorReader() as reader:
         reader.fill(target, tensors_in_file[name], first=0, transposed=False)
     assert torch.equal(target, tensors_in_memory[name].to(dtype))
 
 
-def test_rows_and_transposed_columns(saved, small_stage):
-    tensors_in_memory, tensors_in_file = saved
+def test_rows_and_transposed_columns(saved_tensors, small_stage):
+    tensors_in_memory, tensors_in_file = saved_tensors
     rows = torch.empty(9, 7, dtype=torch.float64)
     columns = torch.empty(3, 23, dtype=torch.float16)
     with TensorReader() as reader:
@@ -53,8 +53,8 @@ def test_rows_and_transposed_columns(saved, small_stage):
 @pytest.mark.parametrize(
     ("multiple", "sizes"), [(1, [3] * 7 + [2]), (4, [4] * 5 + [3]), (64, [23])]
 )
-def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes):
-    tensors_in_memory, tensors_in_file = saved
+def test_pieces_are_whole_multiples_of_rows(saved_tensors, small_stage, multiple, sizes):
+    tensors_in_memory, tensors_in_file = saved_tensors
     with TensorReader() as reader:
         pieces = [
             (first, piece.clone())
@@ -67,8 +67,10 @@ def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes)
     assert torch.equal(torch.cat([piece for _, piece in pieces]), tensors_in_memory["matrix"])
 
 
-def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(saved, small_stage, tmp_path):
-    _, tensors_in_file = saved
+def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(
+    saved_tensors, small_stage, tmp_path
+):
+    _, tensors_in_file = saved_tensors
     with TensorReader() as reader:
         pieces = reader.pieces(tensors_in_file["matrix"], 0, 23, device=CPU)
         next(pieces)
@@ -79,8 +81,8 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(saved, small_stag
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_every_piece_reaches_a_gpu(saved, small_stage):
-    tensors_in_memory, tensors_in_file = saved
+def test_every_piece_reaches_a_gpu(saved_tensors, small_stage):
+    tensors_in_memory, tensors_in_file = saved_tensors
     target = torch.empty(23, 7, device="cuda", dtype=torch.bfloat16)
     with TensorReader() as reader:
         reader.fill(target, tensors_in_file["matrix"], first=0, transposed=False)

@@ -44,9 +44,9 @@ def compilation(
 
 
 def compiled(environment: dict[str, str], arch: str, dtype: str, *widths: int) -> list[dict]:
-    done = compilation(environment, arch, dtype, *widths)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    process = compilation(environment, arch, dtype, *widths)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def assert_same(compiled_rows: list[dict], rows: list[dict]) -> None:
@@ -61,14 +61,18 @@ def assert_same(compiled_rows: list[dict], rows: list[dict]) -> None:
             if name not in KERNELS:
                 assert compiled_row[name] == value, (row, name)
                 continue
-            for figure, known in value.items():
-                found = compiled_row[name][figure]
+            for figure, expected in value.items():
+                compiled_figures = compiled_row[name][figure]
                 if figure not in VARIANTS:
-                    assert found == known, (row, name, figure)
+                    assert compiled_figures == expected, (row, name, figure)
                     continue
-                assert (found[0] == 0) == (known[0] == 0), (row, name, figure)
-                assert found[0] == pytest.approx(known[0], abs=1), (row, name, figure)
-                assert found[1:] == pytest.approx(known[1:], rel=0.04), (row, name, figure)
+                assert (compiled_figures[0] == 0) == (expected[0] == 0), (row, name, figure)
+                assert compiled_figures[0] == pytest.approx(expected[0], abs=1), (row, name, figure)
+                assert compiled_figures[1:] == pytest.approx(expected[1:], rel=0.04), (
+                    row,
+                    name,
+                    figure,
+                )
         assert compiled_row.keys() == row.keys()
 
 
@@ -77,21 +81,25 @@ def test_the_page_shows_the_table():
     assert page == triton_page.page(ROWS), "run python scripts/triton_page.py"
 
 
-def test_rows_have_the_tiles_of_today():
+def test_rows_have_the_tiles_of_the_code():
     """A tile that changed has not been compiled: python scripts/triton_tiles.py --write."""
     for row in ROWS:
         for kernel in KERNELS if "problem" not in row else ():
-            first = tile_candidates(kernel, arch=row["arch"], width=row["width"])[0]
-            assert TileShape(*row[kernel]["tile"]) == first, (row["arch"], row["width"], kernel)
+            first_tile = tile_candidates(kernel, arch=row["arch"], width=row["width"])[0]
+            assert TileShape(*row[kernel]["tile"]) == first_tile, (
+                row["arch"],
+                row["width"],
+                kernel,
+            )
 
 
-def test_five_versions_are_there():
+def test_the_table_has_five_versions_and_twelve_architectures():
     assert VERSIONS == ["3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"]
     for version in VERSIONS:
         assert len({row["arch"] for row in ROWS if row["triton"] == version}) == 12
 
 
-def test_a_row_compiled_again():
+def test_a_row_compiles_to_the_figures_of_the_table():
     environment = os.environ | triton_here.path_of("3.8.0")
     row = next(
         row
@@ -104,18 +112,18 @@ def test_a_row_compiled_again():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_whole_table_compiled_again(version):
+def test_every_row_compiles_to_the_figures_of_the_table(version):
     environment = os.environ | triton_here.path_of(version)
-    of_version = [row for row in ROWS if row["triton"] == version]
-    for arch, dtype in dict.fromkeys((row["arch"], row["dtype"]) for row in of_version):
-        rows = [row for row in of_version if (row["arch"], row["dtype"]) == (arch, dtype)]
+    version_rows = [row for row in ROWS if row["triton"] == version]
+    for arch, dtype in dict.fromkeys((row["arch"], row["dtype"]) for row in version_rows):
+        rows = [row for row in version_rows if (row["arch"], row["dtype"]) == (arch, dtype)]
         _, aborts, reason = rows[0].get("problem", "").partition("LLVM aborts the process: ")
         if not aborts:
             assert_same(compiled(environment, arch, dtype, 64, 128, 256), rows)
             continue
-        done = compilation(environment, arch, dtype, 64, 128, 256)
-        assert done.returncode < 0
-        assert reason.removeprefix("it cannot select ") in done.stderr
+        process = compilation(environment, arch, dtype, 64, 128, 256)
+        assert process.returncode < 0
+        assert reason.removeprefix("it cannot select ") in process.stderr
 
 
 @pytest.mark.soak
@@ -123,17 +131,21 @@ def test_the_whole_table_compiled_again(version):
 def test_architectures_that_count_as_another(arch, code):
     """The same tiles, spills and dot instructions, and as many instructions up to a few scheduling ones."""
     environment = os.environ | triton_here.path_of("3.8.0")
-    known = [row for row in ROWS if (row["triton"], row["arch"]) == ("3.8.0", code)]
-    dtype = known[0]["dtype"]
+    table_rows = [row for row in ROWS if (row["triton"], row["arch"]) == ("3.8.0", code)]
+    dtype = table_rows[0]["dtype"]
     for row in compiled(environment, arch, dtype, 64, 128):
-        same = next(r for r in known if (r["dtype"], r["width"]) == (dtype, row["width"]))
+        table_row = next(
+            candidate
+            for candidate in table_rows
+            if (candidate["dtype"], candidate["width"]) == (dtype, row["width"])
+        )
         for kernel in KERNELS:
-            assert row[kernel]["tile"] == same[kernel]["tile"]
-            assert row[kernel]["dot"] == same[kernel]["dot"]
+            assert row[kernel]["tile"] == table_row[kernel]["tile"]
+            assert row[kernel]["dot"] == table_row[kernel]["dot"]
             for variant in VARIANTS:
                 spilled, vector, _ = row[kernel][variant]
-                assert spilled == same[kernel][variant][0]
-                assert vector == pytest.approx(same[kernel][variant][1], rel=0.03)
+                assert spilled == table_row[kernel][variant][0]
+                assert vector == pytest.approx(table_row[kernel][variant][1], rel=0.03)
 
 
 @pytest.mark.soak
@@ -149,15 +161,15 @@ def test_other_widths_compile_to_the_code_of_the_next(width):
     }
     for arch, dtype in archs.items():
         (row,) = compiled(environment, arch, dtype, width)
-        (padded,) = (
-            known
-            for known in ROWS
-            if (known["triton"], known["arch"], known["dtype"], known["width"])
+        (padded_row,) = (
+            table_row
+            for table_row in ROWS
+            if (table_row["triton"], table_row["arch"], table_row["dtype"], table_row["width"])
             == ("3.8.0", arch, dtype, 128)
         )
         for kernel in KERNELS:
             for variant in VARIANTS:
-                assert row[kernel][variant][0] == padded[kernel][variant][0]
+                assert row[kernel][variant][0] == padded_row[kernel][variant][0]
                 assert row[kernel][variant][1] == pytest.approx(
-                    padded[kernel][variant][1], rel=0.025
+                    padded_row[kernel][variant][1], rel=0.025
                 )

@@ -59,62 +59,67 @@ def visible(first_BT: Tensor | None, length: int, window: int | None) -> Tensor:
     """[B or 1, 1, T, T], True where the query sees the key."""
     position = torch.arange(length)
     distance = position[:, None] - position
-    seen = (distance >= 0)[None, None]
+    is_seen = (distance >= 0)[None, None]
     if window is not None:
-        seen = seen & (distance < window)
+        is_seen = is_seen & (distance < window)
     if first_BT is not None:
-        seen = seen & (position >= first_BT[:, None, :, None])
-    return seen
+        is_seen = is_seen & (position >= first_BT[:, None, :, None])
+    return is_seen
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: Options, kept: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_seen: Tensor,
+    options: Options,
+    is_kept: Tensor | None = None,
 ) -> Tensor:
-    """Attention as its formula says, in the precision of the inputs. `kept`: of dropout, True where a share stays."""
+    """Attention by its formula, in the precision of the inputs. `is_kept`: of dropout, True where a share stays."""
     heads_per_key = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(heads_per_key, 1).mT * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    shares = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
-    if kept is not None:
-        shares = shares * kept / (1 - round(options.dropout * 65536) / 65536)
+    shares = torch.softmax(scores.masked_fill(~is_seen, float("-inf")), -1)
+    if is_kept is not None:
+        shares = shares * is_kept / (1 - round(options.dropout * 65536) / 65536)
     return shares.to(v.dtype) @ v.repeat_interleave(heads_per_key, 1)
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: Options) -> Tensor:
+def math_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, options: Options) -> Tensor:
     """PyTorch's math backend; a soft-cap, which it lacks, by the formula."""
     if options.softcap is not None:
-        return plain(q, k, v, seen, options)
+        return plain(q, k, v, is_seen, options)
     with sdpa_kernel(SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, seen, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, is_seen, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
 def results(attention: Callable[..., Tensor], inputs: list[Tensor], d_out: Tensor) -> list[Tensor]:
     """The output and the gradients of q, k and v."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = attention(*leaves)
-    out.backward(d_out.to(out.dtype))
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    output = attention(*leaves)
+    output.backward(d_out.to(output.dtype))
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def kept_by(seed: Tensor, options: Options, shape: tuple[int, int, int, int]) -> Tensor:
     """Which shares dropout keeps, [B, H, T, T]: of equal scores and values that name their key, in parts of a width."""
     batch, heads, length, width = shape
     zeros = torch.zeros(batch, heads, length, width)
-    kept = []
+    kept_parts = []
     for start in range(0, length, width):
         names = torch.zeros(length, width)
         span = range(start, min(start + width, length))
         names[list(span), [key - start for key in span]] = 1.0
         values = names.expand(batch, heads, length, width).contiguous()
         plain_options = options._replace(window=None, softcap=None)
-        out = triton_attention.triton(
+        output = triton_attention.triton(
             zeros, zeros, values, QueryDocuments(None, None, seed), plain_options
         )
-        kept.append(out[..., : len(span)] > 0)
-    return torch.cat(kept, -1)
+        kept_parts.append(output[..., : len(span)] > 0)
+    return torch.cat(kept_parts, -1)
 
 
 def rms(tensor: Tensor) -> float:
@@ -130,31 +135,31 @@ def table_tiles() -> list[TileShape]:
 
 
 def case(number: int, tile: TileShape | None = None) -> dict:
-    chosen = random.Random(number)
+    generator = random.Random(number)
     torch.manual_seed(number)
     dtype = PRECISIONS[number % 3]
-    batch = chosen.choice([1, 1, 2])
-    key_heads = chosen.choice([1, 2])
-    heads = key_heads * chosen.choice([1, 1, 2, 3])
-    length = chosen.choice([1, 2, chosen.randint(3, 70), chosen.randint(70, 300)])
-    width = chosen.choice(WIDTHS)
-    window = chosen.choice([None, None, chosen.randint(1, length + 5)])
+    batch = generator.choice([1, 1, 2])
+    key_heads = generator.choice([1, 2])
+    heads = key_heads * generator.choice([1, 1, 2, 3])
+    length = generator.choice([1, 2, generator.randint(3, 70), generator.randint(70, 300)])
+    width = generator.choice(WIDTHS)
+    window = generator.choice([None, None, generator.randint(1, length + 5)])
     options = Options(
         None if window is None or window >= length else window,
-        chosen.choice([None, None, 4.0]),
+        generator.choice([None, None, 4.0]),
         width**-0.5,
-        chosen.choice([0.0, 0.0, 0.1, 0.5]) if length <= 70 else 0.0,
+        generator.choice([0.0, 0.0, 0.1, 0.5]) if length <= 70 else 0.0,
     )
     first_BT = None
-    if chosen.random() < 0.6:
-        documents = [sorted(chosen.choices(range(5), k=length)) for _ in range(batch)]
+    if generator.random() < 0.6:
+        documents = [sorted(generator.choices(range(5), k=length)) for _ in range(batch)]
         first_BT = document_starts(torch.tensor(documents))
 
     def projection(num_heads: int) -> Tensor:
         return torch.randn(batch, length, num_heads, width).to(dtype).transpose(1, 2)
 
     # Any tile gives the right numbers; those of GPUs have more queries than keys, or the reverse.
-    rows, keys = chosen.choice([(64, 64), (64, 16), (16, 32), (32, 32)])
+    rows, keys = generator.choice([(64, 64), (64, 16), (16, 32), (32, 32)])
     tile = tile or TileShape(rows, keys, 4)
     triton_attention.tile_shape = lambda *_args, **_settings: tile
     # GPUs with vector products read the columns of a wide head in parts: every other case does it here.
@@ -163,22 +168,28 @@ def case(number: int, tile: TileShape | None = None) -> dict:
 
     inputs = [projection(heads), projection(key_heads), projection(key_heads)]
     d_out = torch.randn(batch, heads, length, width).to(dtype)
-    seed = torch.tensor(chosen.randrange(2**62)) if options.dropout else None
-    seen = visible(first_BT, length, options.window)
+    seed = torch.tensor(generator.randrange(2**62)) if options.dropout else None
+    is_seen = visible(first_BT, length, options.window)
 
     def kernels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return triton_attention.triton(q, k, v, QueryDocuments(first_BT, None, seed), options)
 
-    computed = results(kernels, inputs, d_out)
-    again = results(kernels, inputs, d_out)
-    kept = None if seed is None else kept_by(seed, options, (batch, heads, length, width))
-    exact = results(
-        lambda q, k, v: plain(q, k, v, seen, options, kept), [x.double() for x in inputs], d_out
+    kernel_results = results(kernels, inputs, d_out)
+    repeated_results = results(kernels, inputs, d_out)
+    is_kept = None if seed is None else kept_by(seed, options, (batch, heads, length, width))
+    exact_results = results(
+        lambda q, k, v: plain(q, k, v, is_seen, options, is_kept),
+        [x.double() for x in inputs],
+        d_out,
     )
-    if kept is None:
-        of_math = results(lambda q, k, v: math_attention(q, k, v, seen, options), inputs, d_out)
+    if is_kept is None:
+        math_results = results(
+            lambda q, k, v: math_attention(q, k, v, is_seen, options), inputs, d_out
+        )
     else:
-        of_math = results(lambda q, k, v: plain(q, k, v, seen, options, kept), inputs, d_out)
+        math_results = results(
+            lambda q, k, v: plain(q, k, v, is_seen, options, is_kept), inputs, d_out
+        )
     causal = visible(None, length, None)
     return {
         "case": number,
@@ -188,11 +199,11 @@ def case(number: int, tile: TileShape | None = None) -> dict:
         "shape": [batch, heads, key_heads, length, width],
         "options": list(options),
         "documents": first_BT is not None,
-        "repeats": all(map(torch.equal, computed, again)),
-        "kept": None if kept is None else int((kept & causal).sum()),
+        "repeats": all(map(torch.equal, kernel_results, repeated_results)),
+        "kept": None if is_kept is None else int((is_kept & causal).sum()),
         "seen": int(causal.sum()) * batch * heads,
-        "error": [rms(a - b) for a, b in zip(computed, exact, strict=True)],
-        "math": [rms(a - b) for a, b in zip(of_math, exact, strict=True)],
+        "error": [rms(a - b) for a, b in zip(kernel_results, exact_results, strict=True)],
+        "math": [rms(a - b) for a, b in zip(math_results, exact_results, strict=True)],
     }
 
 

@@ -23,24 +23,24 @@ def by_text(q: Tensor, k: Tensor, v: Tensor, counts: list[int], options: Options
     for row, count in enumerate(counts):
         keys = k[row : row + 1, :, :count]
         values = v[row : row + 1, :, :count]
-        seen = torch.ones(1, 1, 1, count, dtype=torch.bool)
-        rows.append(plain(q[row : row + 1], keys, values, seen, options))
+        is_seen = torch.ones(1, 1, 1, count, dtype=torch.bool)
+        rows.append(plain(q[row : row + 1], keys, values, is_seen, options))
     return torch.cat(rows)
 
 
 def case(number: int) -> dict:
-    chosen = random.Random(number)
+    generator = random.Random(number)
     torch.manual_seed(number)
     dtype = PRECISIONS[number % 3]
-    slots = chosen.randint(1, 9)
-    key_heads = chosen.choice([1, 2])
-    heads = key_heads * chosen.choice([1, 2, 4, 7, 20])
-    width = chosen.choice(WIDTHS)
-    capacity = chosen.choice([1, chosen.randint(2, 300), chosen.randint(257, 600)])
-    longest = chosen.choice([chosen.randint(1, min(300, capacity)), min(300, capacity)])
-    is_ragged = chosen.random() < 0.7
-    counts = [chosen.randint(1, longest) if is_ragged else longest for _ in range(slots)]
-    options = Options(None, chosen.choice([None, 4.0]), width**-0.5, 0.0)
+    slots = generator.randint(1, 9)
+    key_heads = generator.choice([1, 2])
+    heads = key_heads * generator.choice([1, 2, 4, 7, 20])
+    width = generator.choice(WIDTHS)
+    capacity = generator.choice([1, generator.randint(2, 300), generator.randint(257, 600)])
+    max_count = generator.choice([generator.randint(1, min(300, capacity)), min(300, capacity)])
+    is_ragged = generator.random() < 0.7
+    counts = [generator.randint(1, max_count) if is_ragged else max_count for _ in range(slots)]
+    options = Options(None, generator.choice([None, 4.0]), width**-0.5, 0.0)
 
     # A view of the slots' memory, as the cache returns it; what no text sees must not matter.
     q = torch.randn(slots, 1, heads, width).to(dtype).transpose(1, 2)
@@ -50,19 +50,21 @@ def case(number: int) -> dict:
     k, v = memory[:, :slots, :, : max(counts)]
     num_keys = torch.tensor(counts, dtype=torch.int32) if is_ragged else None
 
-    computed = decode(q, k, v, num_keys, options.softcap, options.scale)
-    exact = by_text(q.double(), k.double(), v.double(), counts, options)
-    of_math = by_text(q, k, v, counts, options)
+    kernel_output = decode(q, k, v, num_keys, options.softcap, options.scale)
+    exact_output = by_text(q.double(), k.double(), v.double(), counts, options)
+    math_output = by_text(q, k, v, counts, options)
     return {
         "case": number,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": [slots, heads, key_heads, capacity, width],
         "counts": counts,
         "softcap": options.softcap,
-        "same_shape": computed.shape == q.shape and computed.dtype == dtype,
-        "repeats": torch.equal(computed, decode(q, k, v, num_keys, options.softcap, options.scale)),
-        "error": rms(computed - exact),
-        "math": rms(of_math - exact),
+        "same_shape": kernel_output.shape == q.shape and kernel_output.dtype == dtype,
+        "repeats": torch.equal(
+            kernel_output, decode(q, k, v, num_keys, options.softcap, options.scale)
+        ),
+        "error": rms(kernel_output - exact_output),
+        "math": rms(math_output - exact_output),
     }
 
 

@@ -66,7 +66,7 @@ class Driver:
 
 def backward_of_attention() -> None:
     q = torch.randn(1, 2, 20, 64).half().requires_grad_()
-    out = attend(
+    output = attend(
         *(q, q, q),
         layout_of(None, backend="triton"),
         backend="triton",
@@ -75,7 +75,7 @@ def backward_of_attention() -> None:
         scale=0.125,
         dropout=0.0,
     )
-    out.sum().backward()
+    output.sum().backward()
 
 
 def failure(number: int) -> dict[str, object]:

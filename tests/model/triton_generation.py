@@ -23,7 +23,7 @@ calls = {"one": 0, "several": 0}
 launch = attend.triton_decode
 
 
-def counted(q, k, v, num_keys, *options):
+def count_and_launch(q, k, v, num_keys, *options):
     calls["one" if num_keys is None else "several"] += 1
     return launch(q, k, v, num_keys, *options)
 
@@ -45,48 +45,48 @@ def decoder_of(attention: str | None = None, **changes) -> Decoder:
 def texts(decoder: Decoder) -> list[list[int]]:
     """As `bloomery serve` decodes them: together, each in a slot."""
     batch = RunningBatch(Past(decoder, slots=3, capacity=30))
-    added = [batch.add(PROMPTS[0], Sampling(max_new_tokens=9, temperature=0.0))]
+    added_texts = [batch.add(PROMPTS[0], Sampling(max_new_tokens=9, temperature=0.0))]
     for _ in range(3):
         batch.step()
     for prompt in PROMPTS[1:]:
-        added.append(batch.add(prompt, Sampling(max_new_tokens=7, temperature=0.0)))
+        added_texts.append(batch.add(prompt, Sampling(max_new_tokens=7, temperature=0.0)))
     while batch.texts:
         batch.step()
-    return [text.new for text in added]
+    return [text.new for text in added_texts]
 
 
 torch.set_num_threads(1)
-attend.triton_decode = counted
+attend.triton_decode = count_and_launch
 for changes in ({}, {"sliding_window": (4, None), "attention_softcap": 5.0}):
-    before = dict(calls)
+    calls_before = dict(calls)
     expected = texts(decoder_of(**changes))
-    assert calls == before
+    assert calls == calls_before
     assert texts(decoder_of("triton", **changes)) == expected, changes
-    assert all(calls[kind] > before[kind] for kind in calls), calls
+    assert all(calls[kind] > calls_before[kind] for kind in calls), calls
 
     # A model that is loaded to decode: its sequences keep SDPA, and the kernel is compared before it is used.
-    loaded = decoder_of(**changes)
-    assert decoding_problem(loaded) is None
-    before = dict(calls)
-    assert texts(loaded) == expected, changes
-    assert all(calls[kind] > before[kind] for kind in calls), calls
-    assert loaded.model.backend == decoder_of(**changes).model.backend
+    loaded_decoder = decoder_of(**changes)
+    assert decoding_problem(loaded_decoder) is None
+    calls_before = dict(calls)
+    assert texts(loaded_decoder) == expected, changes
+    assert all(calls[kind] > calls_before[kind] for kind in calls), calls
+    assert loaded_decoder.model.backend == decoder_of(**changes).model.backend
 
 
-def fails(*_):
+def raise_kernel_failed(*_):
     raise KernelFailed("the Triton kernel decode failed: PermissionError")
 
 
 # A kernel that fails, or is wrong for texts of several lengths alone: SDPA decodes.
-before = dict(calls)
-for broken, words in (
-    (fails, "PermissionError"),
-    (lambda q, k, v, num_keys, *rest: launch(q, k, v, None, *rest), "differ from SDPA's by"),
+calls_before = dict(calls)
+for broken_kernel, problem in (
+    (raise_kernel_failed, "PermissionError"),
+    (lambda q, k, v, num_keys, *options: launch(q, k, v, None, *options), "differ from SDPA's by"),
 ):
-    attend.triton_decode = broken
-    loaded = decoder_of()
-    assert words in decoding_problem(loaded)
-    attend.triton_decode = counted
-    assert texts(loaded) == texts(decoder_of())
-    assert calls == before
+    attend.triton_decode = broken_kernel
+    loaded_decoder = decoder_of()
+    assert problem in decoding_problem(loaded_decoder)
+    attend.triton_decode = count_and_launch
+    assert texts(loaded_decoder) == texts(decoder_of())
+    assert calls == calls_before
 print(json.dumps(calls))

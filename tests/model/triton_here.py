@@ -22,8 +22,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a process that can import Triton; skips the test where there is none."""
-    found = {**os.environ, **variables}
-    return found if importlib.util.find_spec("triton") is not None else found | path_of(VERSION)
+    all_variables = {**os.environ, **variables}
+    return (
+        all_variables
+        if importlib.util.find_spec("triton") is not None
+        else all_variables | path_of(VERSION)
+    )
 
 
 def path_of(version: str) -> dict[str, str]:
@@ -45,10 +49,10 @@ def in_interpreter(name: str, *arguments: object) -> list[dict]:
 def script(name: str, *arguments: object, **variables: str) -> list[dict]:
     """What a script of this folder prints, a line of JSON each, in a process that can import Triton."""
     path = Path(__file__).with_name(name)
-    done = preloaded.run(
+    process = preloaded.run(
         [sys.executable, "-c", RUN_SCRIPT, str(path), *map(str, arguments)],
         env=environment(**variables),
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
