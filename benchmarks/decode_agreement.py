@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.sampling import Sampling
-from bloomery.model.cache import FEW, Cache
+from bloomery.model.cache import STEP_TOKENS, Cache
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.recipe.schema import Quantize
@@ -106,8 +106,8 @@ def ours(folder: Path, word: str, cold: Sampling) -> Side:
     def scored(ids: list[int], new: list[int]) -> Tensor:
         """Log-probabilities before each new token, by the step that decodes."""
         cache, whole, parts = Cache(decoder.config, len(ids) + len(new)), [*ids, *new], []
-        for first in range(0, len(whole), FEW):
-            parts.append(decoder.step([whole[first : first + FEW]], 0, cache, every=True))
+        for first in range(0, len(whole), STEP_TOKENS):
+            parts.append(decoder.step([whole[first : first + STEP_TOKENS]], 0, cache, every=True))
         return torch.cat(parts)[len(ids) - 1 : -1].log_softmax(-1)
 
     return lambda ids: list(sample_tokens(decoder, ids, cold)), scored

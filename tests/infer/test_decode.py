@@ -50,7 +50,7 @@ def test_a_prompt_that_is_read_once_begins_its_texts_as_if_each_had_read_it() ->
     alone = Past(decoder, 1, 8)
     alone.read([prompt])
     shared = Past(decoder, 3, 8)
-    shared.take([prompt, prompt], alone.cache, [0, 0], first=1)
+    shared.copy_prompts([prompt, prompt], alone.cache, [0, 0], first=1)
     assert shared.ids == [[], prompt, prompt]
     assert shared.cache.lengths == [0, 4, 4]
     torch.testing.assert_close(shared.read([[9]], 2), alone.read([[9]]), atol=0, rtol=0)

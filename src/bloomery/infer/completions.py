@@ -118,8 +118,12 @@ def sample_completions(
                 for completion in new_completions
             ]
             completion_of.update(zip(new_texts, new_completions, strict=True))
-            places = [completion.prompt - prefixes.prompts.start for completion in new_completions]
-            batch.add_read(new_texts, prefixes.logits_NV[places], prefixes.cache, places)
+            source_slots = [
+                completion.prompt - prefixes.prompts.start for completion in new_completions
+            ]
+            batch.add_read(
+                new_texts, prefixes.logits_NV[source_slots], prefixes.cache, source_slots
+            )
             num_begun += len(new_completions)
 
         # 2. One forward and one sampling for all of them; those that end leave.

@@ -34,7 +34,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.infer.past import Adapter, Past, is_length_independent
 from bloomery.infer.sampling import NotFinite, Sampling, sample_token
-from bloomery.model.cache import FEW, Cache
+from bloomery.model.cache import STEP_TOKENS, Cache
 from bloomery.model.decoder import Decoder
 
 
@@ -169,7 +169,7 @@ class RunningBatch:
         if self.is_length_independent:
             best_slot = max(
                 range(slot, past.slots),
-                key=lambda free_slot: past.common(free_slot, prompt, adapter),
+                key=lambda free_slot: past.num_shared(free_slot, prompt, adapter),
             )
             past.swap(slot, best_slot)
         elif past.slots > 1:
@@ -192,23 +192,23 @@ class RunningBatch:
         texts: Sequence[RunningText],
         logits: Tensor,
         cache: Cache,
-        places: Sequence[int],
+        source_slots: Sequence[int],
     ) -> list[TextUpdate]:
         """Begins texts whose prompts were read once for several of them, with their first tokens.
 
-        Their prompts are in the slots `places` of `cache`; `logits` [N, V] are those after them. A text that ends here
-        takes no slot.
+        Their prompts are in the slots `source_slots` of `cache`; `logits` [N, V] are those after them. A text that ends
+        here takes no slot.
         """
         assert self.sample_rows is not None and len(texts) <= self.past.slots - len(self.texts)
         for text in texts:
             self._refuse_extras_of_rows(text.constraint, text.logprobs)
         updates = self.sample_rows(texts, logits)
         running_texts = [update.text for update in updates if update.ended is None]
-        running_places = [
-            place for update, place in zip(updates, places, strict=True) if update.ended is None
+        running_slots = [
+            slot for update, slot in zip(updates, source_slots, strict=True) if update.ended is None
         ]
         prompts = [text.prompt for text in running_texts]
-        self.past.take(prompts, cache, running_places, first=len(self.texts))
+        self.past.copy_prompts(prompts, cache, running_slots, first=len(self.texts))
         self.texts += running_texts
         return updates
 
@@ -287,7 +287,7 @@ class RunningBatch:
         """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
         # Every running text has its token; prompts share the other tokens of a compiled step.
         step = self.past.decoder.step
-        num_free = FEW - sum(bool(text.new) for text in self.texts)
+        num_free = STEP_TOKENS - sum(bool(text.new) for text in self.texts)
         num_prompts = 0
         slot_tokens = list[list[int]]()
         for text in self.texts:

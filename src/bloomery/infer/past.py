@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bloomery.facts.config import ModelConfig
-from bloomery.model.cache import FEW, Cache
+from bloomery.model.cache import STEP_TOKENS, Cache
 from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
 from bloomery.model.heads import LastLogits
 
@@ -18,7 +18,7 @@ LAST = LastLogits()
 Adapter = str | None  # the name of a text's adapter
 
 
-Choose = Callable[[Sequence[Adapter]], None]
+SetAdapters = Callable[[Sequence[Adapter]], None]
 
 
 def is_length_independent(config: ModelConfig) -> bool:
@@ -34,21 +34,26 @@ def is_length_independent(config: ModelConfig) -> bool:
 class Past:
     """The tokens and KV cache of a decoder's slots, reused for texts that begin alike, such as the turns of a chat.
 
-    `capacity`: tokens in a slot; a single slot grows. `choose` gets the adapter of each row before a forward.
+    `capacity`: tokens in a slot; a single slot grows. `set_adapters` gets the adapter of each row before a forward.
     """
 
     def __init__(
-        self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None
+        self,
+        decoder: Decoder,
+        slots: int = 1,
+        capacity: int = 0,
+        set_adapters: SetAdapters | None = None,
     ) -> None:
         self.decoder = decoder
         self.slots = slots
-        self.choose = choose
+        self.set_adapters = set_adapters
         self.ids: list[list[int]] = [[] for _ in range(slots)]
         self.adapters: list[Adapter] = [None] * slots
         self.cache = Cache(decoder.config, capacity, slots)
 
-    def common(self, slot: int, ids: Sequence[int], adapter: Adapter = None) -> int:
-        """How many tokens of `ids` a slot holds already; the last one always is read again."""
+    def num_shared(self, slot: int, ids: Sequence[int], adapter: Adapter = None) -> int:
+        """How many tokens of `ids` a slot holds already, at most all but the last."""
+        # The cache has keys and values, and no logits: those after the prompt come from reading its last token again.
         if adapter != self.adapters[slot]:
             return 0
         slot_ids = self.ids[slot]
@@ -65,42 +70,42 @@ class Past:
 
         Afterwards `capacity` tokens fit into the slot.
         """
-        common = self.common(slot, ids, adapter)
+        num_shared = self.num_shared(slot, ids, adapter)
         if capacity > self.cache.capacity:
             assert self.slots == 1, (
                 f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
             )
             larger_capacity = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
-            common = 0
+            num_shared = 0
             self.cache = Cache(self.decoder.config, larger_capacity)
-        elif not self.cache.cut(common, slot):
-            common = 0
+        elif not self.cache.cut(num_shared, slot):
+            num_shared = 0
             self.cache.cut(0, slot)
-        self.ids[slot] = list(ids[:common])
+        self.ids[slot] = list(ids[:num_shared])
         self.adapters[slot] = adapter
-        return list(ids[common:])
+        return list(ids[num_shared:])
 
-    def take(
+    def copy_prompts(
         self,
         prompts: Sequence[Sequence[int]],
         cache: Cache,
-        places: Sequence[int],
+        source_slots: Sequence[int],
         *,
         first: int,
     ) -> None:
-        """Makes the slots from `first` on those prompts, which are in the slots `places` of another cache."""
+        """Makes the slots from `first` on those prompts, which are in the slots `source_slots` of another cache."""
         slot = first
-        for place, equal_places in groupby(places):
-            length = cache.lengths[place]
-            end = slot + len(list(equal_places))
+        for source_slot, equal_slots in groupby(source_slots):
+            length = cache.lengths[source_slot]
+            end = slot + len(list(equal_slots))
             for source, target in zip(cache.layers, self.cache.layers, strict=True):
                 assert source.keys is not None and source.values is not None
                 keys, values = target.memory(
                     source.keys.shape[1], source.keys.shape[3], source.keys
                 )
                 num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
-                keys[slot:end, :, :num_keys] = source.keys[place, :, :num_keys]
-                values[slot:end, :, :num_keys] = source.values[place, :, :num_keys]
+                keys[slot:end, :, :num_keys] = source.keys[source_slot, :, :num_keys]
+                values[slot:end, :, :num_keys] = source.values[source_slot, :, :num_keys]
             for filled_slot in range(slot, end):
                 self.cache.cut(0, filled_slot)
             self.cache.append(slot, [length] * (end - slot))
@@ -115,7 +120,8 @@ class Past:
         """Appends tokens to the slots from `first` on, and returns logits, float32 on the decoder's device.
 
         They are [slots, V], after the last token of each slot, or with `every` [N, V], after each token, of as many as
-        `max_guesses` allows. An interruption leaves nothing of the slots' past.
+        `max_guesses` allows. A slot may get no tokens, `[]`, only where the compiled step takes all. An interruption
+        leaves nothing of the slots' past.
         """
         # Compiled code takes few tokens of any slots; a forward of PyTorch takes equally many of
         # each, and some models one slot at a time.
@@ -126,6 +132,7 @@ class Past:
             for row, new_ids in zip(rows, tokens, strict=True):
                 self.ids[row].extend(new_ids)
             return step_logits
+        # Such a model has no guesses (`max_guesses`): `every` would ask for no more than the last logits.
         if len(rows) > 1 and not is_length_independent(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
 
@@ -134,8 +141,8 @@ class Past:
         self.cache.rows = rows
         for row in rows:
             self.ids[row] = []
-        if self.choose is not None:
-            self.choose([self.adapters[row] for row in rows])
+        if self.set_adapters is not None:
+            self.set_adapters([self.adapters[row] for row in rows])
         device = next(self.decoder.parameters()).device
         head = ALL_LOGITS if every else LAST
         try:
@@ -164,7 +171,7 @@ class Past:
             return 0
         length = max(self.cache.lengths[:slots])
         capacity = min(layer.capacity for layer in self.cache.layers)
-        return max(0, min(FEW // slots, capacity - length) - 1)
+        return max(0, min(STEP_TOKENS // slots, capacity - length) - 1)
 
     def drop(self, slot: int, count: int) -> None:
         """Forgets the last tokens of a slot, guesses that `max_guesses` allowed."""

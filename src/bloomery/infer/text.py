@@ -6,6 +6,8 @@ from typing import final
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
+CONTEXT_TOKENS = 8  # before new ones that are decoded with them
+MAX_HELD_TOKENS = 8  # that wait for the end of a character: then they are none
 
 
 @final
@@ -18,14 +20,14 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self.ids = list(prompt_ids[-8:])
+        self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self.written = len(self.ids)  # ids whose text was returned
 
     def push(self, token: int) -> str:
         """The new text; empty while a character is incomplete."""
         self.ids.append(token)
         text = self._new()
-        if text.endswith(UNFINISHED) and len(self.ids) - self.written < 8:
+        if text.endswith(UNFINISHED) and len(self.ids) - self.written < MAX_HELD_TOKENS:
             return ""
         return self._out(text)
 
@@ -38,7 +40,7 @@ class TextStream:
         return self.tokenizer.decode(self.ids)[len(written_text) :]
 
     def _out(self, text: str) -> str:
-        self.ids = self.ids[-8:]
+        self.ids = self.ids[-CONTEXT_TOKENS:]
         self.written = len(self.ids)
         return text
 

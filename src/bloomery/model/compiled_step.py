@@ -21,7 +21,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Layer, layers
 from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
-from bloomery.model.cache import FEW, Cache
+from bloomery.model.cache import STEP_TOKENS, Cache
 from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
@@ -143,7 +143,7 @@ class CompiledStep:
         # PyTorch turns all int8 weights into floats at each forward, so that this code stays faster
         # for more tokens.
         quantized = any(isinstance(module, QuantizedWeight) for module in decoder.modules())
-        self._max_tokens = 8 * FEW if quantized else FEW
+        self._max_tokens = 8 * STEP_TOKENS if quantized else STEP_TOKENS
 
         # The model as the structures of step.cpp, in the order of their fields.
         blocks: Any = body.layers

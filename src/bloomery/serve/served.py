@@ -91,8 +91,9 @@ class Served:
 
     def reset(self) -> None:
         """Empty slots."""
-        choose = None if self.adapters is None else self.adapters.choose
-        self.batch = RunningBatch(Past(self.decoder, self.slots, self.context, choose), piece=PIECE)
+        set_adapters = None if self.adapters is None else self.adapters.choose
+        past = Past(self.decoder, self.slots, self.context, set_adapters)
+        self.batch = RunningBatch(past, piece=PIECE)
 
     @property
     def grammar_ends(self) -> tuple[int, ...]:
