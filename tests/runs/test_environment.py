@@ -147,7 +147,7 @@ def test_bench_measures_in_the_environment_in_which_training_runs(
         code = 1
 
         def __init__(
-            self, module: str, job: object, *, environment: dict[str, str], python: str
+            self, module: str, job: object, *, environment: dict[str, str]
         ) -> None:
             seen.append(environment)
 

@@ -18,7 +18,7 @@ from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Distill
 from bloomery.recipe.schema import Lora, Model, Peft, Quantize
-from bloomery.train.objectives.build import distillation
+from bloomery.train.objectives import distillation
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
 
