@@ -2,7 +2,7 @@
 
 `bloomery.plan`, `bloomery.train` and `bloomery.export` are functions and packages. The functions have the attribute: a
 package that is imported for the first time takes its name on its parent, so these are imported before the functions
-are. `from bloomery.plan.types import Plan` finds the package all the same, as imports look into `sys.modules`.
+are. `from bloomery.plan.types import RunPlan` finds the package all the same, as imports look into `sys.modules`.
 """
 
 import sys
