@@ -133,7 +133,9 @@ def timed_tiles(dtype: torch.dtype, device: str, clock: Clock = seconds_on_gpu) 
     return rows
 
 
-def _tile_rows(launch: KernelLaunch, candidates: tuple[TileShape, ...], clock: Clock) -> Iterator[Found]:
+def _tile_rows(
+    launch: KernelLaunch, candidates: tuple[TileShape, ...], clock: Clock
+) -> Iterator[Found]:
     for tile in candidates:
         row: Found = {"kernel": launch.kernel, "width": launch.width, "tile": list(tile)}
         try:

@@ -125,7 +125,8 @@ def test_every_key_with_words_offers_each_once():
 def test_every_gpu_that_is_offered_is_known():
     offered = completed(["plan", "demo", "--gpu"], "")
     assert (
-        len(offered) >= sum(len(spec.memory_gib) for spec in gpu_table().gpu) and offered[-1] == "all"
+        len(offered) >= sum(len(spec.memory_gib) for spec in gpu_table().gpu)
+        and offered[-1] == "all"
     )
     ambiguous = []
     for name in offered[:-1]:

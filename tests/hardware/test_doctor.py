@@ -453,7 +453,9 @@ def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, blocks):
 
 
 def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
-    setting = ShellSetting(name="HSA_OVERRIDE_GFX_VERSION", value="10.3.0", file="~/.bashrc", line=3)
+    setting = ShellSetting(
+        name="HSA_OVERRIDE_GFX_VERSION", value="10.3.0", file="~/.bashrc", line=3
+    )
     assert "override-harms" in ids(machine(software__settings=(setting,)))
 
 

@@ -218,7 +218,9 @@ def test_no_probe_joins_an_integrated_and_a_discrete_gpu(monkeypatch):
         here = machine(*devices, build="rocm", torch="2.13.0+rocm7.2")
         software = here.software.model_copy(update={"environment": environment})
         here = here.model_copy(update={"software": software})
-        return [spec for spec in machine_probe_specs(here, build_profile(here)) if spec.every_device]
+        return [
+            spec for spec in machine_probe_specs(here, build_profile(here)) if spec.every_device
+        ]
 
     assert joint(integrated, cards[0]) == []
     three = joint(integrated, *cards)
@@ -243,5 +245,7 @@ def test_no_probe_joins_an_integrated_and_a_discrete_gpu(monkeypatch):
 def test_every_backend_of_a_device_is_probed():
     alone = {spec.name for spec in attention_probes.attention_probe_specs(machine())}
     assert "backend-per_document" in alone and "backend-varlen" not in alone
-    amd = attention_probes.attention_probe_specs(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
+    amd = attention_probes.attention_probe_specs(
+        machine(CARD, build="rocm", torch="2.13.0+rocm7.2")
+    )
     assert {spec.name for spec in amd} >= {"backend-varlen", "backend-flex", "backend-blockwise"}

@@ -146,9 +146,7 @@ def test_bench_measures_in_the_environment_in_which_training_runs(
     class Child:
         code = 1
 
-        def __init__(
-            self, module: str, job: object, *, environment: dict[str, str]
-        ) -> None:
+        def __init__(self, module: str, job: object, *, environment: dict[str, str]) -> None:
             seen.append(environment)
 
         def __enter__(self) -> "Child":

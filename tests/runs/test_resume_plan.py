@@ -100,7 +100,9 @@ def test_the_same_machine_has_no_differences() -> None:
 def test_differences_are_told_in_words() -> None:
     newer = CPU.model_copy(update={"software": CPU.software.model_copy(update={"torch": "2.14.0"})})
     assert plan_differences(CPU, newer) == ["PyTorch changed: 2.13.0 -> 2.14.0"]
-    assert plan_differences(CPU, GPU)[0] == "devices changed: no GPU -> AMD Instinct MI300X (gfx942)"
+    assert (
+        plan_differences(CPU, GPU)[0] == "devices changed: no GPU -> AMD Instinct MI300X (gfx942)"
+    )
 
 
 def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(plan) -> None:

@@ -60,7 +60,9 @@ def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_take
     )
     told, pause = [], tmp_path / "pause"
     pause.touch()  # as a killed run leaves it
-    watcher = Watcher(Script(hot, hot, hot, hot, cool), TemperatureGuard("auto"), told.append, pause)
+    watcher = Watcher(
+        Script(hot, hot, hot, hot, cool), TemperatureGuard("auto"), told.append, pause
+    )
     watcher.begin()
     until(lambda: any("paused" in event.reason for event in told if isinstance(event, Warned)))
     until(

@@ -46,9 +46,7 @@ def sections(plan: RunPlan) -> tuple[ModelPlan, TrainPlan, DataPlan]:
 
 def answers(monkeypatch, tile: list[int]) -> None:
     """From now on this is the fastest tile of every kernel."""
-    monkeypatch.setattr(
-        kernels, "fastest_tiles_of", lambda *_: dict.fromkeys(KERNELS, tile)
-    )
+    monkeypatch.setattr(kernels, "fastest_tiles_of", lambda *_: dict.fromkeys(KERNELS, tile))
 
 
 def in_use() -> list[TileShape]:

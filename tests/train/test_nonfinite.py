@@ -40,9 +40,7 @@ def poison(plan, monkeypatch):
                 total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count
             )
 
-        monkeypatch.setattr(
-            set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss)
-        )
+        monkeypatch.setattr(set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss))
 
     return poisoned_steps
 

@@ -193,7 +193,9 @@ def assert_folder_agrees_with_trl(run_dir: Path) -> dict[int, float]:
             old, _ = logps_and_entropies(model, rollout, objective.temperature)
         reference = reference_logps(plan, model, is_adapter, rollout)
         is_token = rollout.completion_mask.bool()
-        torch.testing.assert_close(rollout.sampled_logps[is_token], old[is_token], atol=NEAR, rtol=0)
+        torch.testing.assert_close(
+            rollout.sampled_logps[is_token], old[is_token], atol=NEAR, rtol=0
+        )
         advantages = trl_advantages(objective, rollout, old, reference)
         torch.testing.assert_close(rollout.advantages, advantages, atol=NEAR, rtol=NEAR)
 

@@ -350,7 +350,8 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
             0 < seconds < step["step_seconds"] for seconds in step["communication_seconds"].values()
         )
     rows = {
-        title: (planned, measured) for title, planned, measured in planned_and_measured(read_run_record(tmp_path))
+        title: (planned, measured)
+        for title, planned, measured in planned_and_measured(read_run_record(tmp_path))
     }
     for name in names:
         mean = sum(step["communication_seconds"][name] for step in steps) / len(steps)

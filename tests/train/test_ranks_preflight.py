@@ -88,9 +88,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         if mesh.rank == 1 and break_rank_1 == "sum":
             errors = iter((1, 0, 0))  # a link that is wrong now and then
             Mesh.all_reduce = lambda self, tensor: before[1](self, tensor).add_(next(errors))
-        found = preflight.check_ranks(
-            mesh, plan, run_dir, product_problem=products.product_problem
-        )
+        found = preflight.check_ranks(mesh, plan, run_dir, product_problem=products.product_problem)
         return f"{found} {found.seconds:.3f}"
     except UserError as error:
         return str(error)
@@ -293,9 +291,7 @@ def checked_pipeline(plan_json: str, folder: str, fault: str) -> str:
             links.LINK_SECONDS = SILENT_SECONDS
             if mesh.rank == 0:
                 faulty_class.send = lambda self, tensor, *way: None
-        found = preflight.check_ranks(
-            mesh, plan, Path(folder), product_problem=product_problem
-        )
+        found = preflight.check_ranks(mesh, plan, Path(folder), product_problem=product_problem)
         return f"{found.link.transport}: {found}"
     except UserError as error:
         return f"{type(error).__name__}: {error}"
@@ -375,9 +371,7 @@ def slow_link(plan_json: str, folder: str) -> str:
 
     HostTransport.receive = slow
     try:
-        return str(
-            preflight.check_ranks(mesh, plan, Path(folder), product_problem=product_problem)
-        )
+        return str(preflight.check_ranks(mesh, plan, Path(folder), product_problem=product_problem))
     finally:
         HostTransport.receive = receive
 

@@ -272,7 +272,9 @@ def test_out_of_memory_in_training_takes_smaller_micro_batches(
 
     edits = ("train.max_steps=2", "train.micro_batch_size=4", "objective.num_iterations=2")
     whole = train(plan_of(recipe, *edits), tmp_path / "whole")
-    module, name = (policy_scores, "forward") if moment.startswith("scores") else (step, "compute_loss")
+    module, name = (
+        (policy_scores, "forward") if moment.startswith("scores") else (step, "compute_loss")
+    )
     work = getattr(module, name)
 
     def short_of_memory(model, batch, *rest, **named):

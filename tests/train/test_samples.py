@@ -86,10 +86,15 @@ def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):
 
 def test_an_answer_ends_at_the_token_that_ends_turns(talks):
     tokenizer, plan = load_tokenizer(talks), plan_of(talks)
-    model, prompts = fresh_decoder(plan.model.config, seed=0).eval(), opened_prompts(plan, tokenizer)
+    model, prompts = (
+        fresh_decoder(plan.model.config, seed=0).eval(),
+        opened_prompts(plan, tokenizer),
+    )
 
     def drawn(**changes):
-        ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), sample=plan.sample, train=plan.train)
+        ((_, text),) = samples(
+            model, tokenizer, replace(prompts, **changes), sample=plan.sample, train=plan.train
+        )
         return text
 
     ids = list(sample_tokens(model, prompts.texts_and_ids[0][1], ANSWER_SAMPLING))
